@@ -8,6 +8,7 @@ scripts/study share --draw           only the table, from docs/measurements/shar
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -36,7 +37,7 @@ TRAININGS = {
     "cnn": partial(digits_training, hidden=1920, batch_size=512),
 }
 #: steps at a rate: the plan is decided after the 7th, and looked at again after every `PERIOD` ones
-STEPS, PAIRS, THEN = 7 + 3 * PERIOD, 12, " then "
+STEPS, TURNS, EACH, THEN, FREE = 7 + 5 * PERIOD, 2, 8, " then ", "100gbit"
 CELLS = [f"{model}/{rate}" for rate in ("100mbit", "1gbit", "10gbit") for model in TRAININGS]
 CELLS += [f"{model}/1gbit{THEN}100mbit{THEN}1gbit" for model in TRAININGS]
 
@@ -56,7 +57,14 @@ class Rank:
         self.batches = self.training.batches(dist.get_rank(), dist.get_world_size(), 0)
         self.linear = not isinstance(self.optimizer, AdamWOfSteps)  # what is sent is a gradient
         self.given, self.applied = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
-        self.counts = True
+        self.counts, self.arrived = True, math.nan
+        on_bucket = self.sync.on_bucket
+
+        def stamped(bucket: Any) -> Any:
+            self.arrived = time.perf_counter()
+            return on_bucket(bucket)
+
+        self.sync.on_bucket = stamped
         for total, parameter in zip(self.given, self.parameters, strict=True):
 
             def count(gradient: torch.Tensor, total: torch.Tensor = total) -> None:
@@ -65,38 +73,62 @@ class Rank:
 
             parameter.register_hook(count)
 
-    def compute(self) -> float:
-        """Forward and backward; how long they took."""
+    def compute(self) -> tuple[float, float, float]:
+        """Forward and backward: when they began, when the last gradients came, when they were over."""
         inputs, answers = next(self.batches)
-        started = time.perf_counter()
+        self.arrived = math.nan
+        began = time.perf_counter()
         self.optimizer.zero_grad()
         self.training.loss(self.model, inputs, answers).backward()
-        return time.perf_counter() - started
+        return began, self.arrived, time.perf_counter()
+
+    def update(self) -> None:
+        """The optimizer's part of a step."""
+        for total, parameter in zip(self.applied, self.parameters, strict=True):
+            total += parameter.grad
+        if self.linear and self.training.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_norm)
+        self.optimizer.step()
 
     def train(self, rate: str) -> dict[str, Any]:
-        """So many steps: seconds until gradients are summed, and of the optimizer; what was decided."""
-        summed, stepped, alone, plans = [], [], [], [str(self.sync.plan)]
-        for step in range(STEPS + PAIRS):
-            if step >= STEPS:  # by turns, as other programs come and go
-                self.counts = False
-                with self.model.no_sync():
-                    alone.append(self.compute())
-                self.counts = True
-            summed.append(self.compute())
-            for total, parameter in zip(self.applied, self.parameters, strict=True):
-                total += parameter.grad
-            started = time.perf_counter()
-            if self.linear and self.training.max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_norm)
-            self.optimizer.step()
-            stepped.append(time.perf_counter() - started)
+        """So many steps; what was decided, and what the network then takes of a step."""
+        plans = [str(self.sync.plan)]
+        for _ in range(STEPS):
+            self.compute()
+            self.update()
             plans.append(str(self.sync.plan))
+        following = self.sync._sharing.following
         changes = [step for step in range(2, len(plans)) if plans[step] != plans[step - 1]]
-        decision = self.sync._sharing.following.decision
+        decision = following.decision
         found = {"rate": rate, "plan": plans[-1], "words": decision.density, "remedy": decision.remedy}
         found |= {"told": round(decision.measured, 4), "changes": changes}
-        times = {"summed": summed, "stepped": statistics.median(stepped), "alone": alone}
-        return {**found, **times}
+        following._stopped = True  # the plan stays, whatever the link is now
+        found["seconds"] = self.compared(rate)
+        following._stopped = False
+        return found
+
+    def compared(self, rate: str) -> list[dict[str, float]]:
+        """Steps over this link, then over one without limits, by turns, each after the same without a sum."""
+        found: dict[str, list[Any]] = {rate: [], FREE: []}
+        for turn in range(2 * TURNS):
+            link = FREE if turn % 2 else rate
+            if turn:
+                change_to(link)
+            for step in range(EACH + 1):
+                self.counts = False
+                dist.barrier()
+                with self.model.no_sync():
+                    began, _, over = self.compute()
+                self.counts = True
+                dist.barrier()
+                stamps = self.compute()
+                self.update()
+                if step:
+                    found[link].append([over - began, *stamps])
+        change_to(rate)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, list(found.values()))
+        return [parts(list(zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
 
     def lost(self) -> float:
         """Mean gradients of all ranks, less what was applied and what waits, by the norm of the gradients."""
@@ -111,14 +143,19 @@ class Rank:
         return (off / size) ** 0.5
 
 
+def change_to(rate: str) -> None:
+    """Who has started the ranks gives the link another rate."""
+    ranks.say(f"{THEN}{rate}")
+    time.sleep(1.5)
+    dist.barrier()
+
+
 def work(settings: dict[str, Any]) -> dict[str, Any]:
     """A cell: so many steps at each rate; who has started the ranks changes it when it is told."""
     rank, phases = Rank(settings["model"]), []
     for number, rate in enumerate(settings["rates"]):
         if number:
-            ranks.say(f"{THEN}{rate}")
-            time.sleep(2.0)
-            dist.barrier()
+            change_to(rate)
         phases.append(rank.train(rate))
     lost = rank.lost() if rank.linear else None
     flat = torch.nn.utils.parameters_to_vector(rank.parameters).detach()
@@ -128,6 +165,22 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     return {"equal": equal, "lost": lost, "num_parameters": flat.numel(), "phases": phases}
 
 
+def parts(steps: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Where the time of a step goes, medians over steps of means over ranks; their clocks are the same one.
+
+    "alone": computing without a sum. "gradients": until the last ones come. "waiting": from there on until
+    they have come on the slowest rank, too. "after": from there to the end. "whole": all of it.
+    """
+    rows: dict[str, list[float]] = {}
+    for both in steps:
+        alone, began, came, over = (statistics.fmean(column) for column in zip(*both, strict=True))
+        last = max(stamps[2] for stamps in both)
+        row = {"alone": alone, "gradients": came - began, "waiting": last - came, "after": over - last}
+        for name, seconds in {**row, "whole": over - began}.items():
+            rows.setdefault(name, []).append(seconds)
+    return {name: round(statistics.median(column), 6) for name, column in rows.items()}
+
+
 def table(result: dict[str, Any]) -> str:
     """A row per cell and rate."""
     rows = []
@@ -135,23 +188,18 @@ def table(result: dict[str, Any]) -> str:
         for phase in cell["phases"]:
             chosen, predicted, _ = phase["words"].split("\n")
             chosen, predicted = chosen.partition(": ")[2], predicted.partition("iteration, ")[2]
-            whole, alone = (statistics.median(times[-PAIRS:]) for times in (phase["summed"], phase["alone"]))
-            share = max(0.0, 1.0 - (alone + phase["stepped"]) / (whole + phase["stepped"]))
+            here, free = phase["seconds"]
+            share = max(0.0, (here["after"] - free["after"]) / here["whole"])
+            work = (free["after"] + here["gradients"] - here["alone"]) / here["whole"]
             met = 0.02 <= share <= 0.06 or (share < 0.02 and "dense gradients" in chosen)
             row = [f"{name.partition('/')[0]}, {phase['rate']}", chosen, predicted.partition(" of")[0]]
-            row += [f"{phase['told']:.1%}", f"{share:.1%}", "yes" if met else "no"]
+            row += [f"{phase['told']:.1%}", f"{share:.1%}", "yes" if met else "no", f"{work:.1%}"]
+            row += [f"{here['waiting'] / here['whole']:.1%}", f"{here['whole'] / here['alone']:.2f}"]
             row += [", ".join(map(str, phase["changes"])) or "-", "yes" if cell["equal"] else "no"]
             rows.append([*row, "" if cell["lost"] is None else f"{cell['lost']:.0e}"])
-    head = [
-        "model, rate",
-        "chosen at last",
-        "predicted",
-        "told",
-        "measured",
-        "goal met",
-        "plans change after",
-    ]
-    return results.markdown([*head, "replicas equal", "lost"], rows)
+    head = ["model, rate", "chosen at last", "network predicted", "told", "measured", "goal met"]
+    head += ["work for it", "waiting for the slower rank", "a step by computing alone"]
+    return results.markdown([*head, "plans change after", "replicas equal", "lost"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.draw:
         result |= {"command": "scripts/study share", "machine": results.machine(), "network_share": SHARE}
     for cell in () if options.draw else CELLS:
-        if options.only not in cell or (cell in runs and not options.again):
+        if options.only not in f"{cell}$" or (cell in runs and not options.again):
             continue
         model, _, rates = cell.partition("/")
         settings = {"model": model, "rates": rates.split(THEN)}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -248,6 +249,27 @@ class _Shared:
         self.waiting: queue.SimpleQueue[tuple[Task, Synchronization[Any]] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
+        self._carried: tuple[float, float | None] = 0.0, None
+
+    @contextlib.contextmanager
+    def carrying(self) -> Iterator[None]:
+        """A request is under way; what the thread does besides is work."""
+        before, began = self._carried[0], time.perf_counter()
+        self._carried = before, began
+        try:
+            yield
+        finally:
+            self._carried = before + time.perf_counter() - began, None
+
+    def carried_seconds(self) -> float:
+        """That requests were under way, ever."""
+        seconds, began = self._carried
+        return seconds if began is None else seconds + time.perf_counter() - began
+
+    def carry(self, request: Request) -> Any:
+        """See `Carrier`."""
+        with self.carrying():
+            return self.carrier(request)
 
 
 class Communicator:
@@ -259,7 +281,7 @@ class Communicator:
 
     def __init__(self, carrier: Carrier, deadline: Deadline) -> None:
         self._shared, self._deadline = _Shared(carrier), deadline
-        #: seconds that `wait` waited, ever
+        #: seconds that `wait` waited for other ranks and the network, ever
         self.idle_seconds = 0.0
         thread = threading.Thread(target=_work, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
         thread.start()
@@ -274,7 +296,7 @@ class Communicator:
         """As `start`; a first request for the sum of a tensor on an accelerator is started at once."""
         request = next(coroutine)
         work = self._shared.carrier.starts_on_device(request)
-        return self.start(name, _after(work, request, coroutine))
+        return self.start(name, _after(work, request, coroutine, self._shared))
 
     def move_to(self, topology: Topology | None) -> None:
         """From now on ranks share these hosts; nothing is under way."""
@@ -289,6 +311,7 @@ class Communicator:
     def wait(self, tasks: Iterable[Task]) -> None:
         """Waits until tasks are done. What a coroutine raises stays in its task."""
         awaited, shared, since = list(tasks), self._shared, time.perf_counter()
+        carried = shared.carried_seconds()
         while (pending := self._pending(awaited)) is not None:
             try:
                 self._deadline.check(time.perf_counter() - since, pending.name, 0)
@@ -296,7 +319,7 @@ class Communicator:
                 shared.failure = error  # of whatever is waited for next
                 raise
         self._deadline.moved()
-        self.idle_seconds += time.perf_counter() - since
+        self.idle_seconds += shared.carried_seconds() - carried
         for task in awaited:
             task.waited_seconds = max(0.0, task.finished - since)
         if shared.failure is not None:
@@ -310,15 +333,18 @@ class Communicator:
         return next((task for task in tasks if not task.done), None)
 
 
-def _after(work: Any, request: Any, coroutine: Synchronization[Any]) -> Generator[Any, Any, Any]:
+def _after(
+    work: Any, request: Any, coroutine: Synchronization[Any], shared: _Shared
+) -> Generator[Any, Any, Any]:
     """Goes on with a coroutine whose first request is under way."""
     try:
         if work is None:
             answer = yield request
         else:
-            work.wait()
-            # on a device `wait` only makes the current stream wait; the coroutine works in another
-            torch.cuda.current_stream(request.buffer.device).synchronize()
+            with shared.carrying():
+                work.wait()
+                # on a device `wait` only makes the current stream wait; the coroutine works in another
+                torch.cuda.current_stream(request.buffer.device).synchronize()
             answer = request.buffer
         while True:
             try:
@@ -345,7 +371,7 @@ def _work(shared: _Shared) -> None:
                 coroutine.close()
                 raise shared.failure
             shared.carrier.name = task.name
-            task.result = carry_out(coroutine, shared.carrier)
+            task.result = carry_out(coroutine, shared.carry)
         except BaseException as error:
             task.error = error
             if not isinstance(error, _COLLECTIVE):

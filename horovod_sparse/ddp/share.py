@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,7 +58,9 @@ class Sharing(Stamped):
     def after_step(self) -> None:
         """Another plan, where the share asks for it."""
         training = self._training
-        if (plan := self.following.after_step(training.plan, training.step)) is not None:
+        last = training.telemetry.last
+        waited = math.nan if last is None else last.wait_seconds
+        if (plan := self.following.after_step(training.plan, training.step, waited)) is not None:
             training.replan(plan)
         if self.following.decision is not None:
             training.telemetry.density = self.following.decision.density

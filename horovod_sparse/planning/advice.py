@@ -23,8 +23,8 @@ from horovod_sparse.feedback import (
 from horovod_sparse.planning.cost_model import AffineTime, CostModel
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
-from horovod_sparse.planning.selection import Chosen, choose_by_share
-from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.selection import densest_plan
+from horovod_sparse.planning.timeline import Timeline, predict
 from horovod_sparse.planning.workload import Workload
 from horovod_sparse.plans.dense import bytes_by_round
 from horovod_sparse.plans.plan import HALVES, Plan
@@ -196,24 +196,44 @@ def local_rounds(profile: Profile, sparsifier: Sparsifier, workload: Workload) -
     return [LocalRounds(every, *told, share) for every, share in zip(EVERY, shares, strict=True)]
 
 
+class Chosen(NamedTuple):
+    """A plan, two of the three lines that say what it is, and whether the network keeps to its share."""
+
+    plan: Plan
+    density: float
+    words: str
+    times: str
+    fits: bool
+
+
+#: sparse plans are chosen for so much of the share: what is measured varies
+_AIM = 0.8
+
+
 def by_share(
     limit: float,
     recipe: Recipe,
     profile: Profile,
     workload: Workload,
     plan_at: Callable[..., Plan],
-    seconds_of: Callable[[Plan, float], float],
+    step_of: Callable[[Plan, float], Timeline],
 ) -> tuple[Chosen, str]:
-    """What `choose_by_share` gives for a recipe; and what to write where nothing fits, or nothing.
+    """The first that fits: dense gradients, then every step sparse, as densely as possible.
 
-    Dense gradients in float16 are left out where its feedback keeps something for them; values of 2 bits
+    The network's share is what a faster one would take away of an iteration (`Timeline.network_share`).
+    Selecting is no network, but is paid for, too: so no sparse plan is taken that is slower than dense ones.
+    Dense gradients in float16 are left out where the feedback keeps something for them; values of 2 bits
     where something is said of values, where what they lose is not kept, or messages would be of other kinds.
+
+    Returns:
+        The choice, the fastest where nothing fits; and what to write then, or nothing.
     """
     given, names = recipe.sparsifier, tuple(parameter.name for parameter in workload.backward)
-    whole = {"dense": Plan((), names)}
+    computing = workload.step_seconds + workload.update_seconds
+    plans = {"dense": Plan((), names)}
     if not needs_bucket(recipe.for_dense()):
-        whole[HALVES] = Plan((), names, values=HALVES)
-    dense = {name: (plan, seconds_of(plan, given.density)) for name, plan in whole.items()}
+        plans[HALVES] = Plan((), names, values=HALVES)
+    dense = {name: (plan, step_of(plan, given.density)) for name, plan in plans.items()}
     words = "every step sparse" + (" at density {:g}" if given.follows_density else "")
     sparse: dict[str, Callable[[float], Plan]] = {words: plan_at}
     if given.wire == WireFormat(quantum=given.quantum) and not isinstance(recipe.feedback, NoFeedback):
@@ -221,14 +241,45 @@ def by_share(
         if not short.diverges and short.rounds(profile.size) == given.rounds(profile.size):
             sparse[f"{words}, values of 2 bits"] = partial(plan_at, values="2bit")
     limits = recipe.auto or AutoDensity(given.density, given.density)
-    computing = workload.step_seconds + workload.update_seconds
-    chosen = choose_by_share(limit, limits, computing, dense, sparse, seconds_of)
-    if chosen.fits:
-        return chosen, ""
+    fastest = min(step.iteration_seconds for _, step in dense.values())
+
+    def chosen(plan: Plan, density: float, words: str) -> Chosen:
+        step = step_of(plan, density)
+        seconds, network = step.iteration_seconds, step.network_share
+        work = max(0.0, 1.0 - network - computing / seconds)
+        told = f"{1e3 * seconds:.4g} ms an iteration, {network:.1%} of it network, {work:.1%} work for it"
+        others = (f"{name} {1e3 * each.iteration_seconds:.4g} ms" for name, (_, each) in dense.items())
+        told = f"predicted: {told}; {', '.join(others)}; computing alone {1e3 * computing:.4g} ms"
+        fits = network <= limit
+        return Chosen(plan, density, words if fits else f"{words}, which is too much", told, fits)
+
+    def strain(plan: Plan, density: float) -> float:
+        step = step_of(plan, density)
+        return max(step.network_share / (_AIM * limit), step.iteration_seconds / fastest)
+
+    whole = [
+        chosen(plan, given.density, "dense gradients" + ("" if name == "dense" else f" in {name}"))
+        for name, (plan, _) in dense.items()
+    ]
+    if fitting := [one for one in whole if one.fits]:
+        return fitting[0], ""
+    for words, make in sparse.items():
+        found = densest_plan(limits, make, strain, 1.0)
+        if found.seconds <= 1.0:
+            return chosen(found.plan, found.density, words.format(found.density)), ""
+    # what is too much anyway shall at least send all that costs nothing more
+    tried = [
+        (words, densest_plan(limits, make, lambda *at: step_of(*at).iteration_seconds))
+        for words, make in sparse.items()
+    ]
+    words, found = min(tried, key=lambda one: one[1].seconds)
+    best = chosen(found.plan, found.density, words.format(found.density))
+    if fastest <= found.seconds:
+        best = min(whole, key=lambda one: step_of(one.plan, one.density).iteration_seconds)
     remedy = str(fitting_rounds(local_rounds(profile, given, workload), limit))
     if recipe.auto is None and given.follows_density:
         remedy = f"density='auto' in place of {given.density:g}, or {remedy}"
-    return chosen, remedy
+    return best, "" if best.fits else remedy
 
 
 def fitting_rounds(rounds: Sequence[LocalRounds], share: float) -> LocalRounds:

@@ -23,7 +23,7 @@ from horovod_sparse.planning.selection import (
     select_tensors,
 )
 from horovod_sparse.planning.strategies import Fixed, Kept, Strategy, fixed, layerwise, omgs, single
-from horovod_sparse.planning.timeline import predict
+from horovod_sparse.planning.timeline import Timeline, predict
 from horovod_sparse.planning.workload import Workload, whole_parameters
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES, ParameterFacts, Plan, only_one
@@ -295,17 +295,17 @@ def plan_by_times(
         dense = workload.dense | dense_of(select_tensors(request.selection, workload.parameters, cost))
         return dataclasses.replace(request.strategy(workload.with_dense(dense), cost), values=values)
 
-    def seconds(plan: Plan, density: float) -> float:
+    def step_of(plan: Plan, density: float) -> Timeline:
         workload, cost = step(density, plan.values if plan.buckets else None)
-        return predict(workload, plan, cost).iteration_seconds
+        return predict(workload, plan, cost)
 
     density, reason = sparsifier.density, ""
     if request.share is not None:
-        return _by_share(request, request.share, step, plan_at, seconds, sparsifier, profile)
+        return _by_share(request, request.share, step, plan_at, step_of, sparsifier, profile)
     if request.density is None:
         plan = plan_at(density)
     else:
-        choice = densest_plan(request.density, plan_at, seconds)
+        choice = densest_plan(request.density, plan_at, lambda *at: step_of(*at).iteration_seconds)
         plan, density, reason = choice.plan, choice.density, choice.reason
     workload, cost = step(density)
     plan.check(workload.parameters)
@@ -317,7 +317,7 @@ def _by_share(
     share: NetworkShare,
     step: Callable[..., tuple[Workload, CostModel]],
     plan_at: Callable[..., Plan],
-    seconds: Callable[[Plan, float], float],
+    step_of: Callable[[Plan, float], Timeline],
     sparsifier: Sparsifier,
     profile: Profile,
 ) -> Decision:
@@ -325,7 +325,7 @@ def _by_share(
     from horovod_sparse.planning.advice import accuracy, by_share
 
     recipe, (workload, _) = share.recipe, step(sparsifier.density)
-    chosen, remedy = by_share(share.limit, recipe, profile, workload, plan_at, seconds)
+    chosen, remedy = by_share(share.limit, recipe, profile, workload, plan_at, step_of)
     plan, values = chosen.plan, chosen.plan.values
     if not sparsifier.follows_density:
         plan = dataclasses.replace(plan, density=None)
@@ -335,8 +335,9 @@ def _by_share(
     told = f"{request.share_words}: {chosen.words}\n{chosen.times}\naccuracy: {known}"
     workload, cost = step(chosen.density, values) if plan.buckets else step(sparsifier.density)
     plan.check(workload.parameters)
-    computing = workload.step_seconds + workload.update_seconds
-    predicted = {**_predicted(workload, plan, cost), "computing": computing}
+    made = predict(workload, plan, cost)
+    alone = made.iteration_seconds - made.visible_seconds
+    predicted = {**_predicted(workload, plan, cost), "without network": alone}
     return Decision(plan, request.describe(), predicted, profile, told, remedy=remedy)
 
 

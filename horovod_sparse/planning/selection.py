@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
@@ -220,76 +220,3 @@ def densest_plan(
     seconds, plan = best_at(density, anew=False)
     longer = None if low == len(candidates) - 1 else best_at(candidates[low + 1], anew=False)[0]
     return DensityChoice(limits, dataclasses.replace(plan, density=density), seconds, least_seconds, longer)
-
-
-class Chosen(NamedTuple):
-    """A plan, two of the three lines that say what it is, and whether the network keeps to its share."""
-
-    plan: Plan
-    density: float
-    words: str
-    times: str
-    fits: bool
-
-
-def choose_by_share(
-    share: float,
-    limits: AutoDensity,
-    computing: float,
-    dense: Mapping[str, tuple[Plan, float]],
-    sparse: Mapping[str, Callable[[float], Plan]],
-    seconds_of: Callable[[Plan, float], float],
-) -> Chosen:
-    """The first that fits: dense gradients, then every step sparse, as densely as possible.
-
-    The network's share of an iteration of I seconds, of which a rank computes C, is ``1 - C / I``: messages
-    that are waited for, and what selecting costs.
-
-    Args:
-        share: of an iteration, in (0, 1).
-        limits: densities to choose from.
-        computing: seconds of an iteration without any network.
-        dense: plans that sparsify nothing by their names, and seconds of their iterations; in order.
-        sparse: what makes a sparse plan for a density, by words for it, in which {} is the density; in order.
-        seconds_of: predicts the iteration of a plan at a density.
-
-    Returns:
-        The choice. Where nothing fits it is the fastest.
-
-    Example:
-        >>> whole, dense = Plan((("weight",),)), Plan((), ("weight",))
-        >>> every = {"every step sparse at density {:g}": lambda density: whole}
-        >>> tried = AutoDensity(0.001, 0.1), 1.0, {"dense": (dense, 1.5)}, every
-        >>> choose_by_share(0.05, *tried, lambda plan, density: 1 + 5 * density).words
-        'every step sparse at density 0.00993'
-        >>> choose_by_share(0.4, *tried, lambda plan, density: 1 + 5 * density).words
-        'dense gradients'
-        >>> choose_by_share(0.05, *tried, lambda plan, density: 1.1 + density).words
-        'every step sparse at density 0.0213, which is too much'
-    """
-    most = computing / (1.0 - share)
-
-    def chosen(plan: Plan, density: float, words: str, seconds: float) -> Chosen:
-        told = f"{1e3 * seconds:.4g} ms an iteration, {max(0.0, 1.0 - computing / seconds):.1%} of it network"
-        others = (f"{name} {1e3 * each:.4g} ms" for name, (_, each) in dense.items())
-        told = f"predicted: {told}; {', '.join(others)}; computing alone {1e3 * computing:.4g} ms"
-        fits = seconds <= most
-        return Chosen(plan, density, words if fits else f"{words}, which is too much", told, fits)
-
-    whole = [
-        chosen(plan, 1.0, "dense gradients" + ("" if name == "dense" else f" in {name}"), seconds)
-        for name, (plan, seconds) in dense.items()
-    ]
-    if fitting := [one for one in whole if one.fits]:
-        return fitting[0]
-    for words, plan_at in sparse.items():
-        found = densest_plan(limits, plan_at, seconds_of, most)
-        if found.seconds <= most:
-            return chosen(found.plan, found.density, words.format(found.density), found.seconds)
-    # what is too much anyway shall at least send all that costs nothing more
-    tried = [(words, densest_plan(limits, plan_at, seconds_of)) for words, plan_at in sparse.items()]
-    words, found = min(tried, key=lambda one: one[1].seconds)
-    name, (_, seconds) = min(dense.items(), key=lambda item: item[1][1])
-    if seconds <= found.seconds:
-        return whole[list(dense).index(name)]
-    return chosen(found.plan, found.density, words.format(found.density), found.seconds)

@@ -17,12 +17,14 @@ from horovod_sparse.plans.plan import Plan
 _log = logging.getLogger("horovod_sparse")
 
 #: ranks compare what was measured every so many steps, of which the last few are recorded
-PERIOD, _RECORDED = 20, 5
-#: the plan changes where the share is so many times too large, or too small. A larger density is tried again
-#: after so many steps, and after twice as many each time that it was too much
-_TOO_MUCH, _TOO_LITTLE, _REST = 1.5, 0.5, 40
-#: of so many times the share nobody waits to see it twice, as of less, which another program may have caused
-_AT_ONCE = 3.0
+PERIOD, _RECORDED = 12, 10
+#: the plan changes where the share is so many times too large, or too small, in two looks
+_TOO_MUCH, _TOO_LITTLE = 1.2, 0.4
+#: or in one, where it is off by so many times more, which no other program has caused
+_AT_ONCE = 2.0
+#: a larger density that turns out to be too much within three looks is tried again after so many steps, and
+#: after twice as many each time
+_REST, _TRIAL = 2 * PERIOD, 3 * PERIOD
 #: and another density has to be so many times this one
 _WORTH = 1.5
 
@@ -31,24 +33,23 @@ class Following(WarmUp):
     """Holds the network's share of a training: measures now and then, and chooses anew where it is off.
 
     Ranks count steps, which are the same on all of them; what each has measured they share before anything is
-    decided from it, so all go on alike. A link is told from whole iterations: the time of every collective is
-    multiplied by what makes the prediction for the plan in use come out as it was measured.
+    decided from it, so all go on alike. A link is told from what was waited for: the time of every collective
+    is multiplied by what makes the prediction for the plan in use come out as it was measured.
     """
 
-    _steps, _rest, _wait, _direction, _seen, _stopped, _warned = 0, 0, _REST, 0, 0, False, ""
+    _steps, _rest, _wait, _raised, _seen, _stopped, _warned = 0, 0, _REST, -_TRIAL, 0, False, ""
 
-    def after_step(self, plan: Plan, step: int) -> Plan | None:
+    def after_step(self, plan: Plan, step: int, waited: float = math.nan) -> Plan | None:
         """See `WarmUp.after_step`; once something is decided, ranks compare shares every `PERIOD` steps."""
         if self.decision is None or self._stopped:
-            return super().after_step(plan, step)
+            return super().after_step(plan, step, waited)
         self._steps += 1
         self._rest = max(0, self._rest - 1)
         place = self._steps % PERIOD
-        if self._recorder is not None:
-            self._recorder.end(self._measuring.now())
-            if place == 0:
-                return self._review(plan)
-        elif place == PERIOD - _RECORDED:
+        self._end(waited)
+        if self._recorder is not None and place == 0:
+            return self._review(plan)
+        if place == PERIOD - _RECORDED:
             self._record(0, _RECORDED)
         self._begin()
         return None
@@ -61,7 +62,7 @@ class Following(WarmUp):
     @property
     def position(self) -> str:
         """As far as `WarmUp`'s, and steps since it has decided."""
-        return f"{super().position} {self._steps} {self._rest} {self._wait} {self._seen}"
+        return f"{super().position} {self._steps} {self._rest} {self._wait} {self._raised} {self._seen}"
 
     def tell(self) -> None:
         """See `WarmUp.tell`; every rank says once what to write where no plan keeps to the share."""
@@ -83,21 +84,21 @@ class Following(WarmUp):
         share, decision, own = self.request.share, self.decision, self._own
         if decision is None or share is None:
             return None
-        rests, twice = self._rest > 0, self._seen > 0
+        rests, before = self._rest > 0, self._seen
 
         def coroutine(where: ClusterFacts, **_: Any) -> Synchronization[Decision]:
             measured = yield from mean_times(own)
             found = share_measured(measured)
             off, whole = _off(found, share.limit), not plan.buckets and plan.values is None
-            once = off > 0 and not twice and found < _AT_ONCE * share.limit
+            far = off if _off(found, share.limit, _AT_ONCE) else before
             fine = off == 0 and not (decision.remedy and found <= share.limit)
-            futile = off > 0 and rests if decision.remedy else off < 0 and (rests or whole)
-            if fine or once or futile:
+            futile = rests if decision.remedy and off > 0 else off < 0 and (rests or whole)
+            if fine or futile or off not in (0, far):
                 return dataclasses.replace(decision, measured=found)
             density = self._sparsifier.density if plan.density is None else plan.density
             sent = self._sparsifier.sent_as(density, plan.values if plan.buckets else None)
             given = plan, self._parameters, sent, where.size, where.topology
-            profile = linked(decision.profile, measured, *given, hidden=off < 0)
+            profile = linked(decision.profile, measured, *given)
             asked = self.request, where, self._parameters, self._sparsifier
             changed = yield from told_by_first(*asked, profile)
             kept = plan if _alike(plan, changed.plan) else changed.plan
@@ -107,17 +108,19 @@ class Following(WarmUp):
         self._seen = _off(changed.measured, share.limit)
         predicted, tried = decision.predicted_seconds, changed.profile is not decision.profile
         if self._measuring.rank == 0:
-            off = changed.measured - (1.0 - predicted["computing"] / predicted["taken"])
+            off = changed.measured - (1.0 - predicted["without network"] / predicted["taken"])
             told = f"measured: {changed.measured:.1%} of an iteration is network, "
             told += f"{100 * off:+.1f} points to the prediction"
             _log.info("%s%s", told, "" if changed.plan == plan else "; chosen anew")
         if not tried:
             return None
-        direction = 1 if changed.measured > share.limit else -1
-        if self._direction == -direction:
-            self._wait = 2 * self._wait
-        self._rest, self._direction = self._wait, direction
+        if changed.measured <= share.limit:
+            self._raised, self._rest = self._steps, 0
+        else:
+            self._wait = 2 * self._wait if self._steps - self._raised <= _TRIAL else _REST
+            self._rest = self._wait
         if changed.plan == plan and changed.remedy == decision.remedy:
+            self._rest = self._wait
             return None
         self.tell()
         return None if changed.plan == plan else changed.plan
@@ -131,12 +134,16 @@ def _alike(one: Plan, other: Plan) -> bool:
     return 1 / _WORTH < ratio < _WORTH
 
 
-def _off(found: float, limit: float) -> int:
-    """1 where the share is too large, -1 where it could be larger."""
-    return 1 if found > _TOO_MUCH * limit else -1 if found < _TOO_LITTLE * limit else 0
+def _off(found: float, limit: float, times: float = 1.0) -> int:
+    """1 where the share is so many times too large, -1 where it could be larger."""
+    return 1 if found > times * _TOO_MUCH * limit else -1 if found < _TOO_LITTLE * limit / times else 0
 
 
 def share_measured(times: BackwardTimes) -> float:
-    """Of an iteration that is not computing."""
+    """Of an iteration that is network; where nobody knows what was waited for, all that is not computing."""
+    if not times.iteration_seconds:
+        return 0.0
     computing = times.forward_seconds + math.fsum(times.backward_seconds.values())
-    return max(0.0, 1.0 - computing / times.iteration_seconds) if times.iteration_seconds else 0.0
+    known = not math.isnan(times.network_seconds)
+    seconds = times.network_seconds if known else times.iteration_seconds - computing
+    return max(0.0, seconds / times.iteration_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -162,6 +163,10 @@ class Measuring(Protocol):
     def seconds_between(self, start: Any, stop: Any) -> float:
         """Of two stamps; may wait for them."""
 
+    @property
+    def on_host(self) -> bool:
+        """Whether stamps are the host's, so that its waiting is that of a step."""
+
     def decided(
         self, parameters: Sequence[ParameterFacts], topology: Topology | None, decide: Decide
     ) -> Decision:
@@ -244,13 +249,13 @@ class WarmUp:
             self._record(_NUM_WARMUP, _NUM_STEPS)
             self._left = 1 + _NUM_WARMUP + _NUM_STEPS if counting else 0
 
-    def after_step(self, plan: Plan, step: int) -> Plan | None:
-        """A synchronization under this plan has ended on all ranks."""
+    def after_step(self, plan: Plan, step: int, waited: float = math.nan) -> Plan | None:
+        """A synchronization under this plan has ended on all ranks; `waited` as `StepReport.wait_seconds`."""
         if self._probe is not None:
             return self._after_probe(*self._probe)
         if self._recorder is None:
             return None
-        self._recorder.end(self._measuring.now())
+        self._end(waited)
         self._measured_under = plan
         if self._sparsifier.schedule is not None:
             final = self._sparsifier.density if plan.density is None else plan.density
@@ -336,6 +341,10 @@ class WarmUp:
         self._recorder = BackwardRecorder(
             names, num_warmup=num_warmup, num_steps=num_steps, seconds_between=self._measuring.seconds_between
         )
+
+    def _end(self, waited: float) -> None:
+        if self._recorder is not None:
+            self._recorder.end(self._measuring.now(), waited if self._measuring.on_host else math.nan)
 
     def _begin(self) -> None:
         if self._recorder is not None:

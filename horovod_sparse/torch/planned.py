@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from horovod_sparse.collectives import Synchronization
@@ -91,7 +92,8 @@ class PlannedTraining(Training):
         return new
 
     def _plan_after_step(self, warmup: WarmUp) -> None:
-        if (plan := warmup.after_step(self.plan, self.step)) is not None:
+        waited = math.nan if self.telemetry.last is None else self.telemetry.last.wait_seconds
+        if (plan := warmup.after_step(self.plan, self.step, waited)) is not None:
             self.replan(plan)
         if warmup.decision is not None:
             self.telemetry.density = warmup.decision.density

@@ -13,7 +13,7 @@ from benchmarks.plans import SortingTime
 from horovod_sparse.cost import AffineTime, CostModel, Fit, Profile
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, plan_of_segments, predict
 from horovod_sparse.planning import advice, share
-from horovod_sparse.planning.selection import Chosen
+from horovod_sparse.planning.advice import Chosen
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
 SECONDS = st.floats(0.0, 10.0)
@@ -78,10 +78,11 @@ def share_that_changes(monkeypatch: Any, names: Iterable[str]) -> None:
         [Plan((tuple(names),), (), 0.05), whole, dataclasses.replace(whole, values="float16")]
     )
 
-    def chosen(*given: object) -> Chosen:
+    def chosen(*given: object) -> tuple[Chosen, str]:
         plan = next(tried)
-        return Chosen(plan, plan.density or 1.0, "as the test says", "in no time", True)
+        return Chosen(plan, plan.density or 1.0, "as the test says", "in no time", True), ""
 
-    monkeypatch.setattr(advice, "choose_by_share", chosen)  # which the first rank alone asks
+    monkeypatch.setattr(advice, "by_share", chosen)  # which the first rank alone asks
     monkeypatch.setattr(share, "share_measured", lambda times: 0.5)
     monkeypatch.setattr(share, "PERIOD", 6)
+    monkeypatch.setattr(share, "_RECORDED", 2)

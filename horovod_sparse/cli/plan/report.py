@@ -139,18 +139,17 @@ def choose(step: Workload, source: Source, recipe: Recipe, asked: Asked, *, othe
         allowed = "--per-host 2 or more beside it, or a profile of such hosts"
         raise ArgumentError("--levels", asked.level_choice, allowed)
 
-    def seconds_of(plan: Plan, density: float) -> float:
-        cost = cost_at(density, plan.values if plan.buckets else None)
-        return predict(step, plan, cost).iteration_seconds
+    def step_of(plan: Plan, density: float) -> Timeline:
+        return predict(step, plan, cost_at(density, plan.values if plan.buckets else None))
 
     rounds, found = local_rounds(profile, sparsifier, step), None
     if asked.share is not None:
-        share, remedy = by_share(asked.share, recipe, profile, step, plan_at, seconds_of)
+        share, remedy = by_share(asked.share, recipe, profile, step, plan_at, step_of)
         words += [f"network_share={asked.share:g}: {share.words}", share.times]
         words += [f"this fits: {remedy}"] if remedy else []
         found = share.plan, share.density if share.plan.buckets else recipe.sparsifier.density
     elif recipe.auto is not None and not (isinstance(merging, Plan) and merging.density is not None):
-        densest = densest_plan(recipe.auto, plan_at, seconds_of)
+        densest = densest_plan(recipe.auto, plan_at, lambda *at: step_of(*at).iteration_seconds)
         words.append(densest.reason)
         found = densest.plan, densest.density
     if found is None:

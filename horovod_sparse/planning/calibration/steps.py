@@ -40,6 +40,10 @@ class BackwardTimes:
     iteration_seconds: float = 0.0
     #: the same under a plan of many buckets, see `probe_of`
     probe_seconds: float = 0.0
+    #: of each iteration its seconds, and those in which collectives were waited for, where that is known
+    waits: tuple[tuple[float, float], ...] = ()
+    #: of an iteration, that a faster network would take away; NaN where that is not known
+    network_seconds: float = math.nan
 
 
 class BackwardRecorder:
@@ -57,7 +61,8 @@ class BackwardRecorder:
         >>> recorder.end()
         >>> recorder.times()
         BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1,
-                      step_seconds=(5.0,), iteration_seconds=0.0, probe_seconds=0.0)
+                      step_seconds=(5.0,), iteration_seconds=0.0, probe_seconds=0.0, waits=(),
+                      network_seconds=nan)
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class BackwardRecorder:
         self._forward: list[float] = []
         self._totals: list[float] = []
         self._iterations: list[float] = []
+        self._waits: list[tuple[float, float]] = []
         self._backward: dict[str, list[float]] = {name: [] for name in self._names}
         self._places: dict[str, list[int]] = {name: [] for name in self._names}
 
@@ -97,8 +103,11 @@ class BackwardRecorder:
     def arrived(self, name: str, entered: Any, left: Any) -> None:
         self._stamps.append((name, entered, left))
 
-    def end(self, stamp: Any = None) -> None:
-        """All gradients of the step have come; what did not come will not. The stamps are read."""
+    def end(self, stamp: Any = None, waited: float = math.nan) -> None:
+        """All gradients of the step have come; what did not come will not. The stamps are read.
+
+        `waited` are seconds in which this rank had nothing to do but wait for collectives.
+        """
         begun, stamps = self._begun, self._stamps
         self._begun, self._stamps = None, []
         if begun is None or not stamps or self.done:
@@ -120,6 +129,8 @@ class BackwardRecorder:
         self._totals.append(total)
         if stamp is not None:
             self._iterations.append(max(0.0, float(self._between(begun, stamp))))
+            if not math.isnan(waited):
+                self._waits.append((self._iterations[-1], waited))
 
     def forget(self) -> None:
         """The step was given up: its stamps do not count."""
@@ -147,6 +158,7 @@ class BackwardRecorder:
             len(self._forward),
             tuple(self._totals),
             statistics.median(self._iterations or [0.0]),
+            waits=tuple(self._waits),
         )
 
 
@@ -160,12 +172,12 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     if own is not None:
         by_name = list(own.backward_seconds.items())
         whole = [own.iteration_seconds, own.probe_seconds]
-        line = [own.num_steps, own.forward_seconds, by_name, own.step_seconds, whole]
+        line = [own.num_steps, own.forward_seconds, by_name, own.step_seconds, whole, own.waits]
     everyone = yield from shared_lines(line)
     measured = [item for item in everyone if item is not None]
     if not measured:
         raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
-    steps, forward, rows, totals, iterations = zip(*measured, strict=True)
+    steps, forward, rows, totals, iterations, waits = zip(*measured, strict=True)
     ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
     slowest = statistics.median(ratios or [1.0])
     seconds: dict[str, list[float]] = {}
@@ -180,8 +192,24 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
         slowest * statistics.fmean(forward),
         min(steps),
         (),
-        *(statistics.fmean(column) for column in zip(*iterations, strict=True)),
+        iteration_seconds=statistics.fmean(whole for whole, _ in iterations),
+        probe_seconds=statistics.fmean(probe for _, probe in iterations),
+        network_seconds=_network_seconds(waits),
     )
+
+
+def _network_seconds(waits: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """What is left of an iteration once the slowest rank has done its work, by rank and step; a trimmed mean.
+
+    A rank that waits for a slower one waits for no network; and its next step begins the later, so seconds of
+    an iteration are means over ranks.
+    """
+    left = []
+    for ranks in zip(*waits, strict=False):
+        busy = max(whole - waited for whole, waited in ranks)
+        left.append(statistics.fmean(whole for whole, _ in ranks) - busy)
+    trimmed = sorted(left)[len(left) // 5 : len(left) - len(left) // 5]
+    return max(0.0, statistics.fmean(trimmed)) if trimmed else math.nan
 
 
 #: buckets that a probe must have more than the plan in use: from fewer nothing can be told
@@ -304,26 +332,29 @@ def linked(
     sparsifier: Sparsifier,
     size: int,
     topology: Topology | None = None,
-    *,
-    hidden: bool = False,
 ) -> Profile:
-    """A profile by which a measured iteration comes out as it was: its collectives, times one factor.
+    """A profile by which the network's seconds come out as measured: its collectives, times one factor.
 
-    So a link is followed that has become slower or faster, and nobody measures a collective anew. Messages
-    that are `hidden` behind computing tell nothing but that it may be fast, which is then tried.
+    Where nobody knows those, an iteration does. So a link is followed that has become slower or faster, and
+    nobody measures a collective anew. Messages that are hidden behind computing tell nothing but that it may
+    be fast, which is then tried.
     """
     backward = dict(reversed(list(times.backward_seconds.items())))
     made = dataclasses.replace(profile, backward_seconds=backward, forward_seconds=times.forward_seconds)
 
+    unknown = math.isnan(times.network_seconds)
+
     def seconds(exponent: float) -> float:
         tried = _scaled(made, math.exp(exponent), among=("collectives", "levels"))
         workload, cost = measured_step(tried, parameters, sparsifier, size, topology)
-        return predict(workload, current, cost).iteration_seconds
+        step = predict(workload, current, cost)
+        return step.iteration_seconds if unknown else step.visible_seconds
 
     if not times.iteration_seconds or size == 1:
         return made
+    wanted = times.iteration_seconds if unknown else times.network_seconds
     least, most = map(math.log, _LINK_SCALES)
-    exponent = least if hidden else _crossing(least, most, seconds, times.iteration_seconds)
+    exponent = _crossing(least, most, seconds, wanted)
     return _scaled(made, math.exp(exponent), among=("collectives", "levels"))
 
 

@@ -1,5 +1,7 @@
 """The driver with one rank, and with collectives that a test holds in its hand."""
 
+import time
+
 import horovod.torch as hvd
 import numpy as np
 import pytest
@@ -7,11 +9,13 @@ import torch
 
 from horovod_sparse.carriers.pairs import TransportChoice
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
+from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.torch import driver as module
 from horovod_sparse.torch import transport
 from horovod_sparse.torch._horovod import holder_of
 from horovod_sparse.torch.driver import HorovodDriver
+from horovod_sparse.training.deadline import Deadline
 
 
 class Held:
@@ -220,3 +224,17 @@ def test_a_hook_that_asks_is_not_interrupted_by_an_error(monkeypatch, where):
     assert handle.done()
     with pytest.raises(CollectiveMismatchError, match="rank 0 did not await"):
         handle.result()
+
+
+def test_who_waits_for_the_thread_of_its_own_rank_waits_for_no_network():
+    def carrier(request):
+        time.sleep(0.02)
+        return request.buffer
+
+    def step():
+        time.sleep(0.2)  # folding and selecting
+        yield AllReduce(np.zeros(1, np.float32))
+
+    communicator = Communicator(carrier, Deadline(None, lambda: (0, [0])))
+    communicator.run("a", step())
+    assert 0.02 <= communicator.idle_seconds < 0.15

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -357,3 +358,22 @@ def test_ranks_agree_on_times_and_their_order_and_without_any_all_refuse():
     ends = run_lockstep([mean_times(times) for times in (one, other, one)])
     assert ends[0] == ends[1] == ends[2]
     assert all(list(end.backward_seconds) == ["c", "b", "a"] for end in ends)
+
+
+def test_the_network_is_what_is_left_once_the_slowest_rank_has_done_its_work():
+    """Each iteration of a rank, and what it waited in it. Waiting for a slow rank is no network."""
+
+    def network(*ranks):
+        given = [BackwardTimes({"a": 1.0}, 1.0, 5, (), 10.0, waits=waits) for waits in ranks]
+        return run_lockstep([mean_times(times) for times in given])[0].network_seconds
+
+    alike = [(10.0, 1.0)] * 5
+    assert network(alike, alike) == pytest.approx(1.0)
+    assert network(alike, [(10.0, 4.0)] * 5) == pytest.approx(1.0)
+    # always the slower one, and so early that nothing it is sent is waited for
+    assert network([(10.0, 0.0)] * 5, [(10.0, 4.0)] * 5) == 0.0
+    # slower by turns: messages of 2 seconds come while the next step of the one has begun
+    one, other = (10.0, 0.0), (14.0, 8.0)
+    assert network([one, other, one, other], [other, one, other, one]) == pytest.approx(2.0)
+    assert network([*alike[1:], (99.0, 90.0)], [*alike[1:], (99.0, 90.0)]) == pytest.approx(1.0), "trimmed"
+    assert math.isnan(network(alike, ()))

@@ -19,7 +19,7 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.feedback import Recipe, parse_recipe
-from horovod_sparse.merging import ParameterFacts, Workload, predict
+from horovod_sparse.merging import ParameterFacts, Timeline, Workload, predict
 from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.share import PERIOD, Following
 from horovod_sparse.plans.dense import ClusterFacts
@@ -140,10 +140,13 @@ def link(bits: float):
 class Fake:
     """A training whose steps take what the model says of a link; rank 0 of four that are alike."""
 
-    rank = 0
+    rank, on_host = 0, True
 
-    def __init__(self, share: float, bits: float, told: float, recipe: Recipe = RECIPE) -> None:
+    def __init__(
+        self, share: float, bits: float, told: float, recipe: Recipe = RECIPE, work: float = 0.0
+    ) -> None:
         self.bits, self.clock, self.step, self.changes = bits, 0.0, 0, []
+        self.work = work  # for every sparse step, that no profile tells
         self.recipe = recipe
         request, _ = plan_request(
             profile=link(told), density=recipe.auto, network_share=share, recipe=recipe, merging="optimal"
@@ -166,14 +169,14 @@ class Fake:
     @property
     def share(self) -> float:
         """Of an iteration under the plan in use, in truth."""
-        return 1.0 - STEP.step_seconds / self.seconds
+        return self.predicted.network_share
 
     @property
-    def seconds(self) -> float:
+    def predicted(self) -> Timeline:
         density = self.plan.density or self.recipe.sparsifier.density
         sent = self.recipe.sparsifier.sent_as(density, self.plan.values if self.plan.buckets else None)
         cost = link(self.bits).cost(sent, fuse_sparse=True)
-        return predict(STEP.with_dense(self.plan.dense), self.plan, cost).iteration_seconds
+        return predict(STEP.with_dense(self.plan.dense), self.plan, cost)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -182,8 +185,10 @@ class Fake:
             for fact, seconds in zip(STEP.backward, STEP.backward_seconds, strict=True):
                 self.clock += seconds
                 self.following.arrived(fact.name, self.clock, self.clock)
-            self.clock = begun + self.seconds
-            if (plan := self.following.after_step(self.plan, self.step)) is not None:
+            made = self.predicted
+            self.clock = begun + made.iteration_seconds + self.work * bool(self.plan.buckets)
+            given = self.plan, self.step, made.visible_seconds
+            if (plan := self.following.after_step(*given)) is not None:
                 self.changes.append(self.step)
                 self.plan = plan
 
@@ -224,9 +229,30 @@ def test_a_link_that_falls_and_comes_back_is_followed():
     fake.train(50)
     assert fake.share <= 0.075 and fake.plan.density < at_first / 3
     fake.bits = 0.3 * GBIT
-    fake.train(150)
+    fake.train(50)
     assert fake.plan.density > at_first / 3 and fake.share <= 0.075
     assert all(later - sooner >= PERIOD for sooner, later in itertools.pairwise(fake.changes))
+
+
+def test_work_that_no_faster_network_would_take_away_changes_no_plan():
+    """It was told as the network's share: densities fell in vain, for what no density changes."""
+    plans = []
+    for work in (0.0, 0.03):
+        fake = Fake(0.05, 0.3 * GBIT, 0.3 * GBIT, work=work)
+        fake.train(7 + 4 * PERIOD)
+        plans.append(fake.plan)
+        assert len(fake.changes) == 1 and 0.02 < fake.following.decision.measured < 0.06
+    assert plans[0] == plans[1]
+
+
+def test_another_program_for_one_look_changes_no_plan():
+    fake = Fake(0.05, 0.3 * GBIT, 0.3 * GBIT)
+    fake.train(7 + PERIOD)
+    fake.bits /= 2
+    fake.train(PERIOD)
+    fake.bits *= 2
+    fake.train(2 * PERIOD)
+    assert len(fake.changes) == 1
 
 
 @pytest.mark.parametrize(
