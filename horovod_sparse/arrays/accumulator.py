@@ -31,10 +31,14 @@ class Journal:
         self._kernels, self.arrays = kernels, arrays
         self._changes: list[_Change] = []
         self._seen = 0
+        #: places that were read while they were in cache, and what stands there in the first array
+        self.found: tuple[Memory, Memory] | None = None
 
     def remember(self, where: Memory) -> tuple[Memory, ...]:
         """Notes, and returns, what stands there in each array, just before it is changed."""
-        olds = tuple(self._kernels.take(array, where) for array in self.arrays)
+        known, self.found = self.found, None
+        read = () if known is None or not np.array_equal(known[0], where) else known[1:]
+        olds = read + tuple(self._kernels.take(array, where) for array in self.arrays[len(read) :])
         self._changes.append(_Change(where, olds))
         return olds
 
@@ -56,7 +60,7 @@ class Journal:
     def forget(self) -> None:
         """What changed stays changed."""
         self._changes.clear()
-        self._seen = 0
+        self._seen, self.found = 0, None
 
 
 class Accumulator:
@@ -228,7 +232,9 @@ class Accumulator:
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
         """Exactly the largest magnitudes of every chunk, as many as its quota (its length, at most)."""
         self._settle()
-        return self._kernels.largest_of_each(self._values, chunk, quotas)
+        indices, values = self._kernels.largest_of_each(self._values, chunk, quotas)
+        self._journal.found = None if values is None else (indices.copy(), values)
+        return indices
 
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
         """Exact k-th largest magnitude (k from 1) in [start, stop)."""

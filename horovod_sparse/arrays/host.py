@@ -73,7 +73,7 @@ class HostKernels(Kernels):
     take: Callable[..., Array] = staticmethod(scatter.taken)
     put: Callable[..., None] = staticmethod(scatter.put_at)
     zero: Callable[..., None] = staticmethod(scatter.zero_at)
-    largest_of_each: Callable[..., Indices] = staticmethod(select.largest_of_each)
+    largest_of_each: Callable[..., tuple[Indices, Array]] = staticmethod(select.largest_of_each)
     number: Callable[..., float] = float
     float_of: Callable[..., float] = float
     to_host: Callable[..., Array] = staticmethod(np.asarray)

@@ -229,8 +229,9 @@ class TensorKernels(Kernels):
                 break
         return indices
 
-    def largest_of_each(self, values: Tensor, chunk: int, quotas: NDArray[np.int64]) -> Indices:
-        return to_host(plain_kernels.largest_of_each(values, chunk, to_device(quotas, self._device)))
+    def largest_of_each(self, values: Tensor, chunk: int, quotas: NDArray[np.int64]) -> tuple[Indices, None]:
+        indices = plain_kernels.largest_of_each(values, chunk, to_device(quotas, self._device))
+        return to_host(indices), None
 
     def kth(self, values: Tensor, maxima: Tensor, k: int, start: int, stop: int) -> int:
         for dense in (False, True):

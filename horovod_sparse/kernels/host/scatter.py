@@ -137,7 +137,9 @@ def write_runs(dense, indices, values, at, stops, scale, tile, head, past_caches
 
 
 @kernel
-def _step_by_runs(start, indices, values, at, stops, rate, tile, first, last, line):  # type: ignore[no-untyped-def]
+def _step_by_runs(  # type: ignore[no-untyped-def]
+    start, indices, values, at, stops, rate, tile, first, last, line, past_caches
+):
     """start -= rate * (sum of the values at a place) from first up to last; returns what `add_at` does.
 
     Runs and tile are those of `write_runs`. `line`, if there is one, becomes what start is there.
@@ -151,7 +153,9 @@ def _step_by_runs(start, indices, values, at, stops, rate, tile, first, last, li
             moved = v.add(v.load(start, i), v.multiply(rates, v.load(tile, i - begin)))
             v.store(tile, i - begin, v.zeros_like(rates))
             v.store(start, i, moved)
-            if line is not None:
+            if line is not None and past_caches:
+                v.stream(line, i - first, moved)
+            elif line is not None:
                 v.store(line, i - first, moved)
             i += v.LANES
         while i < stop:
@@ -328,8 +332,11 @@ def step_by_sum(
     Returns how many places the sum has something at.
     """
     runs, tile = _runs_of(*_matched(start, indices, values)), np.zeros(_TILE, start.dtype)
-    factor = start.dtype.type(rate)
-    return sum(int(_step_by_runs(start, *runs, factor, tile, *line)) for line in lines)
+    factor, num_union = start.dtype.type(rate), 0
+    for first, last, line in lines:
+        past_caches = line is not None and start.nbytes >= _LARGE and line.ctypes.data % _LINE == 0
+        num_union += int(_step_by_runs(start, *runs, factor, tile, first, last, line, past_caches))
+    return num_union
 
 
 def _runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:

@@ -256,11 +256,11 @@ def _list_at_least(values, start, stop, threshold, indices, keys):  # type: igno
 
 
 @kernel
-def _select_of_each(values, chunk, quotas, step, keys, indices, out):  # type: ignore[no-untyped-def]
-    """The largest of every chunk, as many as its quota says, ascending; of ties the first.
+def _select_of_each(values, chunk, quotas, step, exponent, keys, indices, out, found):  # type: ignore[no-untyped-def]
+    """The largest of every chunk, as many as its quota says, ascending; of ties the first; and their values.
 
     Chunks are like their neighbours: a little less than the last one's smallest bounds this one's. How much
-    less is learned, from `step` on; where too few reach it all are candidates.
+    less is learned, from `step` on; where too few reach it a half is looked for, then an eighth, and so on.
     """
     at, guess, most = 0, np.int64(0), 16 * step
     for number in range(quotas.size):
@@ -269,13 +269,16 @@ def _select_of_each(values, chunk, quotas, step, keys, indices, out):  # type: i
         if k == 0:
             continue
         count = _list_at_least(values, start, stop, as_key(keys[0], guess), indices, keys)
-        if count < k:
-            step, guess = min(2 * step, most), np.int64(0)
+        further = exponent
+        while count < k:
+            step, guess = min(2 * step, most), max(guess - further, np.int64(0))
             count = _list_at_least(values, start, stop, as_key(keys[0], guess), indices, keys)
+            further *= 2
         smallest = _kth_of_few(keys, count, k, guess)
         _keep_at_least(indices, keys, count, k, smallest)
         for i in range(k):
             out[at + i] = indices[i]
+            found[at + i] = values[indices[i]]
         at += k
         step -= step // 8 if count > 2 * k else 0
         guess = max(np.int64(smallest) - step, np.int64(0))
@@ -375,10 +378,12 @@ def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, lay
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
-def largest_of_each(values: Array, chunk: int, quotas: NDArray[np.int64]) -> Indices:
-    """The largest magnitudes of every chunk, as many as its quota says, ascending; of ties the first."""
+def largest_of_each(values: Array, chunk: int, quotas: NDArray[np.int64]) -> tuple[Indices, Array]:
+    """Places and values of the largest of every chunk, as many as its quota says; of ties the first."""
     room = min(chunk, values.size) + v.LANES
     keys, out = np.empty(room, bits_dtype(values.dtype)), np.empty(int(quotas.sum()), np.int32)
-    step = _LOWER << np.finfo(values.dtype).nmant - 10
-    _select_of_each(values, chunk, quotas, step, keys, np.empty(room, np.int32), out)
-    return out
+    exponent = 1 << np.finfo(values.dtype).nmant
+    step = _LOWER * exponent >> 10
+    found = np.empty(out.size, values.dtype)
+    _select_of_each(values, chunk, quotas, step, exponent, keys, np.empty(room, np.int32), out, found)
+    return out, found

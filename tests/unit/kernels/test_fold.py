@@ -156,6 +156,13 @@ def test_sums_in_place_of_what_there_was(dtype, n, offset, counts, in_order, see
         patch.setattr(scatter, "_MOST_RUNS", 8)
         patch.setattr(scatter, "_LARGE", 0 if large else 1 << 30)
         assert kernels.apply_scaled_sum(dense, indices, values, scale) == touched
+        start, line, cut = make("gaussian", n, seed ^ 2, dtype), np.empty(n + 16, dtype), n // 3
+        line = line[-line.ctypes.data % 64 // line.itemsize :][: n - cut]  # as memory of PyTorch begins
+        begun = start.copy()
+        lines = [(0, cut, None), (cut, n, line)]
+        assert scatter.step_by_sum(start, indices, values, scale, lines) == touched
+    np.testing.assert_array_equal(start, begun - dtype(scale) * expected)
+    np.testing.assert_array_equal(line, start[cut:])
     np.testing.assert_array_equal(dense, expected * dtype(scale))
     dense[:] = before[offset : offset + n]
     np.testing.assert_array_equal(memory, before)
