@@ -112,7 +112,7 @@ def training_settings(model: str, repeat: int, methods: Mapping[str, str | None]
 
 
 def workload_of(model: str, profile: Profile, alone: Mapping[str, Any]) -> Workload:
-    """The step as `--step-seconds` and `--profile` give it to the commands.
+    """The step as its time and `--profile` give it to the commands.
 
     Args:
         model: a layer table.

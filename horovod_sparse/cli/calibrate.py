@@ -21,7 +21,6 @@ from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
 from horovod_sparse.planning.profile import Profile
-from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
@@ -37,11 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
     text = "kept fraction; four times that is measured, too (default: 0.001)"
     add("--density", type=density, default=0.001, help=text)
-    kinds = ", ".join(sorted(set(COLLECTIVES.values())))
-    text = (
-        f"kinds with commas: {kinds} (default: allgather, allreduce, broadcast, exchange and what is needed)"
-    )
-    add("--collectives", metavar="KINDS", help=text)
     add("--device", choices=("cpu", "cuda"), help="where selection is (default: cuda where PyTorch has it)")
     add("--out", default="profile.json", metavar="FILE", help="written by rank 0 (default: %(default)s)")
     add("--quick", action="store_true", help="fewer sizes and repetitions: about 10 s")
@@ -52,17 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures on all ranks; rank 0 prints and writes."""
-    sparsifiers, kinds, extent = _what(options)
+    sparsifiers, extent = _what(options)
     if options.device == "cuda" and options.framework == "tensorflow":
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
     ranks = start(options.framework)
     try:
-        return _measure(options, ranks, sparsifiers, kinds, extent)
+        return _measure(options, ranks, sparsifiers, extent)
     finally:
         ranks.end()
 
 
-def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], tuple[str, ...] | None, Extent]:
+def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
     """What is measured, refused before Horovod is started."""
     texts = options.sparsifier or list(_DEFAULT)
     if texts == ["all"]:
@@ -71,19 +65,13 @@ def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], tuple[str, ...
     names = [sparsifier.name for sparsifier in sparsifiers]
     if len(set(names)) < len(names):
         raise ArgumentError("--sparsifier", names, "every name once: profiles keep times by name")
-    kinds = None
-    if options.collectives is not None:
-        kinds = tuple(kind.strip() for kind in options.collectives.split(","))
-        for kind in kinds:
-            if kind not in COLLECTIVES.values():
-                raise ArgumentError("--collectives", kind, f"some of {', '.join(COLLECTIVES.values())}")
     extent = dataclasses.replace(QUICK, budget_seconds=_QUICK_SECONDS) if options.quick else THOROUGH
     changes: dict[str, Any] = {}
     if options.repetitions is not None:
         changes["repetitions"] = options.repetitions
     if options.budget is not None:
         changes["budget_seconds"] = options.budget
-    return sparsifiers, kinds, dataclasses.replace(extent, **changes)
+    return sparsifiers, dataclasses.replace(extent, **changes)
 
 
 def _device(options: argparse.Namespace, ranks: Ranks) -> str:
@@ -95,13 +83,7 @@ def _device(options: argparse.Namespace, ranks: Ranks) -> str:
     return options.device or ("cuda" if available else "cpu")
 
 
-def _measure(
-    options: argparse.Namespace,
-    ranks: Ranks,
-    sparsifiers: list[Sparsifier],
-    kinds: tuple[str, ...] | None,
-    extent: Extent,
-) -> int:
+def _measure(options: argparse.Namespace, ranks: Ranks, sparsifiers: list[Sparsifier], extent: Extent) -> int:
     def prepared() -> str:
         if ranks.rank == 0 and not Path(options.out).resolve().parent.is_dir():
             raise ArgumentError("--out", options.out, "a file in a folder that exists")
@@ -109,10 +91,8 @@ def _measure(
 
     device = ranks.agreed(prepared)
     told = {"device": device, "sparsifiers": [one.describe() for one in sparsifiers], "extent": repr(extent)}
-    ranks.agreed(lambda: _same(ranks.gathered({**told, "kinds": kinds})))
-    if kinds is None:
-        usual = ("allgather", "allreduce", "broadcast", "exchange")
-        kinds = tuple(sorted({*usual, *needed_kinds(sparsifiers, ranks.size)}))
+    ranks.agreed(lambda: _same(ranks.gathered(told)))
+    usual = ("allgather", "allreduce", "broadcast", "exchange")
     console = make_console()
     if ranks.rank == 0:
         _introduce(console, ranks, device)
@@ -123,7 +103,7 @@ def _measure(
                 ranks.where(device=device),
                 sparsifiers,
                 extent=extent,
-                kinds=kinds,
+                kinds=sorted({*usual, *needed_kinds(sparsifiers, ranks.size)}),
                 memory=ranks.memory(device),
                 on_progress=tell,
                 topology=topology,

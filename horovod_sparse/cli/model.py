@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse.cli.options import seconds as seconds_of
 from horovod_sparse.cli.options import time
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.planning.calibration.steps import step_of
@@ -52,28 +51,22 @@ class Model:
     #: where times are from, in words
     source: str = "of the file"
 
-    def on(self, gpu: str | None, step_seconds: float | None) -> Model:
+    def on(self, gpu: str | None, seconds: float | None) -> Model:
         """The model with the times of another device."""
-        if gpu is None and step_seconds is None:
-            return self
-        if gpu is not None and step_seconds is not None:
-            raise ArgumentError("--gpu", gpu, "either it or the time of a step")
         source = "as given"
         if gpu is not None:
+            if seconds is not None:
+                raise ArgumentError("--gpu", gpu, "either it or the time of a step")
             if gpu not in self.steps:
                 known = ", ".join(self.steps) or "none here"
-                raise ArgumentError(
-                    "--gpu", gpu, f"one whose time {self.name} has ({known}), or --step-seconds"
-                )
+                raise ArgumentError("--gpu", gpu, f"one whose time {self.name} has ({known}), or --step-ms")
             step = self.steps[gpu]
-            step_seconds, source = step.seconds, f"{gpu}, {step.batch} samples ({step.source})"
+            seconds, source = step.seconds, f"{gpu}, {step.batch} samples ({step.source})"
+        if seconds is None:
+            return self
         if self.backward_seconds is None:
-            raise ArgumentError("--step-seconds", step_seconds, "a model with times to be scaled")
-        if step_seconds is None or not 0.0 < step_seconds < math.inf:
-            raise ArgumentError("--step-seconds", step_seconds, "a time above 0")
-        step_now = Workload(self.parameters, self.backward_seconds, self.forward_seconds).lasting(
-            step_seconds
-        )
+            raise ArgumentError("--step-ms", 1e3 * seconds, "a model with times to be scaled")
+        step_now = Workload(self.parameters, self.backward_seconds, self.forward_seconds).lasting(seconds)
         return dataclasses.replace(
             self,
             backward_seconds=step_now.backward_seconds,
@@ -113,9 +106,8 @@ class Model:
 def add_step(parser: argparse.ArgumentParser) -> None:
     """Adds what says how long a step computes, where a table's own time is of another device."""
     add = parser.add_argument
-    text = "time of forward and backward on one worker, as in 52ms: all times of the model are scaled to it"
-    add("--step-seconds", type=seconds_of, metavar="TIME", help=text)
-    add("--step-ms", type=float, metavar="MS", help="the same in milliseconds, as a number")
+    text = "of forward and backward on one worker: all times of the model are scaled to it"
+    add("--step-ms", type=float, metavar="MS", help=text)
     text = (
         "time of the optimizer's update on one worker (default: the profile's, of SGD with momentum, or none)"
     )
@@ -126,13 +118,9 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 def model_of(options: argparse.Namespace) -> Model:
     """That of `--model`, or one of `--params` in equal pieces, with the times that are asked for."""
-    seconds, milliseconds = options.step_seconds, options.step_ms
-    if milliseconds is not None:
-        if not 0.0 < milliseconds < math.inf:
-            raise ArgumentError("--step-ms", milliseconds, "a time in milliseconds above 0")
-        if seconds is not None:
-            raise ArgumentError("--step-ms", milliseconds, "either it or --step-seconds")
-        seconds = milliseconds / 1e3
+    seconds = None if options.step_ms is None else options.step_ms / 1e3
+    if seconds is not None and not 0.0 < seconds < math.inf:
+        raise ArgumentError("--step-ms", options.step_ms, "a time in milliseconds above 0")
     if (options.params is None) == (options.model is None):
         raise ArgumentError("--model", options.model, "either this or --params, and not both")
     if options.model is not None:

@@ -51,11 +51,6 @@ def time(text: str) -> float:
     return _quantity(text, _SECONDS, "s, ms, us or ns behind it, as in 50us")
 
 
-def seconds(text: str) -> float:
-    """Seconds, of an argument that says so: a plain number is what it says."""
-    return _quantity(text, {"": 1.0, **_SECONDS}, "s, ms, us or ns behind it, or nothing")
-
-
 def bits_per_second(text: str) -> float:
     if re.search(r"[0-9]\s*[kMGTmgt]?B", text):
         raise argparse.ArgumentTypeError(f"{text!r} is in bytes: write bits, as in 25gbit or 25Gbps")
@@ -156,32 +151,8 @@ class Source:
     warnings: tuple[str, ...] = ()
 
 
-def add_network(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--bandwidth", type=bits_per_second, help="of a network that was not measured (default 1gbit)")
-    add("--latency", type=time, help="of one of its messages (default 50us)")
-    fixed, slope = TYPICAL_SELECTION.fixed_seconds * 1e3, TYPICAL_SELECTION.seconds_per_unit * 1e9
-    add(
-        "--selection-fixed",
-        type=time,
-        help=f"selection of a bucket, however small, where it was not measured (default {fixed:g}ms)",
-    )
-    text = f"selection of an element of it (default {slope:g}ns)"
-    add("--selection-per-element", type=time, help=text)
-
-
 def network_from(options: argparse.Namespace) -> AlphaBeta:
     return AlphaBeta(options.latency or LATENCY, 8.0 / (options.bandwidth or BANDWIDTH))
-
-
-def add_hosts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    text = "ranks of a host, which share its network card (default: the profile's, or 1)"
-    add("--per-host", "--per-node", type=count, metavar="L", help=text)
-    bandwidth, latency = 8e-9 / HOST_NETWORK.beta_seconds, HOST_NETWORK.alpha_seconds * 1e6
-    text = f"between the ranks of a host, where it was not measured (default {bandwidth:g}gbit)"
-    add("--host-bandwidth", type=bits_per_second, help=text)
-    add("--host-latency", type=time, help=f"likewise (default {latency:g}us)")
 
 
 def count(text: str) -> int:
@@ -210,7 +181,7 @@ def source_of(options: argparse.Namespace, size: int | None) -> Source:
         for name in ("bandwidth", "latency", "selection_fixed", "selection_per_element")
         if getattr(options, name) is not None
     ]
-    per_host = getattr(options, "per_host", None)
+    per_host = options.per_host
     inside = HOST_NETWORK if per_host is None else host_network_from(options)
     if options.profile is None:
         network, size = network_from(options), size or RANKS
@@ -234,12 +205,11 @@ def source_of(options: argparse.Namespace, size: int | None) -> Source:
             "the profile was measured with 1 rank, which communicates nothing: give --profile one of "
             "2 ranks or more"
         )
-    within = [name for name in ("host_bandwidth", "host_latency") if getattr(options, name, None) is not None]
+    within = [name for name in ("host_bandwidth", "host_latency") if getattr(options, name) is not None]
     if within and measured.levels and per_host in (None, measured.per_host):
         flags = " and ".join("--" + name.replace("_", "-") for name in within)
         raise ArgumentError(flags, "given beside --profile", "left out: the profile says this itself")
-    framework = getattr(options, "framework", None) or measured.framework
-    warnings = tuple(measured.check(size=size, framework=framework))
+    warnings = tuple(measured.check(size=size, framework=measured.framework))
     usable = profile_at(measured, size)
     usable = usable if per_host is None else with_levels(usable, per_host, inside)
     words = f"{_ranks(size, usable.per_host)}, measured ({measured.framework}, {measured.controller}, "
@@ -258,4 +228,20 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", metavar="FILE", help="what horovod-sparse calibrate wrote; without it formulas are used")
     add("--ranks", type=several(num_ranks), metavar="P[,P...]", help="default: the profile's, or 8")
-    add_network(parser)
+    add("--bandwidth", type=bits_per_second, help="of a network that was not measured (default 1gbit)")
+    add("--latency", type=time, help="of one of its messages (default 50us)")
+    fixed_ms, slope = TYPICAL_SELECTION.fixed_seconds * 1e3, TYPICAL_SELECTION.seconds_per_unit * 1e9
+    add(
+        "--selection-fixed",
+        type=time,
+        help=f"selection of a bucket, however small, where it was not measured (default {fixed_ms:g}ms)",
+    )
+    text = f"selection of an element of it (default {slope:g}ns)"
+    add("--selection-per-element", type=time, help=text)
+    add("--nodes", type=count, metavar="N", help="hosts of --per-host ranks each, in place of --ranks")
+    text = "ranks of a host, which share its network card (default: the profile's, or 1)"
+    add("--per-host", "--per-node", type=count, metavar="L", help=text)
+    bandwidth, latency = 8e-9 / HOST_NETWORK.beta_seconds, HOST_NETWORK.alpha_seconds * 1e6
+    text = f"between the ranks of a host, where it was not measured (default {bandwidth:g}gbit)"
+    add("--host-bandwidth", type=bits_per_second, help=text)
+    add("--host-latency", type=time, help=f"likewise (default {latency:g}us)")

@@ -80,7 +80,7 @@ class AlphaBeta:
 
     Example:
         >>> gigabit = AlphaBeta(alpha_seconds=50e-6, beta_seconds=8e-9)
-        >>> round(gigabit.seconds(AlphaBeta.allreduce(4_000_000, size=8)) * 1e3, 2)
+        >>> round(gigabit.seconds(CollectiveCost(rounds=6, bytes_received=7_000_000)) * 1e3, 2)
         56.3
     """
 
@@ -90,27 +90,6 @@ class AlphaBeta:
     def seconds(self, cost: CollectiveCost) -> float:
         """Time of a cost on this network."""
         return cost.rounds * self.alpha_seconds + cost.bytes_received * self.beta_seconds
-
-    @staticmethod
-    def allgather(message_bytes: list[int], rank: int) -> CollectiveCost:
-        """Recursive doubling: ceil(log2 P) rounds; everything that is not one's own arrives."""
-        rounds = num_rounds("allgather", len(message_bytes))
-        return CollectiveCost(rounds, sum(message_bytes) - message_bytes[rank])
-
-    @staticmethod
-    def allreduce(num_bytes: int, size: int) -> CollectiveCost:
-        """Reduce-scatter and all-gather: 2 ceil(log2 P) rounds, 2 (P - 1) / P of the data."""
-        return CollectiveCost(num_rounds("allreduce", size), 2 * num_bytes * (size - 1) / size)
-
-    @staticmethod
-    def reduce_scatter(num_bytes: int, size: int) -> CollectiveCost:
-        """The first half of an allreduce: ceil(log2 P) rounds, (P - 1) / P of the data."""
-        return CollectiveCost(num_rounds("reducescatter", size), num_bytes * (size - 1) / size)
-
-    @staticmethod
-    def broadcast(num_bytes: int, size: int, is_root: bool) -> CollectiveCost:
-        """A binomial tree: ceil(log2 P) rounds; all but the root receive once."""
-        return CollectiveCost(num_rounds("broadcast", size), 0 if is_root else num_bytes)
 
 
 #: between the ranks of a host, where nobody has measured it: shared memory, or the loopback device

@@ -22,7 +22,7 @@ from horovod_sparse.collectives import (
 )
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.feedback.bucket import num_bytes_sent
-from horovod_sparse.plans.network import AlphaBeta, CollectiveCost
+from horovod_sparse.plans.network import COLLECTIVES, AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
 from horovod_sparse.topology import Topology
 from horovod_sparse.wire.message import SharedWords
 
@@ -77,32 +77,24 @@ def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequenc
 
 
 def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
-    size, first = len(requests), requests[0]
-    if isinstance(first, AllGather):
-        lengths = [request.buffer.nbytes for request in requests]  # type: ignore[union-attr]
-        rounds, total = AlphaBeta.allgather(lengths, 0).rounds, sum(lengths)
-        return [CollectiveCost(rounds, total - length) for length in lengths]
-    if isinstance(first, AllReduce):
-        return [AlphaBeta.allreduce(first.buffer.nbytes, size)] * size
-    if isinstance(first, ReduceScatter):
-        return [AlphaBeta.reduce_scatter(first.buffer.nbytes, size)] * size
-    if isinstance(first, Broadcast):
-        return [AlphaBeta.broadcast(first.buffer.nbytes, size, rank == first.root) for rank in range(size)]
-    if isinstance(first, AllToAll):
-        received = [0] * size
+    size, first, received = len(requests), requests[0], [0] * len(requests)
+    if isinstance(first, (AllToAll, Exchange)):
+        rounds = []
         for sender, request in enumerate(requests):
-            for receiver, buffer in enumerate(request.buffers):  # type: ignore[union-attr]
+            exchange = request if isinstance(request, Exchange) else None
+            messages = exchange.sends if exchange else dict(enumerate(request.buffers))  # type: ignore[union-attr]
+            rounds.append(max(len(exchange.sources), len(messages)) if exchange else size - 1)
+            for receiver, buffer in messages.items():
                 received[receiver] += buffer.nbytes if receiver != sender else 0
-        return [CollectiveCost(size - 1, num_bytes) for num_bytes in received]
-    exchanges = [request for request in requests if isinstance(request, Exchange)]
-    received = [0] * size
-    for sender, exchange in enumerate(exchanges):
-        for receiver, buffer in exchange.sends.items():
-            received[receiver] += buffer.nbytes if receiver != sender else 0
-    return [
-        CollectiveCost(max(len(exchange.sources), len(exchange.sends)), received[rank])
-        for rank, exchange in enumerate(exchanges)
-    ]
+        return list(map(CollectiveCost, rounds, received))
+    kind = COLLECTIVES[type(first)]
+    lengths = [request.buffer.nbytes for request in requests]  # type: ignore[union-attr]
+    arrives = [lengths[0] * share_of_bytes(kind, size)] * size
+    if isinstance(first, AllGather):
+        arrives = [sum(lengths) - length for length in lengths]
+    elif isinstance(first, Broadcast):
+        arrives[first.root] = 0
+    return [CollectiveCost(num_rounds(kind, size), num_bytes) for num_bytes in arrives]
 
 
 Result = TypeVar("Result")

@@ -16,9 +16,7 @@ from horovod_sparse.cli.console import plain_table, show
 from horovod_sparse.cli.model import FORMAT, Model, add_step, model_of
 from horovod_sparse.cli.options import (
     Source,
-    add_hosts,
     add_source,
-    count,
     density,
     density_or_auto,
     host_network_from,
@@ -74,16 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-selection", metavar="RULE", help=text)
     add_step(parser)
     add_source(parser)
-    add("--nodes", type=count, metavar="N", help="hosts of --per-host ranks each, in place of --ranks")
-    add_hosts(parser)
     text = "flat, host (gradients are summed within hosts first) or auto (the faster one; default)"
     add("--levels", choices=("flat", "host", "auto"), default="auto", help=text)
     text = "of dense gradients: the best that dense training could do (default: %(default)s)"
     add("--gradient-dtype", choices=tuple(GRADIENT_BYTES), default="float16", help=text)
     add("--optimizer", choices=OPTIMIZERS, help="of the training: for what is said of accuracy")
-    add("--framework", choices=("torch", "tensorflow"), help="where the plan shall be used; checked")
     add("--verdict", action="store_true", help="a few lines: whether, how much, and what to paste")
-    add("--rows", type=int, default=40, metavar="N", help="of each table (default: %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write all numbers to FILE, or to stdout")
     add("--save-plan", metavar="FILE", help="for --merging, or Plan.from_dict and merging= of an optimizer")
 
@@ -215,9 +209,9 @@ def _report(
     for line in chosen.words:
         show(console, line)
     if rows:
-        console.print(report.bucket_table(rows, options.rows))
+        console.print(report.bucket_table(rows))
     if chosen.reasons:
-        console.print(report.dense_table(chosen.reasons, workload, options.rows))
+        console.print(report.dense_table(chosen.reasons, workload))
     console.print(report.compared_table(predictions))
     console.print(report.rounds_table(chosen.rounds))
     if options.save_plan:
@@ -310,8 +304,6 @@ def _bytes(chosen: report.Chosen, source: Source) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses what can be refused before anything is computed; hosts become ranks."""
-    if options.rows < 0:
-        raise ArgumentError("--rows", options.rows, "a number of rows, 0 or more")
     if options.nodes is not None:
         if options.ranks:
             raise ArgumentError("--nodes", options.nodes, "either it or --ranks")

@@ -44,6 +44,9 @@ STRATEGIES: dict[str, Strategy] = {
     "optimal": optimal,
 }
 
+#: of a table; JSON has all
+_MOST_ROWS = 40
+
 
 @dataclass(frozen=True)
 class Predicted:
@@ -227,15 +230,15 @@ def bucket_rows(workload: Workload, predicted: Predicted, density: float) -> lis
     return rows
 
 
-def bucket_table(rows: Sequence[Mapping[str, Any]], at_most: int) -> Table:
+def bucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per bucket, the first ones of many; parameters by their first, their last and their number."""
-    left = len(rows) - at_most
+    left = len(rows) - _MOST_ROWS
     table = plain_table(
         "",
         ("bucket", "parameters", "elements", "k", "ready", "select", "waits", "sends at", "takes", "done"),
-        f"times in ms{f'; {left} more buckets (--rows {len(rows)})' if left > 0 else ''}",
+        f"times in ms{f'; {left} more buckets (all: --json)' if left > 0 else ''}",
     )
-    for row in rows[:at_most]:
+    for row in rows[:_MOST_ROWS]:
         first, *others = row["names"]
         table.add_row(
             str(row["number"]),
@@ -247,14 +250,14 @@ def bucket_table(rows: Sequence[Mapping[str, Any]], at_most: int) -> Table:
     return table
 
 
-def dense_table(reasons: Mapping[str, str], workload: Workload, at_most: int) -> Table:
+def dense_table(reasons: Mapping[str, str], workload: Workload) -> Table:
     """What stays dense, and why."""
-    left = len(reasons) - at_most
+    left = len(reasons) - _MOST_ROWS
     title = f"{len(reasons)} parameter{' stays' if len(reasons) == 1 else 's stay'} dense"
-    caption = f"{left} more (--rows {len(reasons)})" if left > 0 else ""
+    caption = f"{left} more (all: --json)" if left > 0 else ""
     table = plain_table(title, ("parameter", "elements", "why"), caption)
     sizes = {parameter.name: parameter.num_elements for parameter in workload.parameters}
-    for name, reason in list(reasons.items())[:at_most]:
+    for name, reason in list(reasons.items())[:_MOST_ROWS]:
         table.add_row(name, f"{sizes[name]:,}", reason)
     return table
 

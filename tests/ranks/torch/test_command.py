@@ -11,9 +11,7 @@ SMALL = ["--quick", "--repetitions", "2", "--budget", "2s", "--sparsifier", "top
 
 def test_calibrate_writes_a_profile_of_this_launch(tmp_path, capsys, rank, size):
     path = tmp_path / "profile.json"
-    assert (
-        main(["calibrate", *SMALL, "--collectives", "allgather,allreduce,exchange", "--out", str(path)]) == 0
-    )
+    assert main(["calibrate", *SMALL, "--out", str(path)]) == 0
     printed = capsys.readouterr().out
     assert path.exists() == (rank == 0)
     if rank != 0:
@@ -22,7 +20,7 @@ def test_calibrate_writes_a_profile_of_this_launch(tmp_path, capsys, rank, size)
     profile = Profile.load(path)
     assert (profile.size, profile.framework) == (size, "torch")
     assert profile.controller == ("mpi" if hvd.mpi_enabled() else "gloo")
-    assert sorted(profile.collectives) == ["allgather", "allreduce", "exchange"]
+    assert sorted(profile.collectives) == ["allgather", "allreduce", "broadcast", "exchange"]
     assert sorted(profile.training) == ["allreduce", "start", "update"]
     for fits in (profile.collectives, profile.selection, profile.decoding, profile.training):
         for fit in fits.values():

@@ -59,7 +59,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ([*VERDICT, "--model", "resnet50"], "--params"),
         ([*VERDICT, "--ranks", "4"], "--nodes"),
         (["calibrate", "--sparsifier", "topk", "--sparsifier", "topk:indices=gaps"], "every name once"),
-        (["calibrate", "--collectives", "allgather,reduce"], "allreduce"),
         (["calibrate", "--device", "cuda", "--framework", "tensorflow"], "cpu"),
     ],
 )
