@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator
-from horovod_sparse.checks import check_count
 from horovod_sparse.feedback import Bucket, Recipe, TwoLevelBucket, shard_of
-from horovod_sparse.plans.network import AlphaBeta
 from horovod_sparse.simulation.lockstep import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.topology import Topology
@@ -90,69 +87,3 @@ class SimulatedCluster:
     def residuals(self) -> list[np.ndarray]:
         """What every rank holds back, [n] each, as copies."""
         return [bucket.spread(bucket.accumulator.values()).copy() for bucket in self.buckets]
-
-
-@dataclass(frozen=True)
-class BucketTraffic:
-    """What a bucket's synchronization puts on the network, as counted.
-
-    Attributes:
-        rounds: messages one behind the other, of the slowest rank.
-        bytes_received: by the rank that receives most.
-        bytes_sent: mean over ranks of what each puts in, counted once.
-        union_density: share of the elements that the sum changes.
-        seconds: on the network's clock.
-    """
-
-    rounds: int
-    bytes_received: float
-    bytes_sent: float
-    union_density: float
-    seconds: float
-
-
-def bucket_traffic(
-    recipe: Recipe,
-    num_elements: int,
-    size: int,
-    network: AlphaBeta | None = None,
-    *,
-    steps: int = 2,
-    seed: int = 0,
-) -> BucketTraffic:
-    """Runs the coroutines of P ranks on a bucket, and counts the last step.
-
-    Gradients are drawn from a Laplace distribution, independent on every rank: nothing is shared, so
-    build-up is as large as it can be.
-
-    Args:
-        recipe: sparsifier and feedback.
-        num_elements: n; P accumulators of n elements are held at once.
-        size: P.
-        network: the clock's constants.
-        steps: synchronizations; the last one counts (thresholds have settled a little).
-        seed: of the gradients.
-
-    Example:
-        >>> from horovod_sparse.feedback import recipe
-        >>> traffic = bucket_traffic(recipe("topk", density=0.01), 1000, size=4)
-        >>> traffic.bytes_sent, traffic.rounds  # 4 header words, 10 indices, 10 values; log2(4) rounds
-        (96.0, 2)
-    """
-    check_count("steps", steps)
-    cluster = SimulatedCluster(recipe, num_elements, size)
-    random, union = np.random.default_rng(seed), 0
-    for _ in range(steps):
-        cluster.recorder = Recorder(network or AlphaBeta())
-        gradients = [random.laplace(size=num_elements).astype(np.float32) for _ in range(size)]
-        sum_ = cluster.synchronize(gradients)[0]
-        union = num_elements if sum_.whole else np.unique(sum_.indices).size
-    recorder = cluster.recorder
-    totals = [recorder.total(rank) for rank in range(size)]
-    return BucketTraffic(
-        rounds=max(total.rounds for total in totals),
-        bytes_received=max(total.bytes_received for total in totals),
-        bytes_sent=float(sum(map(sum, recorder.bytes_sent))) / size,
-        union_density=union / num_elements,
-        seconds=recorder.seconds,
-    )

@@ -19,6 +19,7 @@ from torch import nn
 from horovod_sparse.collectives import Request
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
@@ -494,7 +495,7 @@ def test_what_cannot_be_is_refused_by_name(given, words):
 
 def test_the_preset_is_as_small_as_it_says():
     """Of one bucket of 4096 chunks: 64 elements of each at less than 1.32 bytes."""
-    from horovod_sparse.simulation.cluster import bucket_traffic
-
     n = 4096 * 256
-    assert 4 * n / bucket_traffic(parse_recipe("sparseloco"), n, size=2).bytes_sent > 194
+    cluster = SimulatedCluster(parse_recipe("sparseloco"), n, size=2)
+    cluster.synchronize([np.random.default_rng(0).laplace(size=n).astype(np.float32)] * 2)
+    assert 4 * n / sum(sent[0] for sent in cluster.recorder.bytes_sent) > 194

@@ -17,10 +17,10 @@ from horovod_sparse.collectives import (
     Synchronization,
     part,
 )
-from horovod_sparse.cost import AlphaBeta
+from horovod_sparse.cost import AlphaBeta, CollectiveCost
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.feedback import recipe
-from horovod_sparse.simulation import Recorder, SimulatedCluster, bucket_traffic, run_lockstep
+from horovod_sparse.simulation import Recorder, SimulatedCluster, run_lockstep
 from horovod_sparse.wire import message as gathered
 
 
@@ -164,10 +164,11 @@ def test_gathered_messages_are_decoded_once_for_all_ranks(monkeypatch: pytest.Mo
 
 
 def test_4096_ranks_of_top_k() -> None:
-    traffic = bucket_traffic(recipe("topk", density=0.01), 400, 4096, NETWORK, steps=1)
+    cluster, random = SimulatedCluster(recipe("topk", density=0.01), 400, 4096), np.random.default_rng(0)
+    cluster.recorder = Recorder(NETWORK)
+    sum_ = cluster.synchronize([random.laplace(size=400).astype(np.float32) for _ in range(4096)])[0]
     message = 4 * (4 + 2 * 4)  # header, 4 indices, 4 values
-    assert traffic.rounds == 12
-    assert traffic.bytes_sent == message
-    assert traffic.bytes_received == 4095 * message
-    assert traffic.seconds == pytest.approx(12 * 1e-4 + 4095 * message * 1e-8)
-    assert traffic.union_density == 1.0  # 16 384 draws of 400 elements: build-up is complete
+    assert cluster.recorder.bytes_sent == [[message] * 4096]
+    assert cluster.recorder.total(4095) == CollectiveCost(12, 4095 * message)
+    assert cluster.recorder.seconds == pytest.approx(12 * 1e-4 + 4095 * message * 1e-8)
+    assert np.unique(sum_.indices).size == 400  # of 16 384 draws: build-up is complete
