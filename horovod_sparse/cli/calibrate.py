@@ -100,7 +100,7 @@ def _measure(options: argparse.Namespace, ranks: Ranks, sparsifiers: list[Sparsi
     with progress_of(ranks.rank) as tell:
         profile: Profile = ranks.carry_out(
             calibration(
-                ranks.where(device=device),
+                ranks.where(device),
                 sparsifiers,
                 extent=extent,
                 kinds=sorted({*usual, *needed_kinds(sparsifiers, ranks.size)}),
@@ -132,7 +132,7 @@ def _same(everyone: list[Any]) -> None:
 
 
 def _introduce(console: Console, ranks: Ranks, device: str) -> None:
-    where = ranks.where(device=device)
+    where = ranks.where(device)
     text = f"{where.size} ranks, {where.framework}, controller {where.controller}"
     show(console, f"{text}, cycle {where.cycle_seconds * 1e3:g} ms, selection on {where.device}", "bold")
     if where.size == 1:

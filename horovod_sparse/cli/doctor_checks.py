@@ -31,8 +31,8 @@ _STRICT = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CP
 _LAUNCHERS = "RANK SIZE HOSTNAME GLOO CONTROLLER SECRET RENDEZVOUS LOCAL CROSS JOB NUM_PROC"
 _OF_LAUNCHERS = tuple(f"HOROVOD_{word}" for word in _LAUNCHERS.split())
 _HOROVOD = "0.28.1"
-#: Horovod's own defaults
-_CACHE, _CYCLE_MS = 1024, 1.0
+#: Horovod's own default
+_CYCLE_MS = 1.0
 _BUILD = (
     "scripts/setup in a clone of horovod_sparse builds it (HOROVOD_WITH_PYTORCH=1, HOROVOD_WITH_TENSORFLOW=1)"
 )
@@ -359,17 +359,6 @@ def _cycle(case: Case) -> Found:
     yield "good", what
 
 
-def _cache(case: Case) -> Found:
-    # Horovod takes 0 for what is no number
-    capacity = max(0, whole_number(case.setting("CACHE_CAPACITY") or str(_CACHE)))
-    if not capacity:
-        why = "what is not in the cache is negotiated anew: rank 0 gathers and broadcasts in every cycle"
-        what = f"none: HOROVOD_CACHE_CAPACITY={case.setting('CACHE_CAPACITY')}"
-        yield "advice", what, why, "unset it, or a whole number, such as 2048"
-    rounds = case.num_rounds
-    yield "good", f"{capacity} names, room for {capacity // rounds} buckets of {rounds} rounds"
-
-
 def _accuracy(case: Case) -> Found:
     if case.recipe is None:
         return
@@ -392,6 +381,5 @@ _TOPICS: dict[str, Callable[[Case], Found]] = {
     "threads": _threads,
     "ranks differ": _differences,
     "cycle time": _cycle,
-    "response cache": _cache,
     "accuracy": _accuracy,
 }

@@ -61,13 +61,11 @@ class Ranks:
     def carry_out(
         self,
         coroutine: Synchronization[Any],
-        process_set: Any = None,
         name: str = "command",
         topology: Topology | None = None,
     ) -> Any:
-        """What a coroutine returns that all ranks of a process set run together."""
-        everyone = self.hvd.global_process_set if process_set is None else process_set
-        return self._carry_out(coroutine, everyone, name, topology=topology)
+        """What a coroutine returns that all ranks run together."""
+        return self._carry_out(coroutine, self.hvd.global_process_set, name, topology=topology)
 
     @property
     def place(self) -> Place:
@@ -98,9 +96,9 @@ class Ranks:
         self.carry_out(raise_together(failure))
         return result
 
-    def where(self, process_set: Any = None, device: str = "cpu") -> ClusterFacts:
-        """This rank's place in a process set, and what a profile says of the cluster."""
-        everyone = self.hvd.global_process_set if process_set is None else process_set
+    def where(self, device: str) -> ClusterFacts:
+        """This rank's place, and what a profile says of the cluster."""
+        everyone = self.hvd.global_process_set
         if self.framework == "tensorflow":
             return ClusterFacts.of(everyone, "tensorflow", self.hvd)
         where_of = importlib.import_module("horovod_sparse.torch.horovod_engine").where_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from horovod_sparse.checks import check_count
@@ -125,7 +125,6 @@ def assumed_profile(
     size: int,
     *,
     selection: Fit = TYPICAL_SELECTION,
-    decoding: Mapping[str, Fit] | None = None,
     per_host: int = 1,
     host_network: AlphaBeta = HOST_NETWORK,
     cycle_seconds: float = 0.0,
@@ -141,7 +140,6 @@ def assumed_profile(
         network: alpha and beta, of a host.
         size: P, 2 or more.
         selection: of every sparsifier.
-        decoding: by the sparsifier's name; none if left out.
         per_host: L; P is a multiple of it.
         host_network: alpha and beta between the ranks of a host.
         cycle_seconds: of Horovod: each collective waits for half of one.
@@ -182,7 +180,7 @@ def assumed_profile(
         cycle_seconds,
         {kind: fit(kind, "all", size) for kind in kinds},
         dict.fromkeys(ALGORITHMS, selection),
-        decoding or {},
+        {},
         per_host=per_host,
         levels=levels,
     )

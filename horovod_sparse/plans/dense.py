@@ -94,9 +94,7 @@ def sparsifies_by_formulas() -> bool:
     return wanted == "formulas"
 
 
-def bytes_by_round(
-    sparsifier: Sparsifier, size: int, num_elements: int, dtype: str = "float32"
-) -> Iterator[tuple[str, int]]:
+def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iterator[tuple[str, int]]:
     """What the busiest rank declares to put into every round, once a schedule of densities has ended."""
     selected = max(1, round(sparsifier.density * num_elements))
     if sparsifier.density_scope != "per rank":
@@ -107,7 +105,7 @@ def bytes_by_round(
             selected = max(1, round(selected / size))
     counts = np.full(size, selected, np.int64)
     by_rank = [
-        sparsifier.traffic(BucketInfo("bucket", num_elements, rank, size, dtype), counts)
+        sparsifier.traffic(BucketInfo("bucket", num_elements, rank, size, "float32"), counts)
         for rank in range(min(size, 4))  # ranks may play different parts: a broadcast has a root
     ]
     for traffic in zip(*by_rank, strict=True):

@@ -22,7 +22,6 @@ class SimulatedCluster:
         num_elements: n.
         size: P.
         dtype: of the gradients.
-        recorder: counts rounds and bytes; a fresh one if left out.
         name: of the bucket.
         accumulator: makes the memory of a rank, called as `HostAccumulator` is.
         topology: which ranks share a host, for two levels; None for one.
@@ -40,12 +39,11 @@ class SimulatedCluster:
         num_elements: int,
         size: int,
         dtype: str = "float32",
-        recorder: Recorder | None = None,
         name: str = "bucket",
         accumulator: Callable[..., Accumulator] = HostAccumulator,
         topology: Topology | None = None,
     ) -> None:
-        self.recorder = recorder if recorder is not None else Recorder()
+        self.recorder = Recorder()
         self.topology = topology
         self.buckets: list[Bucket] = []
         for rank in range(size):

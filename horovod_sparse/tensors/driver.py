@@ -112,7 +112,7 @@ class Driver:
         After a failure that the next `wait` is to raise nothing is started: the task has ended with it.
         """
         if name in self.parked:
-            self._advance()  # what was started before a restart of Horovod is not under way any more
+            self.advance()  # what was started before a restart of Horovod is not under way any more
         if name in self.parked:
             coroutine.close()
             raise UnsupportedError(
@@ -127,14 +127,35 @@ class Driver:
         self._resume(task, coroutine, None)
         return task
 
-    def advance(self, patience: int | None = None) -> None:
-        """Resumes what can go on; never waits, leaves failures to `wait`; `patience`: how often in vain."""
-        self._advance(patience)
+    def advance(self, patience: int | None = None) -> bool:
+        """Resumes what can go on, and says whether anything could; never waits, leaves failures to `wait`.
+
+        With `patience` it looks at so many in vain.
+        """
+        moved, again = False, True
+        while again and self._failure is None:
+            again, num_vain = False, 0
+            for task, coroutine, handle in list(self.parked.values()):
+                if task.done:  # a failure, met while resuming another task, has ended this one too
+                    continue
+                done = handle.done()
+                if done is None:
+                    coroutine.close()
+                    self._finish(task, error=self._kind_of_failure("Horovod was shut down meanwhile"))
+                elif done:
+                    self._take(task, coroutine, handle)
+                else:
+                    num_vain += 1
+                    if num_vain == patience:
+                        break
+                    continue
+                moved = again = True
+        return moved
 
     def wait(self, tasks: Iterable[Task] | None = None, meanwhile: Callable[[], None] | None = None) -> None:
         """Waits until tasks are done, and resumes every parked one; see `Task.value` for what they raise."""
         awaited = None if tasks is None else list(tasks)
-        self._advance()
+        self.advance()
         idle_since, looking = time.perf_counter(), 0.0
         while True:
             self._raise_failure()
@@ -149,7 +170,7 @@ class Driver:
                 patient = min(_SLEEP_SHARE * (paused - idle_since), _LONGEST_SLEEP_SECONDS)
                 time.sleep(max(_SLEEP_SECONDS, patient, looking))
             resumed = time.perf_counter()
-            moved = self._advance()
+            moved = self.advance()
             now = time.perf_counter()
             looking = 0.0 if moved else now - resumed  # with many parked tasks, half a core at most
             idle = (resumed if moved else now) - paused  # polling in vain is idleness, resuming is work
@@ -184,28 +205,6 @@ class Driver:
             self._finish(task, error=error)
         if forget:
             self._forget()
-
-    def _advance(self, patience: int | None = None) -> bool:
-        """Whether `advance` found anything to do."""
-        moved, again = False, True
-        while again and self._failure is None:
-            again, num_vain = False, 0
-            for task, coroutine, handle in list(self.parked.values()):
-                if task.done:  # a failure, met while resuming another task, has ended this one too
-                    continue
-                done = handle.done()
-                if done is None:
-                    coroutine.close()
-                    self._finish(task, error=self._kind_of_failure("Horovod was shut down meanwhile"))
-                elif done:
-                    self._take(task, coroutine, handle)
-                else:
-                    num_vain += 1
-                    if num_vain == patience:
-                        break
-                    continue
-                moved = again = True
-        return moved
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

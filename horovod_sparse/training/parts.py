@@ -132,14 +132,12 @@ class DensePart:
     def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         """The step is taken back: a dense gradient of an abandoned step is dropped, as Horovod would."""
 
-    def report(
-        self, size: int, itemsize: int, gradient_bytes: int, seconds: float, waited: float = 0.0
-    ) -> BucketReport:
+    def report(self, size: int, itemsize: int, gradient_bytes: int, seconds: float) -> BucketReport:
         """What has happened, for telemetry."""
         count = self.num_elements
         sent = (count + size) * itemsize
         step = BucketStep(self.title, count, count, count, count, sent, [sent])
-        return BucketReport(step, count, gradient_bytes, np.zeros(size), waited, seconds)
+        return BucketReport(step, count, gradient_bytes, np.zeros(size), 0.0, seconds)
 
 
 def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:

@@ -89,8 +89,6 @@ def test_a_healthy_launch_has_no_problem():
         (settings(SPARSE_ON_DRIFT="ignore"), "settings", "problem"),
         (settings(SPARSE_RANKS_PER_HOST="0"), "settings", "problem"),
         (settings(CYCLETIME="0.1"), "settings", "advice"),
-        (settings(CACHE_CAPACITY="0"), "response cache", "advice"),
-        (settings(CACHE_CAPACITY="many"), "response cache", "advice"),
     ],
 )
 def test_facts_and_settings_that_are_wrong_are_found(known, topic, level):
