@@ -32,6 +32,13 @@ PROFILE = Profile(
 )
 
 
+def test_what_differs_is_told() -> None:
+    assert PROFILE.check(size=4, framework="torch", controller="gloo", cycle_seconds=0.001) == []
+    told = PROFILE.check(size=8, framework="tensorflow", controller="mpi", cycle_seconds=0.002)
+    words = ("4 ranks, here 8", "framework torch", "controller gloo", "a cycle time of 1 ms, here 2 ms")
+    assert all(word in line for word, line in zip(words, told, strict=True))
+
+
 def test_there_and_back(tmp_path) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
