@@ -46,16 +46,11 @@ def test_a_synchronization_on_a_running_cluster(slow: str, network: str) -> None
     # of a 100 kB message, and of 400 kB at 100 Mbit/s, which take 32 ms at the very least
     assert found["dense"]["seconds"]["median"] > 0.025
     assert found["dense"]["bytes_sent"] == pytest.approx(400_000, rel=0.15)
-    assert found["dense float16"]["bytes_sent"] == pytest.approx(200_000, rel=0.15)
     assert found["topk"]["bytes"]["wire_bytes"] == pytest.approx(8_000, rel=0.01)
     assert 8_000 < found["topk"]["bytes_sent"] < 60_000
     assert found["topk"]["facts"]["density_selected"] == pytest.approx(0.01)
     assert 0.01 < found["topk"]["facts"]["density_union"] <= 0.02
-    assert found["topk (ddp)"]["bytes"]["wire_bytes"] == pytest.approx(8_000, rel=0.01)
-    assert 0.01 < found["topk (ddp)"]["facts"]["density_union"] <= 0.02
-    assert found["dense (ddp)"]["bytes_sent"] == pytest.approx(400_000, rel=0.15)
     assert found["powersgd 4 (ddp)"]["bytes"]["wire_bytes"] == 4 * 4 * (400 + 250)
-    assert found["exdyna"]["facts"]["density_union"] < 0.015
     for item in found.values():
         assert item["repetitions"] == 3
         assert 0 < item["own_cpu_seconds"]["median"] <= item["cpu_seconds"]["median"]
