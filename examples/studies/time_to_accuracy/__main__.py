@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.common.hosts import LOOPBACK, NETWORKS, Hosts, ThisMachine, cluster_for, machine_facts
 from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
 from studies import results
+from studies.time_to_accuracy import links
 from studies.time_to_accuracy.curves import FILE, SAME_STEPS, SCORES, table
 from studies.time_to_accuracy.images import make_images
 from studies.time_to_accuracy.picture import draw
@@ -166,6 +167,9 @@ def parser() -> argparse.ArgumentParser:
     only.add_argument("--train", action="store_true", help="time nothing")
     only.add_argument("--time", action="store_true", help="train nothing")
     only.add_argument("--draw", action="store_true", help="measure nothing")
+    told = "losses over slow links, of methods that have this in their name"
+    only.add_argument("--links", nargs="?", const="", metavar="TEXT", help=told)
+    add("--sample", type=float, metavar="SECONDS", help="with --links: more of each, for its time")
     add("--again", action="store_true", help="measure anew")
     add(
         "--models",
@@ -195,7 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # as an exception would end it: with its ranks
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     result = results.load(options.json)
-    if not options.draw:
+    if options.links is not None:
+        links.measure(options)
+        result = results.load(options.json)
+    elif not options.draw:
         result |= {
             "command": "scripts/study time_to_accuracy",
             "machine": results.machine(),
@@ -211,11 +218,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not options.train:
                 measure(options, result, folder)
         results.save(options.json, result)
-    print(table(result))
+    print(f"{table(result)}\n\n{links.table(result)}")
     if options.json == FILE:
         results.write_appendix()
     if result.get("timings") and (options.json == FILE or options.picture):
         draw(result, options.picture or PICTURE)
+        links.draw(result, results.PICTURES / "time_to_dense.png")
     return 0
 
 

@@ -1,0 +1,253 @@
+"""Seconds until a small GPT with AdamW has dense training's loss over slow links, on emulated hosts.
+
+Ranks are launched with this module, too. All methods see the same batches and rates; loss and seconds are of
+every step, as means over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import source_text
+import torch
+import torch.distributed as dist
+from gpt import GPT, parameter_groups
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod_sparse.torch as hvd
+from benchmarks.common import ranks
+from benchmarks.common.hosts import NETWORKS, Hosts, cluster_for
+from benchmarks.sync.ddp_methods import start_torch_distributed
+from horovod_sparse import ddp
+from horovod_sparse.tensors.adoption import AdamWOfSteps
+from studies import results
+from studies.adamw import rate_at
+
+DENSE, POWER, MARK = "dense", "PowerSGD of rank 4", "finished "
+LOCAL, MORE = "30 local steps, sparseloco", "30 local steps, density 1/8"
+#: of every rank 2 pieces of so many bytes in a step
+LENGTH, PIECES, EVERY, NUM_WARMUP = 64, 2, 30, 33
+SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99, "rate": 3e-3}
+#: the last part of the steps, whose mean is the loss to reach; bits by which seeds and batches move it
+LAST, NOISE = 0.1, 0.02
+
+
+class Cell(NamedTuple):
+    """Hosts, the rate of links, steps; a GPT's layers and width; by method what ranks make of it."""
+
+    size: int
+    rate: str
+    steps: int
+    layers: int
+    width: int
+    methods: Mapping[str, str]
+
+
+_BOTH = {DENSE: "", POWER: "powersgd"}
+CELLS = {
+    "2 hosts, 1 Gbit/s": Cell(2, "1gbit", 1500, 2, 192, {**_BOTH, "best, 1 %": "best:density=0.01"}),
+    "2 hosts, 100 Mbit/s": Cell(
+        2,
+        "100mbit",
+        1500,
+        2,
+        192,
+        {**_BOTH, "best, 0.3 %, 2 bits": "best:density=0.003,values=2bit,indices=gaps"},
+    ),
+    "4 hosts, 100 Mbit/s": Cell(
+        4, "100mbit", 3000, 4, 128, {DENSE: "", LOCAL: "sparseloco", MORE: "sparseloco:density=0.125"}
+    ),
+}
+
+
+def train(cell: Cell, text: str, num_steps: int) -> dict[str, Any]:
+    """One training by a method on this rank."""
+    torch.manual_seed(0)
+    net = GPT(cell.layers, cell.width, 4, LENGTH)
+    # over Gloo PowerSGD's collectives of several buckets get out of order
+    model = DistributedDataParallel(net, bucket_cap_mb=1024 if text == "powersgd" else None)
+    groups = parameter_groups(net, SETTING["weight_decay"])
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, SETTING["beta2"]), fused=True)
+    local: Any = None
+    if text == "powersgd":  # from the earliest step that it can
+        model.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
+    elif text.startswith("sparseloco"):
+        local = ddp.LocalSteps(optimizer, model, every=EVERY, compression=text, combine="senders")
+    elif text:
+        ddp.attach(model, text, optimizer)
+    rank, size, clock = dist.get_rank(), dist.get_world_size(), time.perf_counter
+    setting, (text_bytes, _) = {**SETTING, "num_steps": num_steps}, source_text.load()
+    batches = source_text.batches(text_bytes, rank, size, PIECES, LENGTH, num_steps)
+    sent, found = Path("/sys/class/net/eth0/statistics/tx_bytes"), []
+    dist.barrier()
+    before, ended = int(sent.read_text()), clock()
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, SETTING["rate"], setting)
+        inputs, targets = map(torch.from_numpy, batch)
+        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        if not isinstance(optimizer, AdamWOfSteps):  # what was sent as a step has a norm of its own
+            torch.nn.utils.clip_grad_norm_(net.parameters(), SETTING["clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        began, ended = ended, clock()
+        found.append([float(loss.detach()) / math.log(2), ended - began])
+    told = torch.tensor([0.0 if local is None else local.share_computing, int(sent.read_text()) - before])
+    both = torch.tensor(found)
+    for one in (told, both):
+        dist.all_reduce(one)
+        one /= size
+    bits, seconds = ([float(f"{value:.4g}") for value in column] for column in both.T.tolist())
+    run = {"bits": bits, "seconds": seconds, "bytes_per_step": round(float(told[1]) / num_steps)}
+    return run if local is None else {**run, "share_computing": round(float(told[0]), 4)}
+
+
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    """Methods one after the other, each told when it is done."""
+    start_torch_distributed()
+    hvd.shutdown()  # its thread looks for work all the time
+    cell = CELLS[settings["cell"]]
+    for name, num_steps in settings["steps"].items():
+        train(cell, cell.methods[name], NUM_WARMUP)  # what is compiled and allocated
+        run = train(cell, cell.methods[name], num_steps)
+        if dist.get_rank() == 0:
+            print(MARK + json.dumps([name, run]), flush=True)
+    return {}
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Runs what is missing of cells and methods that have the text in their name.
+
+    With `sample` instead so many more seconds of each, for its time where a training had company.
+    """
+    for cell, (size, rate, steps, _, _, methods) in CELLS.items():
+        runs = results.load(options.json).get("runs", {})
+        todo = {name: options.steps or steps for name in methods if options.links in f"{cell}/{name}"}
+        if options.sample:
+            known = {name: runs[f"{cell}/{name}"]["seconds"] for name in todo}
+            todo = {name: round(options.sample / np.median(known[name]) / EVERY) * EVERY for name in todo}
+        elif not options.again:
+            todo = {name: steps for name, steps in todo.items() if f"{cell}/{name}" not in runs}
+        if not todo:
+            continue
+
+        def keep(line: str, cell: str = cell) -> None:
+            _, found, text = line.partition(MARK)
+            if found:
+                name, run = json.loads(text)
+                result = results.load(options.json)  # another launch may have written
+                kept = result.setdefault("runs", {})
+                if options.sample:
+                    kept[f"{cell}/{name}"]["quiet"] = {key: run[key] for key in run if key != "bits"}
+                else:
+                    kept[f"{cell}/{name}"] = run
+                results.save(options.json, result)
+                print(f"{cell}, {name}: {np.mean(run['bits'][-100:]):.3f}", file=sys.stderr)
+
+        settings = {"cell": cell, "steps": todo}
+        with cluster_for(size, rate, "links") as hosts:
+            _launch(hosts, settings, options.timeout, keep)
+
+
+def _launch(hosts: Hosts, settings: dict[str, Any], timeout_s: float, on_line: Any) -> None:
+    hosts.run(
+        "studies.time_to_accuracy.links", settings, num_ranks=hosts.num_hosts, network=NETWORKS["gloo"],
+        variables={}, timeout_s=timeout_s, on_progress=on_line,
+    )  # fmt: skip
+
+
+def seconds_of(run: Mapping[str, Any]) -> np.ndarray:
+    """Of every `EVERY` steps."""
+    seconds = np.array(run.get("quiet", run)["seconds"])
+    return seconds[: len(seconds) // EVERY * EVERY].reshape(-1, EVERY).sum(1)
+
+
+def clock_of(run: Mapping[str, Any]) -> np.ndarray:
+    """Seconds at the end of every step: its number times the median of `EVERY` steps in a row."""
+    return np.arange(1, 1 + len(run["bits"])) * float(np.median(seconds_of(run))) / EVERY
+
+
+def smooth(run: Mapping[str, Any]) -> np.ndarray:
+    """Mean bits of the `LAST` part of all steps, up to each step that has so many before it."""
+    window = round(LAST * len(run["bits"]))
+    return np.convolve(run["bits"], np.full(window, 1 / window), "valid")
+
+
+def seconds_to(run: Mapping[str, Any], target: float) -> float:
+    """Until the smooth loss is at or below the target; infinite if it never is."""
+    bits = smooth(run)
+    there = np.flatnonzero(bits <= target)
+    return float(clock_of(run)[len(run["bits"]) - len(bits) + there[0]]) if there.size else math.inf
+
+
+def share_computing(run: Mapping[str, Any]) -> float:
+    """From outside: what a step with an exchange takes longer than the median of others is not computing."""
+    seconds = np.array(run.get("quiet", run)["seconds"])
+    exchanges = np.arange(1, 1 + len(seconds)) % EVERY == 0
+    held_up = seconds[exchanges] - np.median(seconds[~exchanges])
+    return float(1 - held_up.sum() / seconds.sum())
+
+
+def _measured(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Runs by cell and method, of cells whose dense training is there."""
+    runs = result.get("runs", {})
+    found = {cell: {name: runs.get(f"{cell}/{name}") for name in CELLS[cell].methods} for cell in CELLS}
+    return {cell: {n: run for n, run in some.items() if run} for cell, some in found.items() if some[DENSE]}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A row per cell and method."""
+    rows = []
+    for cell, runs in _measured(result).items():
+        target = float(smooth(runs[DENSE])[-1]) + NOISE
+        dense = seconds_to(runs[DENSE], target)
+        for name, run in runs.items():
+            until, computing = seconds_to(run, target), "-"
+            if "share_computing" in run:
+                computing = f"{run.get('quiet', run)['share_computing']:.1%}, {share_computing(run):.1%}"
+            row = [f"{cell}: {name}", f"{run['bytes_per_step'] / 1e3:,.1f}"]
+            row += [f"{1e3 * clock_of(run)[-1] / len(run['bits']):.0f}", f"{smooth(run)[-1]:.3f}"]
+            reached = ["never", "-"] if math.isinf(until) else [f"{until:.0f}", f"{dense / until:.1f}x"]
+            rows.append([*row, *reached, computing])
+    head = ["AdamW", "kB per step", "ms per step", "bits", "seconds to dense's", "sooner"]
+    return results.markdown([*head, "computing: told, measured"], rows)
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Smooth bits over seconds, a panel per cell."""
+    from matplotlib.figure import Figure
+
+    cells = _measured(result)
+    figure = Figure(figsize=(4.2 * len(cells), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(cells), squeeze=False)[0]
+    for axes, (cell, runs) in zip(panels, cells.items(), strict=True):
+        target = smooth(runs[DENSE])[-1] + NOISE
+        for name, run in runs.items():
+            color = {DENSE: "0.3", POWER: "#CC79A7", LOCAL: "#009E73"}.get(name, "#0072B2")
+            bits, clock = smooth(run), clock_of(run)
+            axes.plot(clock[len(clock) - len(bits) :], bits, color=color, label=name)
+            if (until := seconds_to(run, target)) < math.inf:
+                axes.plot([until], [target], "o", color=color)
+                axes.annotate(f"{until:.0f} s", (until, target), (-9, -13), textcoords="offset points")
+        axes.axhline(target, color="0.3", linewidth=0.8, linestyle=":")
+        axes.set(title=cell, xlabel="seconds of training", xscale="log", ylim=(target - 0.4, 5))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        axes.xaxis.set_minor_formatter(lambda value, place: "")
+    panels[0].set_ylabel("bits per byte")
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    sys.exit(ranks.main(work))
