@@ -19,7 +19,7 @@ _log = logging.getLogger("horovod_sparse")
 #: ranks compare what was measured every so many steps, of which the last few are recorded
 PERIOD, _RECORDED = 12, 10
 #: the plan changes where the share is so many times too large, or too small, in two looks
-_TOO_MUCH, _TOO_LITTLE = 1.2, 0.4
+_TOO_MUCH, _TOO_LITTLE = 1.2, 0.6
 #: or in one, where it is off by so many times more, which no other program has caused
 _AT_ONCE = 2.0
 #: a larger density that turns out to be too much within three looks is tried again after so many steps, and
