@@ -12,6 +12,7 @@ the exchanges and counts what is sent.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import sys
 import time
@@ -34,8 +35,10 @@ __all__ = ["METHODS", "main", "table"]
 FILE = results.MEASUREMENTS / "local_steps.json"
 #: of the ranks together 8 pieces of 64 bytes in a step
 SETTING = {"num_steps": 3000, "size": 4, "batch": 2, "length": 64, "width": 128, "warmup": 0.1}
-SETTING |= {"weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99, "rate": 3e-3}
+SETTING |= {"weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 SEEDS = (0, 1, 2)
+#: of the inner optimizer
+RATES = (7.5e-4, 1.5e-3, 3e-3)
 #: steps at the end whose loss is the training score: text that the model has not seen before
 LAST = 300
 KEYS = "training_bits", "bits", "bytes_per_step"
@@ -45,7 +48,8 @@ KEYS = "training_bits", "bits", "bytes_per_step"
 class Method:
     """A row: local steps between exchanges, what they send ("" for everything), and the outer step.
 
-    With `accumulate` gradients of so many steps are added up for one step of AdamW instead.
+    With `accumulate` gradients of so many steps are added up for one step of AdamW instead. With `delay` an
+    exchange arrives so many steps later, and what ranks have learned meanwhile stays.
     """
 
     every: int = 1
@@ -54,6 +58,7 @@ class Method:
     momentum: float = 0.0
     accumulate: int = 1
     combine: str = "ranks"
+    delay: int = 0
 
 
 METHODS = {
@@ -62,11 +67,16 @@ METHODS = {
     "DiLoCo, H = 30, dense": Method(30, lr=0.7, momentum=0.9),
     "sparseloco, H = 30": Method(30, "sparseloco"),
     "sparseloco, H = 30, by senders": Method(30, "sparseloco", combine="senders"),
+    "sparseloco, H = 30, 5 steps late, by senders": Method(30, "sparseloco", combine="senders", delay=5),
+    "sparseloco, H = 30, 15 steps late, by senders": Method(30, "sparseloco", combine="senders", delay=15),
 }
 
 
-def measure(method: Method, seed: int, setting: dict[str, Any], steps: Iterable[int]) -> dict[str, Any]:
+def measure(
+    method: Method, rate: float, seed: int, setting: dict[str, Any], steps: Iterable[int]
+) -> dict[str, Any]:
     """One training."""
+    setting = setting | {"rate": rate}
     torch.manual_seed(seed)
     size, length = setting["size"], setting["length"]
     task = gpt_task(width=setting["width"], batch_size=setting["batch"], length=length)
@@ -146,9 +156,11 @@ def _apart(
             _step(one, optimizer, rate, setting)
             found.append(float(loss.detach()))
         losses.append(float(np.mean(found)))
-        if (step + 1) % method.every:
+        if (step + 1) % method.every == 0:
+            ends = [torch.nn.utils.parameters_to_vector(one.parameters()).detach() for one in models]
+        if step + 1 < method.every or (step + 1) % method.every != method.delay:
             continue
-        moved = [start - torch.nn.utils.parameters_to_vector(one.parameters()).detach() for one in models]
+        moved = [start - end for end in ends]
         if cluster is None:
             mean = torch.stack(moved).mean(0)
             sent += 4 * n
@@ -160,38 +172,52 @@ def _apart(
                 mean = torch.from_numpy(cluster.dense(sum_)) / len(models)
         velocity = method.momentum * velocity + mean
         start = start - method.lr * (mean + method.momentum * velocity)
-        for one in models:
-            torch.nn.utils.vector_to_parameters(start.clone(), one.parameters())  # they become views of it
+        for one, end in zip(models, ends, strict=True):
+            since = torch.nn.utils.parameters_to_vector(one.parameters()).detach() - end
+            # a sum of each model's own: parameters become views of what they are given
+            torch.nn.utils.vector_to_parameters(start + since, one.parameters())
     torch.nn.utils.vector_to_parameters(start, model.parameters())
     if cluster is not None:
         sent = sum(each[0] for each in cluster.recorder.bytes_sent)
     return losses, sent
 
 
+def best(runs: dict[str, Any], name: str, seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
+    """Means over seeds at the rate that was best with the first one; empty where that was not run."""
+    found = {
+        rate: {seed: run for seed in seeds if (run := runs.get(f"{name}/rate {rate:g}/seed {seed}"))}
+        for rate in RATES
+    }
+    tried = [rate for rate in RATES if SEEDS[0] in found[rate]]
+    if not tried:
+        return {}
+    rate = min(tried, key=lambda one: found[one][SEEDS[0]]["training_bits"])
+    means = {key: float(np.mean([run[key] for run in found[rate].values()])) for key in KEYS}
+    return {**means, "rate": rate, "seeds": list(found[rate])}
+
+
 def table(result: dict[str, Any]) -> str:
-    """A row per method, as means over its seeds; dense is of the same ones."""
+    """A row per method, beside dense training with the same seeds."""
     rows, runs = [], result["runs"]
     for name, method in METHODS.items():
-        seeds = [seed for seed in SEEDS if f"{name}/seed {seed}" in runs]
-        if not seeds:
+        own = best(runs, name)
+        if not own:
             continue
-        own, dense = (
-            {key: float(np.mean([runs[f"{one}/seed {seed}"][key] for seed in seeds])) for key in KEYS}
-            for one in (name, next(iter(METHODS)))
-        )
+        dense = best(runs, next(iter(METHODS)), own["seeds"])
         fewer = dense["bytes_per_step"] / own["bytes_per_step"]
         rows.append(
             [
                 name,
+                f"{own['rate']:g}",
                 f"{own['training_bits']:.3f}",
                 f"{100 * (own['training_bits'] / dense['training_bits'] - 1):+.1f} %",
                 f"{own['bits']:.3f}",
                 f"{fewer / (method.every * method.accumulate):.0f}x",
                 f"{fewer:,.0f}x",
-                str(len(seeds)),
+                str(len(own["seeds"])),
             ]
         )
-    head = ["method", "bits, training", "to dense", "bits, test"]
+    head = ["method", "rate", "bits, training", "to dense", "bits, test"]
     return results.markdown([*head, "fewer bytes, exchange", "in all", "seeds"], rows)
 
 
@@ -200,18 +226,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = results.command_line("scripts/study local", __doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name has this in it")
     parser.add_argument("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS, help="(default: all)")
+    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES, help="(default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = results.load(FILE)
     if not options.draw:
         result |= {"command": "scripts/study local", "machine": results.machine(), "setting": SETTING}
         runs = result.setdefault("runs", {})
-        for seed in options.seeds:
-            for name, method in METHODS.items():
-                label = f"{name}/seed {seed}"
-                if options.only in name and (label not in runs or options.again):
-                    runs[label] = measure(method, seed, SETTING, range(SETTING["num_steps"]))
-                    results.save(FILE, result)
+        for seed, rate, name in itertools.product(options.seeds, options.rates, METHODS):
+            label = f"{name}/rate {rate:g}/seed {seed}"
+            if options.only in name and (label not in runs or options.again):
+                runs[label] = measure(METHODS[name], rate, seed, SETTING, range(SETTING["num_steps"]))
+                results.save(FILE, result)
     results.write_appendix()
     print(table(result))
     return 0

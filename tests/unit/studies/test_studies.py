@@ -1,5 +1,7 @@
 """The studies themselves, at tiny sizes; and what their committed measurements promise."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,10 +9,12 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import convergence, feedback, residuals, results, schedules, threshold
+from studies import convergence, feedback, local, residuals, results, schedules, threshold
 from studies.baselines import BASELINES
 from studies.papers import counts, pictures
-from studies.tasks import Task, digits_task, small_digits_task
+from studies.tasks import Task, digits_task, gpt_task, small_digits_task
+
+from horovod_sparse.planning import advice
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +101,24 @@ def test_what_promises_to_converge_does() -> None:
     for row, fact in facts.items():
         if "," not in row and row not in convergence.UNPROMISING:
             assert fact["mean"] >= facts["none"]["mean"] - 0.01, row
+
+
+def test_plan_says_of_local_steps_what_was_measured():
+    runs = results.load(local.FILE)["runs"]
+    apart = local.best(runs, "sparseloco, H = 30, by senders")
+    dense = local.best(runs, "AdamW in every step, dense", apart["seeds"])
+    above = 100 * (apart["training_bits"] / dense["training_bits"] - 1)
+    told = re.search(r"ended (\d+) % above", advice._LOCAL_STEPS[30])
+    assert told and float(told[1]) == pytest.approx(above, abs=0.5)
+
+
+def test_simulated_ranks_of_local_steps_have_parameters_of_their_own():
+    """After the first exchange they were views of one vector, and trained one model by turns."""
+    setting = local.SETTING | {"num_steps": 4, "width": 8, "batch": 1, "length": 8}
+    losses = local.measure(local.Method(2, lr=0.0), 0.1, 0, setting, range(4))["losses"]
+    torch.manual_seed(0)
+    task = gpt_task(width=8, batch_size=1, length=8)
+    model = task.make_model()
+    third = [list(task.batches(rank, 4, 4, 0))[2] for rank in range(4)]
+    expected = [float(task.loss(model, *map(torch.from_numpy, batch))) for batch in third]
+    assert losses[2] == pytest.approx(sum(expected) / 4, rel=1e-3)
