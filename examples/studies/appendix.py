@@ -91,8 +91,8 @@ _RESULTS = (
     Section(
         "Local steps",
         "The GPT at width 128, 3,000 steps on 4 simulated ranks of 2 pieces of 64 bytes, AdamW at the "
-        "best rate of the first seed, rising for 300 steps, then a cosine, clipping to norm 1; training: mean of "
-        "the last 300.",
+        "best rate of the first seed, rising for 300 steps, then a cosine, clipping to norm 1; training: "
+        "mean of the last 300.",
         ("local_steps",),
         "scripts/study local",
     ),

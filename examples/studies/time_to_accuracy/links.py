@@ -217,10 +217,21 @@ def table(result: Mapping[str, Any]) -> str:
             if "share_computing" in run:
                 computing = f"{run.get('quiet', run)['share_computing']:.1%}, {share_computing(run):.1%}"
             row = [f"{cell}: {name}", f"{run['bytes_per_step'] / 1e3:,.1f}"]
+            row += [f"{runs[DENSE]['bytes_per_step'] / run['bytes_per_step']:,.0f}x"]
             row += [f"{1e3 * clock_of(run)[-1] / len(run['bits']):.0f}", f"{smooth(run)[-1]:.3f}"]
-            reached = ["never", "-"] if math.isinf(until) else [f"{until:.0f}", f"{dense / until:.1f}x"]
+            row += [f"{smooth(run)[-1] - smooth(runs[DENSE])[-1]:+.3f}"]
+            reached = ["never", "-"] if math.isinf(until) else [f"{until:,.0f}", f"{dense / until:.1f}x"]
             rows.append([*row, *reached, computing])
-    head = ["AdamW", "kB per step", "ms per step", "bits", "seconds to dense's", "sooner"]
+    head = [
+        "AdamW",
+        "kB per step",
+        "fewer",
+        "ms per step",
+        "bits",
+        "to dense",
+        "seconds to dense's",
+        "sooner",
+    ]
     return results.markdown([*head, "computing: told, measured"], rows)
 
 
