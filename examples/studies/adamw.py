@@ -65,6 +65,9 @@ def _methods() -> dict[str, Method]:
     methods["P=2, topk 1 %, error"] = Method(2, "topk:density=0.01")
     for size in (2, 4, 8, 16):
         methods[f"P={size}, topk 1 %, adam"] = Method(size, "topk:density=0.01,feedback=adam")
+    for size in (2, 4, 8, 16):
+        whole = "topk:density=0.01,feedback=adam(whole_batch=true)"
+        methods[f"P={size}, topk 1 %, adam, whole batch"] = Method(size, whole)
     methods["P=2, topk 0.3 %, 2 bits, gaps, adam"] = Method(
         2, "topk:density=0.003,values=2bit,indices=gaps,feedback=adam"
     )

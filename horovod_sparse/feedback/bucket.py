@@ -49,6 +49,7 @@ class Progress:
         scale: what the residual has been multiplied by since the first step (1 where it follows nothing).
         since: step with which the companions began, where they are of a rank's own gradients.
         summed: ranks whose gradients are summed before: those of a host, with two levels.
+        common: part of a gradient that all ranks have in common, where a feedback learns that (`learned`).
     """
 
     step: int = 0
@@ -57,6 +58,7 @@ class Progress:
     scale: float = 1.0
     since: int = 0
     summed: int = 1
+    common: float = 1.0
 
     @property
     def age(self) -> int:
@@ -93,6 +95,8 @@ class Progress:
         del plain["step"]
         if (self.since, self.summed) == (0, 1):  # as in most trainings, and in all older checkpoints
             del plain["since"], plain["summed"]
+        if self.common == 1.0:
+            del plain["common"]
         return plain
 
     @classmethod
@@ -101,11 +105,12 @@ class Progress:
 
         Example:
             >>> Progress.from_plain({"learning_rate": 0.0}, 7)
-            Progress(step=7, learning_rate=None, largest_rate=None, scale=1.0, since=0, summed=1)
+            Progress(step=7, learning_rate=None, largest_rate=None, scale=1.0, since=0, summed=1, common=1.0)
         """
         rate = saved["learning_rate"] or None  # one of 0 was remembered once
         since, summed = saved.get("since", 0), saved.get("summed", 1)
-        return cls(int(step), rate, saved.get("largest_rate") or rate, saved.get("scale", 1.0), since, summed)
+        largest, scale = saved.get("largest_rate") or rate, saved.get("scale", 1.0)
+        return cls(int(step), rate, largest, scale, since, summed, saved.get("common", 1.0))
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
@@ -145,8 +150,8 @@ class Bucket:
         self.feedback = recipe.feedback
         self._progress = Progress(summed=self.summed)
         self.last = BucketStep(info.name, info.num_elements)
-        #: the state before the step that may still be given up
-        self._before: SparsifierState | None = None
+        #: the state before the step that may still be given up, and what `learned` said
+        self._before: tuple[SparsifierState, float] | None = None
         self._gradient: Any = None
 
     @property
@@ -219,7 +224,7 @@ class Bucket:
         if report.num_target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = getattr(feedback, "for_dense", lambda: feedback)()
-        rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age)
+        rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age, now.common)
         rule = feedback.rule(self.info, rates)
         self.accumulator.step = self.state.step
         self.accumulator.fold(gradient, rule)
@@ -230,7 +235,11 @@ class Bucket:
         if refused:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
-        return (yield from self._summed(report, scale))
+        done = yield from self._summed(report, scale)
+        if self._before is not None and (learned := getattr(feedback, "learned", None)):
+            common = learned(self.info.num_elements, rule, self.accumulator.report, now.common)
+            self._progress = dataclasses.replace(self._progress, common=common)
+        return done
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
         """The step that was given up once more, by `abandon`, of what waits now: nothing is folded in.
@@ -255,7 +264,7 @@ class Bucket:
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """What follows the fold."""
-        self._before = self.state
+        self._before = self.state, self._progress.common
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
         report.num_selected = int(sum_.counts[self.info.rank])
@@ -321,7 +330,8 @@ class Bucket:
         """
         if self._before is not None:
             self.accumulator.abandon()
-            self.state, self._before = self._before, None
+            (self.state, common), self._before = self._before, None
+            self._progress = dataclasses.replace(self._progress, common=common)
         if drop and self._gradient is not None:
             self.accumulator.drop(self._gradient, coasts=again)
             self._gradient = None

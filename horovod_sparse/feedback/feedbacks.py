@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from horovod_sparse.arrays import FoldRule
+from horovod_sparse.arrays import FoldReport, FoldRule
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.sparsifiers.base import BucketInfo
@@ -23,12 +23,14 @@ class Rates(NamedTuple):
         now: of this step; where a rate is 0, or very small, what a residual can follow. See `Progress.at`.
         given: of this step, as the optimizer has it.
         age: steps that the companions are made of.
+        common: part of a gradient that all ranks have in common, as far as `learned`.
     """
 
     before: float | None
     now: float | None
     given: float | None = None
     age: int = 0
+    common: float = 1.0
 
 
 @runtime_checkable
@@ -36,7 +38,7 @@ class Feedback(Protocol):
     """Says how a gradient and the residual become the accumulator, in one pass.
 
     It may also have what those here have: `keeps_residual`, `applies_rate`, `for_dense`, `for_shards`,
-    `with_settings` and `moved`.
+    `with_settings`, `moved` and `learned`.
     """
 
     @property
@@ -228,6 +230,10 @@ class MomentumCorrection(_Feedback):
         return dataclasses.replace(self, masking=False)
 
 
+#: how much a step's estimate counts beside those before
+_NEWS = 0.05
+
+
 @dataclass(frozen=True)
 class _Normalizing(_Feedback):
     """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
@@ -245,6 +251,7 @@ class _Normalizing(_Feedback):
     beta2: float | None = None
     eps: float | None = None
     clip_norm: float | None = None
+    whole_batch: bool = False
 
     def __post_init__(self) -> None:
         for name, value, most, allowed in (
@@ -268,6 +275,26 @@ class _Normalizing(_Feedback):
             "rate": 1.0 if rates.given is None else rates.given,
             "count": rates.age + 1 if self.corrected else math.inf,
         }
+
+    def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
+        rule = super().rule(info, rates)
+        if not self.whole_batch:
+            return rule
+        longer = (rates.common + (1.0 - rates.common) / info.size) ** -0.5
+        return dataclasses.replace(rule, rate=rule.rate * longer)
+
+    def learned(self, num_elements: int, rule: FoldRule, report: FoldReport, common: float) -> float:
+        """The part of a gradient that all ranks have in common, from what a fold did to the residual's norm.
+
+        Its square is about ``(c a^2 + a) n eta^2`` where a steps wait, and a fold adds
+        ``(1 + 2 c a) n eta^2``: two equations for c and a.
+        """
+        noise, waited = num_elements * rule.rate**2, report.carried_square_norm
+        if not (self.whole_batch and noise > 0.0 and waited > 0.0):
+            return common
+        grown = max(0.0, (report.square_norm - waited) / noise - 1.0)
+        found = min(1.0, grown * (1.0 + grown / 2.0) * noise / (2.0 * waited))
+        return common + _NEWS * (found - common)
 
     def moved(self, age: int, new_age: int) -> float:
         """Between two buckets the estimate stays, whose bias depends on the number of steps."""
@@ -298,10 +325,14 @@ class AdamFeedback(_Normalizing):
         beta2: in (0, 1); None: the optimizer's, or 0.999 where none is known.
         eps: above 0; None: the optimizer's, or 1e-8.
         clip_norm: see `MomentumCorrection`.
+        whole_batch: steps as long as those of the mean gradient, whose v is up to P times smaller than that
+            of one rank's part of the batch: times ``(c + (1 - c) / P)^(-1/2)``, c being the part of a
+            gradient that ranks have in common. Each learns it from its residual's norm, to which what is the
+            same in every step adds more than noise does. Nothing more is sent. For ranks of few examples.
 
     Example:
         >>> AdamFeedback(beta2=0.99).with_settings({"beta2": 0.95, "eps": 1e-6})
-        AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None)
+        AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None, whole_batch=False)
     """
 
     text_name: ClassVar[str] = "adam"
@@ -317,6 +348,7 @@ class RMSpropFeedback(_Normalizing):
         beta2: of v, called alpha or rho elsewhere; None: the optimizer's, or 0.99 where none is known.
         eps: see `AdamFeedback`.
         clip_norm: see `MomentumCorrection`.
+        whole_batch: see `AdamFeedback`.
 
     Example:
         >>> RMSpropFeedback(beta2=0.9).rule(BucketInfo("b", 9), Rates(None, None, 0.1)).count
@@ -358,16 +390,6 @@ FEEDBACKS: dict[str, type] = {
 }
 
 
-def feedback_class(name: str) -> type:
-    """The feedback of this name, not made yet."""
-    if name == "lowpass":
-        gone = "'error' with a smaller learning rate: the low-pass filter of the residual is no more"
-        raise ArgumentError("feedback", name, gone)
-    if name not in FEEDBACKS:
-        raise UnknownNameError("feedback", name, FEEDBACKS)
-    return FEEDBACKS[name]
-
-
 def feedback_named(name: str | Feedback) -> Feedback:
     """A feedback by its name, or the feedback itself.
 
@@ -376,7 +398,9 @@ def feedback_named(name: str | Feedback) -> Feedback:
         0.9
     """
     if isinstance(name, str):
-        made: Feedback = feedback_class(name)()
+        if name not in FEEDBACKS:
+            raise UnknownNameError("feedback", name, FEEDBACKS)
+        made: Feedback = FEEDBACKS[name]()
         return made
     if not isinstance(name, Feedback) or isinstance(name, type):
         raise ArgumentError("feedback", name, f"one of {', '.join(sorted(FEEDBACKS))}, or a Feedback")

@@ -21,7 +21,6 @@ from horovod_sparse.feedback.feedbacks import (
     BestFeedback,
     ErrorFeedback,
     Feedback,
-    feedback_class,
     feedback_named,
 )
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
@@ -96,8 +95,6 @@ def parse_value(argument: str, text: str) -> Any:
 
 def _nested(argument: str, name: str, text: str) -> Any:
     known = NESTED.get(argument, {})
-    if argument == "feedback":
-        feedback_class(name)
     if name not in known:
         raise UnknownNameError(argument, name, known)
     made, arguments = known[name], parse_arguments(text)

@@ -277,6 +277,34 @@ def test_dense_is_the_optimizer_without_a_first_moment(feedback: str, made: Any)
     np.testing.assert_allclose(ours, weights.detach().numpy(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(("shared", "low", "high"), [(0.0, 0.0, 0.02), (0.25, 0.1, 0.4), (1.0, 0.7, 1.0)])
+def test_steps_are_as_long_as_of_the_whole_batch(shared: float, low: float, high: float) -> None:
+    """By what a rank's residual tells of the gradient that is common; a step given up tells nothing."""
+    size, n, k = 4, 2000, 100
+    noise = np.random.default_rng(7).standard_normal((60, size, n))
+    gradients = np.sqrt(shared) * np.sign(noise[0, 0]) + np.sqrt(1 - shared) * noise
+    made = recipe("topk", density=k / n, feedback="adam(beta2=0.9,whole_batch=true)")
+    cluster, residual, common = SimulatedCluster(made, n, size, "float64"), np.zeros((size, n)), np.ones(size)
+    steps, _ = normalized(gradients, 0.9)
+    for step, gradient in zip(steps, gradients, strict=True):
+        longer = 0.1 / np.sqrt(common + (1 - common) / size)
+        before, residual = np.square(residual).sum(1), residual + longer[:, None] * step
+        grown = np.maximum((np.square(residual).sum(1) - before) / (n * longer**2) - 1, 0)
+        if before.all():
+            common += 0.05 * (np.minimum(grown * (2 + grown) * n * longer**2 / (4 * before), 1) - common)
+        for rank in range(size):
+            residual[rank, np.argsort(-np.abs(residual[rank]), kind="stable")[:k]] = 0
+        cluster.step(list(gradient.copy()), 0.1)
+    np.testing.assert_allclose(cluster.residuals(), residual, rtol=1e-6, atol=1e-9)
+    assert ((common >= low) & (common <= high + 0.06)).all()  # a twentieth is left of the beginning
+    for bucket, known in zip(cluster.buckets, common, strict=True):
+        assert bucket.progress.common == pytest.approx(known)
+        assert Progress.from_plain(bucket.progress.to_plain(), 60) == bucket.progress
+    cluster.step(list(gradients[0]), 0.1)
+    bucket.abandon()
+    assert bucket.progress.common == pytest.approx(known)
+
+
 def test_clipping_comes_before_the_moment() -> None:
     gradient = drawn(1, _N)[0].astype(np.float32)
     cluster = SimulatedCluster(recipe("topk", density=0.1, feedback=AdamFeedback(0.9, clip_norm=1.0)), _N, 4)
