@@ -186,11 +186,11 @@ def measured(name: str, folder: Path) -> dict[str, Any] | None:
 def table(result: dict[str, Any]) -> str:
     """A row per corner."""
     columns = ("python", "torch", "tensorflow", "keras", "numpy", "numba", "horovod")
-    lines = [["corner", *columns, "installed in", "tests passed on two ranks"], ["---"] * (len(columns) + 3)]
+    lines = [["corner", *columns, "install, s", "tests passed on two ranks"], ["---"] * (len(columns) + 3)]
     for name, corner in result["corners"].items():
         tests = ", ".join(f"`{test}` {count}" for test, count in corner.get("passed", {}).items())
         versions = [corner["versions"].get(column, "-") for column in columns]
-        lines.append([name, *versions, f"{corner.get('install_seconds', '-')} s", tests or "**failed**"])
+        lines.append([name, *versions, str(corner.get("install_seconds", "-")), tests or "**failed**"])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
