@@ -52,7 +52,7 @@ class LocalSteps(LocalTraining):
 
         model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(model.parameters())
-        local = horovod_sparse.ddp.LocalSteps(optimizer, model, every=30, compression="sparseloco")
+        local = ddp.LocalSteps(optimizer, model, every=30, compression="sparseloco", combine="senders")
 
     ``theta_r``: what H steps of the optimizer make of ``theta`` on rank r. Then
     ``theta <- theta - lr (mean + momentum v)``, the mean over ranks of ``theta - theta_r``, or of what a

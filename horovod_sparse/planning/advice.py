@@ -163,7 +163,7 @@ class LocalRounds(NamedTuple):
     @property
     def line(self) -> str:
         """What to write."""
-        return f'LocalSteps(optimizer, model, every={self.every}, compression="{LOCAL}")'
+        return f'LocalSteps(optimizer, model, every={self.every}, compression="{LOCAL}", combine="senders")'
 
     @property
     def accuracy(self) -> str:

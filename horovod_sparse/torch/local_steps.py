@@ -35,7 +35,7 @@ class LocalSteps(LocalTraining):
     """As `horovod_sparse.ddp.LocalSteps`, over Horovod: give it PyTorch's own optimizer.
 
         optimizer = torch.optim.AdamW(model.parameters())
-        local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")
+        local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco", combine="senders")
 
     In elastic training give the state this alone, ``TorchState(local=local)``, and count by `step`. Who stays
     keeps parameters, moments and residual, and exchanges at once what a lost rank has interrupted; who comes
