@@ -2,11 +2,14 @@
 
 import pytest
 
+from horovod_sparse.carriers import shared_memory
+from horovod_sparse.carriers.shared_memory import why_not_shared
 from horovod_sparse.cli import doctor
 from horovod_sparse.cli.doctor import local_facts
 from horovod_sparse.cli.doctor_checks import Case, examine
 from horovod_sparse.cli.main import main
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.simulation import run_lockstep
 
 
 def facts(**changes) -> dict:
@@ -190,6 +193,16 @@ def test_hosts_of_several_ranks_and_of_no_shared_memory_are_found(hosts, asked, 
     assert levels(*everyone, levels=asked).get("levels") == level
     told = [one.what for one in examine(Case(everyone, levels=asked)) if one.topic == "levels"]
     assert any(reason in what for what in told) or level is None
+
+
+def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
+    ranks = [why_not_shared(host) for host in "aabb"]
+    assert run_lockstep(ranks) == [""] * 4
+    monkeypatch.setattr(shared_memory.os, "getpid", lambda: 2**22 + 1)
+    ranks = [why_not_shared(host) for host in "aabb"]
+    assert all("cannot be seen" in reason for reason in run_lockstep(ranks))
+    monkeypatch.setenv("HOROVOD_SPARSE_SHARED_MEMORY", "0")
+    assert run_lockstep([why_not_shared("a")])[0] == SWITCHED_OFF
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,29 @@ def test_density_auto_is_the_largest_for_nothing(capsys, tmp_path):
     assert "a plan for density" in capsys.readouterr().err
 
 
+def test_two_levels_where_hosts_have_several_ranks(capsys):
+    common = ["plan", "--model", "resnet50", "--sparsifier", "topk", "--density", "0.001", "--json", "-"]
+    hosts = [*common, "--ranks", "512", "--per-host", "8"]
+
+    def told(*more: str) -> tuple[dict, str]:
+        assert main([*hosts, *more]) == 0
+        output = capsys.readouterr()
+        return json.loads(output.out), output.err
+
+    numbers, words = told()
+    assert numbers["levels"] == "host" and "64 hosts of 8 ranks" in words
+    flat, _ = told("--levels", "flat")
+    (host, beside), (plain, other) = (
+        [(row["name"], row["iteration_seconds"]) for row in one["compared"][:2]] for one in (numbers, flat)
+    )
+    assert host[1] < plain[1]
+    assert (beside, other) == (("optimal, flat", plain[1]), ("optimal, host", host[1]))
+    slow, words = told("--host-bandwidth", "100mbit")
+    assert slow["levels"] == "flat" and "levels: flat" in words
+    assert main([*common, "--levels", "host"]) == 2
+    assert "--per-host" in capsys.readouterr().err
+
+
 @pytest.fixture
 def bucket_of_bytes(tmp_path):
     """One bucket of a million elements, for which only bytes and 10 ms of backward take time."""
