@@ -113,7 +113,7 @@ _RESULTS = (
         "what 16 more steps take longer than 16 over a link without limits, by turns, once gradients have "
         "come on both ranks; the goal is 2 to 6 %, or dense gradients below. Work, waiting: medians. "
         "Lost: mean gradients less what was applied and what waits, by the former's norm. "
-        "Other programs ran beside it.",
+        "Nothing else ran.",
         ("share",),
         "scripts/study share",
     ),
