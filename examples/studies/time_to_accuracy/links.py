@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace) -> None:
                 result = results.load(options.json)  # another launch may have written
                 kept = result.setdefault("runs", {})
                 if options.sample:
-                    kept[f"{cell}/{name}"]["quiet"] = {key: run[key] for key in run if key != "bits"}
+                    kept[f"{cell}/{name}"]["sample"] = {key: run[key] for key in run if key != "bits"}
                 else:
                     kept[f"{cell}/{name}"] = run
                 results.save(options.json, result)
@@ -169,7 +169,7 @@ def _launch(hosts: Hosts, settings: dict[str, Any], timeout_s: float, on_line: A
 
 def seconds_of(run: Mapping[str, Any]) -> np.ndarray:
     """Of every `EVERY` steps."""
-    seconds = np.array(run.get("quiet", run)["seconds"])
+    seconds = np.array(run.get("sample", run)["seconds"])
     return seconds[: len(seconds) // EVERY * EVERY].reshape(-1, EVERY).sum(1)
 
 
@@ -193,7 +193,7 @@ def seconds_to(run: Mapping[str, Any], target: float) -> float:
 
 def share_computing(run: Mapping[str, Any]) -> float:
     """From outside: what a step with an exchange takes longer than the median of others is not computing."""
-    seconds = np.array(run.get("quiet", run)["seconds"])
+    seconds = np.array(run.get("sample", run)["seconds"])
     exchanges = np.arange(1, 1 + len(seconds)) % EVERY == 0
     held_up = seconds[exchanges] - np.median(seconds[~exchanges])
     return float(1 - held_up.sum() / seconds.sum())
@@ -215,7 +215,7 @@ def table(result: Mapping[str, Any]) -> str:
         for name, run in runs.items():
             until, computing = seconds_to(run, target), "-"
             if "share_computing" in run:
-                computing = f"{run.get('quiet', run)['share_computing']:.1%}, {share_computing(run):.1%}"
+                computing = f"{run.get('sample', run)['share_computing']:.1%}, {share_computing(run):.1%}"
             row = [f"{cell}: {name}", f"{run['bytes_per_step'] / 1e3:,.1f}"]
             row += [f"{runs[DENSE]['bytes_per_step'] / run['bytes_per_step']:,.0f}x"]
             row += [f"{1e3 * clock_of(run)[-1] / len(run['bits']):.0f}", f"{smooth(run)[-1]:.3f}"]
