@@ -56,7 +56,7 @@ class Displacement(GradientLayout):
         self.outer, self.start = rounds.outer, empty(wide)
         self.velocity = empty(wide, self.num_elements if self.outer.momentum else 0)
         #: the parameters as they were when the exchange under way began, where they go on meanwhile
-        self._sent = empty(first) if rounds.delay else None
+        self.sent = empty(first, self.num_elements if rounds.delay else 0)
         self._flat: torch.Tensor | None = None
         self.begin()
 
@@ -81,14 +81,14 @@ class Displacement(GradientLayout):
     def begin(self) -> None:
         """See `Kept`."""
         self._gather(self.start)
-        if self._sent is not None:
-            self._gather(self._sent)
+        if self.sent.numel():
+            self._gather(self.sent)
 
     def settle(self) -> None:
         """Of this moment."""
         self._flat = None
-        if self._sent is not None:
-            self._gather(self._sent)
+        if self.sent.numel():
+            self._gather(self.sent)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -103,13 +103,13 @@ class Displacement(GradientLayout):
         common = self.start.to(self.parameters[0].dtype).to(self.start.dtype)
         made = torch.empty_like(common)
         for number, (first, stop) in enumerate(self.places):
-            given = self._line(number) if self._sent is None else self._sent[first:stop]
+            given = self.sent[first:stop] if self.sent.numel() else self._line(number)
             torch.sub(common[first:stop], given.to(common.device), out=made[first:stop])
         return made
 
     def _arrays(self) -> Iterator[np.ndarray]:
         """What leaves `start`, on the host; parameters on another device come one by one."""
-        lines = map(self._line, range(len(self.parameters))) if self._sent is None else [self._sent]
+        lines = [self.sent] if self.sent.numel() else map(self._line, range(len(self.parameters)))
         return (native_bits(host_view(line.cpu())) for line in lines)
 
     def foldable(self, loss_scale: float) -> Any:
@@ -128,7 +128,7 @@ class Displacement(GradientLayout):
         lines, others = [], []
         for number, place in enumerate(self.places):
             line, parameter = self._line(number), self.parameters[number]
-            follows = self._sent is None and line.data_ptr() == parameter.data_ptr()
+            follows = not self.sent.numel() and line.data_ptr() == parameter.data_ptr()
             follows = follows and (line.dtype, line.device) == (self.start.dtype, self.start.device)
             lines.append((*place, line.numpy() if follows else None))
             others += [] if follows else [number]
@@ -162,21 +162,21 @@ class Displacement(GradientLayout):
 
     def forget(self) -> None:
         """See `Kept`."""
-        if self._sent is not None:
-            self._gather(self._sent)
+        if self.sent.numel():
+            self._gather(self.sent)
 
     def _follow(self, number: int) -> None:
         parameter, start = self.parameters[number], self._view(self.start, number)
-        if self._sent is None:
+        if not self.sent.numel():
             parameter.copy_(start)
             return
-        sent = self._view(self._sent, number)
+        sent = self._view(self.sent, number)
         learned = parameter.to(start.device, start.dtype).sub(sent)
         parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
 
     def to_host(self, name: str) -> np.ndarray:
         """See `Kept`: a view where it can be."""
-        array: np.ndarray = getattr(self, name).cpu().numpy()
+        array: np.ndarray = getattr(self, name).cpu().to(self.start.dtype).numpy()
         return array
 
     def from_host(self, name: str, values: np.ndarray) -> None:

@@ -22,10 +22,12 @@ from horovod_sparse.plans.plan import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
+from horovod_sparse.training.agreement import kept_share
 from horovod_sparse.training.drift import Entry
 from horovod_sparse.training.engine import Engine, Facts
 from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.training.outcome import Outcome
+from horovod_sparse.training.parts import assign_residuals, shared_out
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
@@ -82,10 +84,12 @@ class Kept(Protocol):
     Attributes:
         start: [n], equal on all ranks.
         velocity: [n], of the outer step; empty without momentum.
+        sent: [n], the parameters as the exchange under way has them; empty without a delay.
     """
 
     start: Any
     velocity: Any
+    sent: Any
 
     def begin(self) -> None:
         """The parameters as they are now are the common ones."""
@@ -100,7 +104,7 @@ class Kept(Protocol):
         """What this rank has learned while an exchange was under way is lost: it had diverged before."""
 
     def to_host(self, name: str) -> np.ndarray:
-        """`start` or `velocity`, [n]."""
+        """`start`, `velocity` or `sent`, [n]."""
 
     def from_host(self, name: str, values: np.ndarray) -> None:
         """Replaces it."""
@@ -153,6 +157,8 @@ class Rounds(Training):
         #: steps since the exchange under way began, and its first task; None where none is
         self._flying: int | None = None
         self._header: Any = None
+        #: number of ranks, and residuals after an exchange given up here that others may have completed
+        self._if_completed: tuple[int, list[dict[str, Any]]] | None = None
         self._has_begun = False
         #: steps of this process, when the first of them was, and seconds that exchanges have held it up
         self._num_steps, self._since, self._held_up = 0, 0.0, 0.0
@@ -185,13 +191,13 @@ class Rounds(Training):
         return fixed_bytes(parameters)
 
     def build(self, plan: Plan) -> None:
-        kept = self._kept()
+        kept = self._kept("start", "velocity", "sent")
         super().build(plan)
         self._assign_kept(kept)
 
-    def _kept(self) -> dict[str, dict[str, Any]]:
-        """Common parameters, and the outer step's velocity, by parameter."""
-        kept: dict[str, dict[str, Any]] = {"start": {}, "velocity": {}}
+    def _kept(self, *names: str) -> dict[str, dict[str, Any]]:
+        """What parts have of these (see `Kept`), by parameter."""
+        kept: dict[str, dict[str, Any]] = {name: {} for name in names}
         for part, what in itertools.product(self.parts, kept):
             values = part.gradient.to_host(what)
             if values.size:
@@ -234,7 +240,7 @@ class Rounds(Training):
             except BaseException:
                 self.step = before  # what is common at the agreed step has not come
                 raise
-        self._has_begun = True
+        self._has_begun, self._if_completed = True, None
 
     @property
     def _is_fresh(self) -> bool:
@@ -257,6 +263,10 @@ class Rounds(Training):
                 if own != furthest or not self._has_begun:
                     part.gradient.return_to_start()
             yield from self._buffers.shared((), self.size, root)
+            if self._if_completed is not None and own_step < furthest[1]:
+                size, held = self._if_completed
+                held = shared_out(held, kept_share(size, self.size), self.recipe.feedback)
+                assign_residuals(self.parts, held, self._progress())
             self.taken = max(taken for *place, taken in told if place == furthest)
         num_lost = old_size + num_new - self.size
         if self.rank == root and self._has_begun and num_lost > 0:
@@ -313,7 +323,7 @@ class Rounds(Training):
             if part.streams is not None:
                 part.streams.note()
             part.start(starter)
-        self._flying, self.taken = 0, 0
+        self._flying, self.taken, self._if_completed = 0, 0, None
 
     def _waited(self) -> list[BaseException]:
         tasks = [part.task for part in self.parts]
@@ -363,6 +373,10 @@ class Rounds(Training):
         self._flying = None
         self.taken += self.rounds.every
         for part in self.parts:
+            if part.streams is not None:
+                part.streams.join()
+        self._if_completed = self.made_for[1], self._held()
+        for part in self.parts:
             part.abandon(drop=True)
 
     def _scale_of(self, part: Any) -> float:
@@ -381,7 +395,7 @@ class Rounds(Training):
         """See `Training.save`; an exchange under way is settled first, so all ranks save at the same step."""
         if self._flying is not None:
             self._settle()
-        local = {"taken": self.taken, "has_begun": self._has_begun, **self._kept()}
+        local = {"taken": self.taken, "has_begun": self._has_begun, **self._kept("start", "velocity")}
         return super().save(local=local, **more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
@@ -390,7 +404,8 @@ class Rounds(Training):
             self._settle()
         local = {} if entry is None else self._checked_local(entry)
         super().load(entry)
-        self._has_begun, self.taken = bool(local.get("has_begun")), int(local.get("taken", 0))
+        self._has_begun, self._if_completed = bool(local.get("has_begun")), None
+        self.taken = int(local.get("taken", 0))
         self._assign_kept({what: local.get(what, {}) for what in ("start", "velocity")})
 
     def _checked_local(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -46,7 +46,7 @@ class _Displacement:
         self._placed, self._outer = list(zip(variables, places, strict=True)), outer
         kind = accumulator_dtype(str(dtype_name(variables[0].dtype)))
         self.start = np.zeros(places[-1][1], kind)
-        self.velocity = np.zeros_like(self.start[: None if outer.momentum else 0])
+        self.velocity, self.sent = np.zeros_like(self.start[: None if outer.momentum else 0]), self.start[:0]
         self.begin()
 
     def begin(self) -> None:
