@@ -13,9 +13,8 @@ from benchmarks.common.timing import Work
 from horovod_sparse.arrays import FoldReport
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.tensors.driver import Task
 from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
-from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.engine import Task, carry_out
 from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.wire import pack

@@ -26,11 +26,10 @@ from horovod_sparse.errors import (
     NonFiniteGradientError,
     StateMismatchError,
 )
-from horovod_sparse.tensors.driver import Task
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.deadline import Deadline
-from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.engine import Task, carry_out
 
 #: messages under way between two ranks have different tags; tags are used again after so many
 _NUM_TAGS = 2**20

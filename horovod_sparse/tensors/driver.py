@@ -6,7 +6,6 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -14,31 +13,7 @@ import torch
 from horovod_sparse.collectives import AllToAll, Exchange, ReduceScatter, Request, Synchronization
 from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.training.deadline import Deadline
-
-
-@dataclass(eq=False)
-class Task:
-    """A coroutine under way; round r communicates as ``name.r``, which is the same on all ranks."""
-
-    name: str
-    done: bool = False
-    result: Any = None
-    #: what it raised, kept here so that other tasks go on
-    error: BaseException | None = None
-    #: collectives started so far
-    num_rounds: int = 0
-    started: float = field(default_factory=time.perf_counter)
-    finished: float = float("nan")
-    #: time this process sat in `Driver.wait` for this task and had nothing else to do: the part of its
-    #: communication that computation did not hide. Tasks waited for together each count the same seconds;
-    #: `Driver.idle_seconds` counts them once.
-    waited_seconds: float = 0.0
-
-    def value(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.result
-
+from horovod_sparse.training.engine import Task
 
 #: How long `wait` polls without a pause before it sleeps between polls, and for how long then. Measured
 #: with 2 ranks on 2 busy cores, two rounds per task, cycle 1 ms: 2.2 ms for 1 task and for 30 tasks, with
@@ -61,13 +36,6 @@ class Handle(Protocol):
 
     def result(self) -> Any:
         """What comes back for the request; waits for it. May be asked once."""
-
-
-class Starter(Protocol):
-    """Whoever runs a coroutine together with the other ranks."""
-
-    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Starts a coroutine under a name that is the same on all ranks; does not wait."""
 
 
 def answer_alone(request: Request) -> Any:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from horovod_sparse.arrays import MovedParts
-from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.kernels.host.scatter import native_bits, step_by_sum
@@ -18,10 +17,9 @@ from horovod_sparse.tensors.flat_gradient import HOST, GradientLayout, host_view
 from horovod_sparse.tensors.layout import TensorEntry, host_entry, view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.drift import brought
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.local_settings import RoundSettings
-from horovod_sparse.training.rounds import Rounds
+from horovod_sparse.training.rounds import Buffers, Rounds
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
 
@@ -174,6 +172,10 @@ class Displacement(GradientLayout):
         learned = parameter.to(start.device, start.dtype).sub(sent)
         parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
 
+    def entry(self, number: int, name: str) -> TensorEntry:
+        """See `Kept`."""
+        return TensorEntry(name, self._view(self.start, number))
+
     def to_host(self, name: str) -> np.ndarray:
         """See `Kept`: a view where it can be."""
         array: np.ndarray = getattr(self, name).cpu().to(self.start.dtype).numpy()
@@ -214,57 +216,32 @@ class LocalEngine:
         """See `RoundEngine`."""
         return errors
 
-    def entries(self, parts: Sequence[Any]) -> list[Any]:
-        """See `RoundEngine`."""
-        return [
-            TensorEntry(name, part.gradient._view(part.gradient.start, number))
-            for part in parts
-            for number, name in enumerate(part.names)
-        ]
-
 
 def digests_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """By name, what tells whether a tensor has changed."""
     return {name: TensorEntry(name, tensor).sums().tobytes() for name, tensor in named.items()}
 
 
-class ModelBuffers:
-    """Buffers of a model: floats are averaged over ranks, all others are rank 0's."""
+class ModelBuffers(Buffers):
+    """Buffers of a model, by contents: statistics of batches are written past PyTorch's counters."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._known = digests_of(self._buffers)
+        super().__init__()
 
-    @property
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def entries(self) -> list[TensorEntry]:
         """Asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place."""
-        return dict(self._module.named_buffers())
+        return [TensorEntry(name, one) for name, one in self._module.named_buffers() if one.numel()]
 
-    def changed(self) -> list[str]:
-        """See `Buffers`: by contents, since statistics of batches are written past PyTorch's counters."""
-        return [name for name, digest in digests_of(self._buffers).items() if digest != self._known.get(name)]
+    def wide(self, entry: TensorEntry) -> np.ndarray | None:
+        """See `Buffers`."""
+        buffer = entry.tensor.detach()
+        return buffer.double().cpu().numpy().reshape(-1) if buffer.is_floating_point() else None
 
     @torch.no_grad()
-    def shared(self, names: Sequence[str], size: int, root: int | None = None) -> Synchronization[None]:
-        """See `Buffers`: one allreduce, and a broadcast for each that is no float."""
-        buffers = self._buffers
-        some = [
-            buffer
-            for name, buffer in buffers.items()
-            if buffer.numel() and (root is not None or name in names)
-        ]
-        floats = [buffer for buffer in some if buffer.is_floating_point()] if root is None else []
-        if floats:
-            total = yield AllReduce(
-                np.concatenate([one.double().cpu().numpy().reshape(-1) for one in floats])
-            )
-            pieces = torch.from_numpy(np.array(total) / size).split([one.numel() for one in floats])
-            for buffer, piece in zip(floats, pieces, strict=True):
-                buffer.copy_(piece.view(buffer.shape))
-        for buffer in some:
-            if root is not None or not buffer.is_floating_point():
-                yield from brought(TensorEntry("", buffer), root or 0)
-        self._known = digests_of(self._buffers)
+    def assign(self, entry: TensorEntry, wide: np.ndarray) -> None:
+        """See `Buffers`."""
+        entry.tensor.copy_(torch.from_numpy(wide).view(entry.tensor.shape))
 
 
 class LocalTraining(Rounds):

@@ -21,12 +21,11 @@ from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.adoption import element, feedback_of, note_step
-from horovod_sparse.tensors.driver import Starter, Task
 from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient, GradientMemory
 from horovod_sparse.tensors.layout import dtype_name, shaped, unscaled, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
-from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
 
 #: makes what holds the gradients of a part
 MakeGradient: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]

@@ -11,8 +11,9 @@ A new front end (another framework, or other collectives than Horovod's) writes
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -42,6 +43,42 @@ class PartSpec:
     dense: bool = False
     #: whether an allreduce is of float16
     halves: bool = False
+
+
+@dataclass(eq=False)
+class Task:
+    """A coroutine under way; round r communicates as ``name.r``, which is the same on all ranks."""
+
+    name: str
+    done: bool = False
+    result: Any = None
+    #: what it raised, kept here so that other tasks go on
+    error: BaseException | None = None
+    #: collectives started so far
+    num_rounds: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    finished: float = float("nan")
+    #: time this process sat in `Starter.wait` for this task and had nothing else to do: the part of its
+    #: communication that computation did not hide. Tasks waited for together each count the same seconds;
+    #: `Starter.idle_seconds` counts them once.
+    waited_seconds: float = 0.0
+
+    def value(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class Starter(Protocol):
+    """Who runs coroutines together with the other ranks."""
+
+    idle_seconds: float
+
+    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
+        """Starts one under a name that is the same on all ranks; does not wait."""
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        """Waits until these are done; what a coroutine raises stays in its task."""
 
 
 class Engine(Protocol):

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.collectives import Broadcast, Synchronization, shared_lines
+from horovod_sparse.collectives import AllReduce, Broadcast, Synchronization, shared_lines
 from horovod_sparse.errors import DeadlineError, StateMismatchError
 from horovod_sparse.plans.plan import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training.agreement import kept_share
-from horovod_sparse.training.drift import Entry
-from horovod_sparse.training.engine import Engine, Facts
+from horovod_sparse.training.drift import Entry, brought
+from horovod_sparse.training.engine import Engine, Facts, Starter
 from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.training.outcome import Outcome
 from horovod_sparse.training.parts import assign_residuals, shared_out
@@ -66,18 +66,6 @@ def clipped_to_median(sum_: SparseSum) -> SparseSum:
     return dataclasses.replace(sum_, values=np.concatenate(clipped))
 
 
-class Starter(Protocol):
-    """Who runs coroutines together with the other ranks."""
-
-    idle_seconds: float
-
-    def start(self, name: str, coroutine: Synchronization[Any]) -> Any:
-        """Starts one under a name that is the same on all ranks; does not wait."""
-
-    def wait(self, tasks: Sequence[Any]) -> None:
-        """Waits until these are done; what a coroutine raises stays in its task."""
-
-
 class Kept(Protocol):
     """The common parameters of a part, and how far this rank has come from them.
 
@@ -103,6 +91,9 @@ class Kept(Protocol):
     def forget(self) -> None:
         """What this rank has learned while an exchange was under way is lost: it had diverged before."""
 
+    def entry(self, number: int, name: str) -> Entry:
+        """A common parameter, for ranks to compare."""
+
     def to_host(self, name: str) -> np.ndarray:
         """`start`, `velocity` or `sent`, [n]."""
 
@@ -123,18 +114,46 @@ class RoundEngine(Engine, Protocol):
     def of_all(self, errors: list[BaseException]) -> list[BaseException]:
         """Those of ranks, too, that exchange other shards of the same model."""
 
-    def entries(self, parts: Sequence[Any]) -> list[Entry]:
-        """The common parameters, for ranks to compare."""
 
+class Buffers:
+    """What a model has beside parameters, and no gradient moves: floats are averaged, others are rank 0's."""
 
-class Buffers(Protocol):
-    """What a model has beside parameters, and no gradient moves."""
+    def __init__(self) -> None:
+        self._known = self._sums()
+
+    def entries(self) -> Sequence[Any]:
+        """Those that have elements, as they are now."""
+        raise NotImplementedError
+
+    def wide(self, entry: Any) -> np.ndarray | None:
+        """The elements of a float in float64, one behind the other; None of what is none."""
+        raise NotImplementedError
+
+    def assign(self, entry: Any, wide: np.ndarray) -> None:
+        """Replaces a float."""
+        raise NotImplementedError
+
+    def _sums(self) -> dict[str, bytes]:
+        return {entry.name: entry.sums().tobytes() for entry in self.entries()}
 
     def changed(self) -> list[str]:
-        """Names of those that have changed on this rank since the last exchange."""
+        """Names of those whose contents have changed on this rank since the last exchange."""
+        return [name for name, sums in self._sums().items() if sums != self._known.get(name)]
 
     def shared(self, names: Sequence[str], size: int, root: int | None = None) -> Synchronization[None]:
         """Makes these equal on all ranks; where a root is given, all of them, and what it has."""
+        some = [one for one in self.entries() if root is not None or one.name in names]
+        found = {one.name: self.wide(one) for one in some if root is None}
+        floats = {name: wide for name, wide in found.items() if wide is not None}
+        if floats:
+            total = yield AllReduce(np.concatenate(list(floats.values())))
+            means = iter(np.split(np.asarray(total) / size, np.cumsum([*map(len, floats.values())])[:-1]))
+        for one in some:
+            if one.name in floats:
+                self.assign(one, next(means))
+            else:
+                yield from brought(one, root or 0)
+        self._known = self._sums()
 
 
 class Rounds(Training):
@@ -277,7 +296,8 @@ class Rounds(Training):
     def _compare(self) -> Synchronization[None]:
         """Whether the common parameters are equal on all ranks."""
         before = self.telemetry.num_drifts
-        yield from self.drift.run(self.step, self.rank, self.engine.entries(self.parts))
+        entries = [part.gradient.entry(*one) for part in self.parts for one in enumerate(part.names)]
+        yield from self.drift.run(self.step, self.rank, entries)
         if self.telemetry.num_drifts > before and self.drift.policy == "resync":
             for part in self.parts:
                 part.gradient.return_to_start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.arrays import GradientParts
-from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.feedback import Bucket, Member
 from horovod_sparse.kernels import apply_scaled_sum
@@ -29,10 +28,10 @@ from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_na
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
-from horovod_sparse.training.drift import HostEntry, brought
-from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.drift import HostEntry
+from horovod_sparse.training.engine import Facts, PartSpec, Task
 from horovod_sparse.training.local_settings import LocalOptions, OuterStep, RoundSettings
-from horovod_sparse.training.rounds import Rounds
+from horovod_sparse.training.rounds import Buffers, Rounds
 from horovod_sparse.training.state import check_entry
 
 if TYPE_CHECKING:
@@ -79,6 +78,10 @@ class _Displacement:
     def forget(self) -> None:
         """Nothing is learned while an exchange is under way."""
 
+    def entry(self, number: int, name: str) -> HostEntry:
+        view = self.start[slice(*self._placed[number][1])]
+        return HostEntry(name, view, partial(np.copyto, view))
+
     def to_host(self, name: str) -> np.ndarray:
         array: np.ndarray = getattr(self, name)
         return array
@@ -101,7 +104,10 @@ class _Part(common.ArrayLayout, common.BucketPart):
         info = BucketInfo(spec.label, self.places[-1][1], *place, self.gradient.start.dtype.name)
         recipe = spec.recipe or rounds.recipe.for_dense()
         members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
-        self.bucket, self.task = Bucket(info, recipe, make_accumulator(info, recipe), members), _Task()
+        self.bucket, self.task = (
+            Bucket(info, recipe, make_accumulator(info, recipe), members),
+            Task(spec.label),
+        )
 
     def start(self, starter: Any) -> None:
         self.task = starter.start(self.label, self.bucket.step(GradientParts([self.gradient.taken()])))
@@ -121,17 +127,6 @@ class _Part(common.ArrayLayout, common.BucketPart):
         self.bucket.abandon(drop=drop, again=again)
 
 
-@dataclass
-class _Task:
-    result: Any = None
-    error: BaseException | None = None
-
-    def value(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
 class _Engine(VariablesEngine):
     """Runs one coroutine after the other, each to its end; its own `starter`."""
 
@@ -145,22 +140,14 @@ class _Engine(VariablesEngine):
     ) -> list[Any]:
         return [_Part(spec, facts, place, self.rounds) for spec in specs]
 
-    def entries(self, parts: Sequence[Any]) -> list[Any]:
-        views = [
-            (name, part.gradient.start[slice(*place)])
-            for part in parts
-            for name, place in zip(part.names, part.places, strict=True)
-        ]
-        return [HostEntry(name, view, partial(np.copyto, view)) for name, view in views]
-
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         seconds = self._seconds
         return carry_out_together(
             coroutine, self.process_set, f"{self.label}.round", topology, looks=True, deadline_seconds=seconds
         )
 
-    def start(self, name: str, coroutine: Synchronization[Any]) -> _Task:
-        task = _Task()
+    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
+        task = Task(name)
         try:
             task.result = self.carry_out(self._timed(coroutine), None)
         except Exception as error:
@@ -178,7 +165,7 @@ class _Engine(VariablesEngine):
             answer = yield request
             self.idle_seconds += time.perf_counter() - began
 
-    def wait(self, tasks: Sequence[_Task]) -> None:
+    def wait(self, tasks: Sequence[Task]) -> None:
         """All have ended; what no algorithm has raised is Horovod's failure."""
         for task in tasks:
             if task.error is not None and not isinstance(task.error, HorovodSparseError):
@@ -192,30 +179,21 @@ class _Engine(VariablesEngine):
         return errors
 
 
-class _Buffers:
-    """Statistics of batches: floats are averaged over ranks, all others are rank 0's."""
+class _Buffers(Buffers):
+    """Statistics of batches."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self._named = named
-        self._known = self._sums()
+        super().__init__()
 
-    def _entries(self) -> list[HostEntry]:
+    def entries(self) -> list[HostEntry]:
         return [HostEntry(name, one.numpy(), one.assign) for name, one in self._named.items()]
 
-    def _sums(self) -> dict[str, bytes]:
-        return {entry.name: entry.sums().tobytes() for entry in self._entries()}
+    def wide(self, entry: HostEntry) -> np.ndarray | None:
+        return entry.array.astype(np.float64).reshape(-1) if dtype_name(entry.array.dtype) else None
 
-    def changed(self) -> list[str]:
-        return [name for name, sums in self._sums().items() if sums != self._known[name]]
-
-    def shared(self, names: Sequence[str], size: int, root: int | None = None) -> Synchronization[None]:
-        for entry in self._entries():
-            if root is None and entry.name in names and dtype_name(entry.array.dtype):
-                total = yield AllReduce(entry.array.astype(np.float64).reshape(-1))
-                entry.assign((total / size).reshape(entry.array.shape).astype(entry.array.dtype))
-            elif root is not None or entry.name in names:
-                yield from brought(entry, root or 0)
-        self._known = self._sums()
+    def assign(self, entry: HostEntry, wide: np.ndarray) -> None:
+        entry.assign(wide.reshape(entry.array.shape).astype(entry.array.dtype))
 
 
 def _by_name(variables: Sequence[Any]) -> dict[str, Any]:

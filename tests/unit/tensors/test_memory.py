@@ -11,11 +11,10 @@ from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.tensors import flat_gradient
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.driver import Task
 from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory, memory_of
 from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped
 from horovod_sparse.tensors.parts import DenseParameters
-from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.engine import Task, carry_out
 from support.memories import choose_memory
 from support.sampling import rows_by
 
