@@ -65,21 +65,23 @@ def _methods() -> dict[str, Method]:
     methods["P=2, topk 1 %, error"] = Method(2, "topk:density=0.01")
     for size in (2, 4, 8, 16):
         methods[f"P={size}, topk 1 %, adam"] = Method(size, "topk:density=0.01,feedback=adam")
+    own = "feedback=adam(whole_batch=false)"  # s = 1
     for size in (2, 4, 8, 16):
-        whole = "topk:density=0.01,feedback=adam(whole_batch=true)"
-        methods[f"P={size}, topk 1 %, adam, whole batch"] = Method(size, whole)
-    methods["P=2, topk 0.3 %, 2 bits, gaps, adam"] = Method(
-        2, "topk:density=0.003,values=2bit,indices=gaps,feedback=adam"
-    )
-    methods["P=2, topk 1 %, adam, clipped"] = Method(2, "topk:density=0.01,feedback=adam(clip_norm=1.0)")
+        methods[f"P={size}, topk 1 %, adam, s = 1"] = Method(size, f"topk:density=0.01,{own}")
+    short = "topk:density=0.003,values=2bit,indices=gaps"
+    methods["P=2, topk 0.3 %, 2 bits, gaps, adam"] = Method(2, f"{short},feedback=adam")
+    methods["P=2, topk 0.3 %, 2 bits, gaps, adam, s = 1"] = Method(2, f"{short},{own}")
+    clipped = "topk:density=0.01,feedback=adam(clip_norm=1.0,whole_batch=false)"
+    methods["P=2, topk 1 %, adam, clipped, s = 1"] = Method(2, clipped)
     methods["P=2, qsgd"] = Method(2, "qsgd")
     methods |= {f"P=2, {name}": Method(2, name) for name in BASELINES if name != "dense"}
     for name in ("spardl", "oktopk", "gtopk", "exdyna", "micro"):
         methods[f"P=8, {name} 1 %, adam"] = Method(8, f"{name}:density=0.01,feedback=adam")
+        methods[f"P=8, {name} 1 %, adam, s = 1"] = Method(8, f"{name}:density=0.01,{own}")
     for name, text in (
         ("dense", "dense"),
-        ("topk 1 %, adam", "topk:density=0.01,feedback=adam"),
-        ("topk 0.3 %, 2 bits, gaps, adam", "topk:density=0.003,values=2bit,indices=gaps,feedback=adam"),
+        ("topk 1 %, adam, s = 1", f"topk:density=0.01,{own}"),
+        ("topk 0.3 %, 2 bits, gaps, adam, s = 1", f"{short},{own}"),
     ):
         methods[f"5 M, P=4, {name}"] = Method(4, text, LARGE)
     return methods

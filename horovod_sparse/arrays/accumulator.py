@@ -163,15 +163,16 @@ class Accumulator:
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
-        self.report = self._report_with(self.report.num_nonfinite, self.num_elements)
+        self.tell(first_nonfinite=self.num_elements)
 
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""
-        self.report = self._report_with(0, -1)
+        self.tell(num_nonfinite=0, first_nonfinite=-1, lean=0.0)
 
-    def _report_with(self, num_nonfinite: int, first: int) -> FoldReport:
+    def tell(self, **facts: float) -> None:
+        """Lets the report of the last fold say these."""
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
-        return FoldReport(**fields | {"num_nonfinite": num_nonfinite, "first_nonfinite": first})
+        self.report = FoldReport(**fields | facts)
 
     def _room_for_maxima(self) -> Memory:
         if self._maxima is None:
@@ -275,6 +276,12 @@ class Accumulator:
         """The values there, as a fresh array."""
         self._settle()
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
+
+    def take_all(self, indices: Indices) -> list[Values]:
+        """Values and companions there, as fresh arrays."""
+        self._settle()
+        where, arrays = self._kernels.places(indices), (self._values, *self._companions)
+        return [self._kernels.to_host(self._kernels.take(array, where)) for array in arrays]
 
     def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
         """`take` and `clear` in one reading: the values that stood there, as a fresh array.

@@ -69,6 +69,7 @@ class FoldReport:
         carried_square_norm: sum of squares of the residual before it, decay included: what the last step
             left behind.
         step: synchronizations that the bucket has done before; see `Accumulator`.
+        lean: how far a gradient leans along a direction that ranks share; see `Bucket`.
     """
 
     num_nonfinite: int = 0
@@ -76,6 +77,7 @@ class FoldReport:
     square_norm: float = 0.0
     carried_square_norm: float = 0.0
     step: int = 0
+    lean: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import Accumulator
+from horovod_sparse.arrays import Accumulator, FoldRule
 from horovod_sparse.collectives import AllToAll, Broadcast, Exchange, Request, Synchronization
 from horovod_sparse.errors import (
     EditedGradientError,
@@ -26,12 +26,14 @@ from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.feedback.state import BucketStep, Member
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-from horovod_sparse.sparsifiers.base import SparsifierState, rescaled
-from horovod_sparse.wire import norms_and_steps
+from horovod_sparse.sparsifiers.base import SparsifierState, rescaled, step_generator
+from horovod_sparse.wire import told_by_norms
 
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
 #: multiplies a residual by more
 LARGEST_GROWTH = 10.0
+#: elements whose signs are drawn in a step, and how much this step counts beside those before
+_SAMPLE, _NEWS = 4096, 0.03
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Progress:
         scale: what the residual has been multiplied by since the first step (1 where it follows nothing).
         since: step with which the companions began, where they are of a rank's own gradients.
         summed: ranks whose gradients are summed before: those of a host, with two levels.
-        common: part of a gradient that all ranks have in common, where a feedback learns that (`learned`).
+        leans: decayed means over the steps of two squares, where ranks normalize their gradients: of how far
+            the mean gradient leans along random signs, and of how far a rank's does.
     """
 
     step: int = 0
@@ -58,7 +61,7 @@ class Progress:
     scale: float = 1.0
     since: int = 0
     summed: int = 1
-    common: float = 1.0
+    leans: tuple[float, float] = (0.0, 0.0)
 
     @property
     def age(self) -> int:
@@ -95,8 +98,8 @@ class Progress:
         del plain["step"]
         if (self.since, self.summed) == (0, 1):  # as in most trainings, and in all older checkpoints
             del plain["since"], plain["summed"]
-        if self.common == 1.0:
-            del plain["common"]
+        if not any(self.leans):
+            del plain["leans"]
         return plain
 
     @classmethod
@@ -104,13 +107,13 @@ class Progress:
         """As `to_plain` saved it; older checkpoints have the last learning rate alone.
 
         Example:
-            >>> Progress.from_plain({"learning_rate": 0.0}, 7)
-            Progress(step=7, learning_rate=None, largest_rate=None, scale=1.0, since=0, summed=1, common=1.0)
+            >>> Progress.from_plain({"learning_rate": 0.0}, 7) == Progress(7)
+            True
         """
         rate = saved["learning_rate"] or None  # one of 0 was remembered once
         since, summed = saved.get("since", 0), saved.get("summed", 1)
         largest, scale = saved.get("largest_rate") or rate, saved.get("scale", 1.0)
-        return cls(int(step), rate, largest, scale, since, summed, saved.get("common", 1.0))
+        return cls(int(step), rate, largest, scale, since, summed, tuple(saved.get("leans", (0.0, 0.0))))
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
@@ -124,7 +127,8 @@ def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progres
     """
     going_on = Progress.from_plain(told, step) if own.step == 0 and told is not None else own
     # companions are this rank's own: those of a worker that has just come are made of nothing
-    return dataclasses.replace(going_on, step=step, since=step - own.age, summed=own.summed)
+    since = step - own.age
+    return dataclasses.replace(going_on, step=step, since=since, summed=own.summed, leans=(0.0, 0.0))
 
 
 #: the largest number of a gradient's type that does not become infinite when it is rounded
@@ -150,8 +154,8 @@ class Bucket:
         self.feedback = recipe.feedback
         self._progress = Progress(summed=self.summed)
         self.last = BucketStep(info.name, info.num_elements)
-        #: the state before the step that may still be given up, and what `learned` said
-        self._before: tuple[SparsifierState, float] | None = None
+        #: the state before the step that may still be given up, and how far steps leaned
+        self._before: tuple[SparsifierState, tuple[float, float]] | None = None
         self._gradient: Any = None
 
     @property
@@ -168,7 +172,9 @@ class Bucket:
         """The sparsifier's state anew. The residual stays what it is."""
         self._progress = progress = progress or Progress(summed=self.summed)
         if progress.summed != self.summed:  # companions of other gradients
-            self._progress = dataclasses.replace(progress, since=progress.step, summed=self.summed)
+            self._progress = dataclasses.replace(
+                progress, since=progress.step, summed=self.summed, leans=(0.0, 0.0)
+            )
         fresh = self.recipe.sparsifier.init(self.info)
         self.state = rescaled(dataclasses.replace(fresh, step=self._progress.step), self._progress.scale)
         self._before = None
@@ -224,10 +230,15 @@ class Bucket:
         if report.num_target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = getattr(feedback, "for_dense", lambda: feedback)()
-        rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age, now.common)
+        whole, (mean, own) = getattr(feedback, "whole_batch", False) and self.info.size > 1, now.leans
+        longer = max(mean / own, 1.0 / self.info.size) ** -0.5 if whole and own else 1.0
+        rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
         self.accumulator.step = self.state.step
-        self.accumulator.fold(gradient, rule)
+        if whole:
+            self._fold_leaning(gradient, rule)
+        else:
+            self.accumulator.fold(gradient, rule)
         self._progress = now
         # in other units from now on; what a decay forgets changes none
         self.rescaled(rule.decay / getattr(feedback, "decay", 1.0))
@@ -235,11 +246,20 @@ class Bucket:
         if refused:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
-        done = yield from self._summed(report, scale)
-        if self._before is not None and (learned := getattr(feedback, "learned", None)):
-            common = learned(self.info.num_elements, rule, self.accumulator.report, now.common)
-            self._progress = dataclasses.replace(self._progress, common=common)
-        return done
+        return (yield from self._summed(report, scale))
+
+    def _fold_leaning(self, gradient: Any, rule: FoldRule) -> None:
+        """Folds what is normalized; the report says how far it leans along signs that ranks share."""
+        generator = step_generator(0, self.info.name, self.state.step)
+        drawn = generator.integers(0, 2 * self.info.num_elements, min(self.info.num_elements, _SAMPLE))
+        where = (drawn >> 1).astype(np.int32)
+        before = rule.decay * self.accumulator.take(where).astype(np.float64)
+        self.accumulator.fold(gradient, rule)
+        after, moment = self.accumulator.take_all(where)
+        *_, rate, eps = rule.factors(self.accumulator.dtype).tolist()
+        if rate:  # the gradient again, which is not there any more
+            signed = (2 * (drawn & 1) - 1) * (after - before) * (np.sqrt(moment.astype(np.float64)) + eps)
+            self.accumulator.tell(lean=float(signed.sum()) / rate)
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
         """The step that was given up once more, by `abandon`, of what waits now: nothing is folded in.
@@ -264,15 +284,21 @@ class Bucket:
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """What follows the fold."""
-        self._before = self.state, self._progress.common
+        self._before = self.state, self._progress.leans
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
         report.num_selected = int(sum_.counts[self.info.rank])
         report.num_received = sum_.values.size
         report.facts.update(sum_.facts)
         if sum_.norms is not None:
-            sum_.norms, steps = norms_and_steps(sum_.norms)
+            sum_.norms, steps, leans = told_by_norms(sum_.norms)
             self._check_steps(steps)
+            if leans.any():
+                squares = float(leans.mean()) ** 2, float(np.square(leans).mean())
+                # in the beginning steps are one rank's
+                known = self._progress.leans if any(self._progress.leans) else (squares[1], squares[1])
+                mean, own = (old + _NEWS * (now - old) for old, now in zip(known, squares, strict=True))
+                self._progress = dataclasses.replace(self._progress, leans=(mean, own))
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
         # all ranks have the same sum: so they find the same, without a message
         overflow = overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
@@ -330,8 +356,8 @@ class Bucket:
         """
         if self._before is not None:
             self.accumulator.abandon()
-            (self.state, common), self._before = self._before, None
-            self._progress = dataclasses.replace(self._progress, common=common)
+            (self.state, leans), self._before = self._before, None
+            self._progress = dataclasses.replace(self._progress, leans=leans)
         if drop and self._gradient is not None:
             self.accumulator.drop(self._gradient, coasts=again)
             self._gradient = None

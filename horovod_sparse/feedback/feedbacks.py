@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from horovod_sparse.arrays import FoldReport, FoldRule
+from horovod_sparse.arrays import FoldRule
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.sparsifiers.base import BucketInfo
@@ -23,14 +23,14 @@ class Rates(NamedTuple):
         now: of this step; where a rate is 0, or very small, what a residual can follow. See `Progress.at`.
         given: of this step, as the optimizer has it.
         age: steps that the companions are made of.
-        common: part of a gradient that all ranks have in common, as far as `learned`.
+        longer: by how much steps of the whole batch are longer than one rank's; see `AdamFeedback`.
     """
 
     before: float | None
     now: float | None
     given: float | None = None
     age: int = 0
-    common: float = 1.0
+    longer: float = 1.0
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class Feedback(Protocol):
     """Says how a gradient and the residual become the accumulator, in one pass.
 
     It may also have what those here have: `keeps_residual`, `applies_rate`, `for_dense`, `for_shards`,
-    `with_settings`, `moved` and `learned`.
+    `with_settings`, `moved` and `whole_batch`.
     """
 
     @property
@@ -230,10 +230,6 @@ class MomentumCorrection(_Feedback):
         return dataclasses.replace(self, masking=False)
 
 
-#: how much a step's estimate counts beside those before
-_NEWS = 0.05
-
-
 @dataclass(frozen=True)
 class _Normalizing(_Feedback):
     """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
@@ -251,7 +247,7 @@ class _Normalizing(_Feedback):
     beta2: float | None = None
     eps: float | None = None
     clip_norm: float | None = None
-    whole_batch: bool = False
+    whole_batch: bool = True
 
     def __post_init__(self) -> None:
         for name, value, most, allowed in (
@@ -272,29 +268,9 @@ class _Normalizing(_Feedback):
             "moment": self._beta2,
             "eps": 1e-8 if self.eps is None else self.eps,
             # where none is known who applies the sum multiplies it
-            "rate": 1.0 if rates.given is None else rates.given,
+            "rate": rates.longer * (1.0 if rates.given is None else rates.given),
             "count": rates.age + 1 if self.corrected else math.inf,
         }
-
-    def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        rule = super().rule(info, rates)
-        if not self.whole_batch:
-            return rule
-        longer = (rates.common + (1.0 - rates.common) / info.size) ** -0.5
-        return dataclasses.replace(rule, rate=rule.rate * longer)
-
-    def learned(self, num_elements: int, rule: FoldRule, report: FoldReport, common: float) -> float:
-        """The part of a gradient that all ranks have in common, from what a fold did to the residual's norm.
-
-        Its square is about ``(c a^2 + a) n eta^2`` where a steps wait, and a fold adds
-        ``(1 + 2 c a) n eta^2``: two equations for c and a.
-        """
-        noise, waited = num_elements * rule.rate**2, report.carried_square_norm
-        if not (self.whole_batch and noise > 0.0 and waited > 0.0):
-            return common
-        grown = max(0.0, (report.square_norm - waited) / noise - 1.0)
-        found = min(1.0, grown * (1.0 + grown / 2.0) * noise / (2.0 * waited))
-        return common + _NEWS * (found - common)
 
     def moved(self, age: int, new_age: int) -> float:
         """Between two buckets the estimate stays, whose bias depends on the number of steps."""
@@ -305,7 +281,7 @@ class _Normalizing(_Feedback):
 
 @dataclass(frozen=True)
 class AdamFeedback(_Normalizing):
-    """``acc = e + eta g / (sqrt(v / (1 - beta2^t)) + eps)``, with ``v = beta2 v + (1 - beta2) g^2``.
+    """``acc = e + s eta z``, ``z = g / (sqrt(v / (1 - beta2^t)) + eps)``, ``v = beta2 v + (1 - beta2) g^2``.
 
     An optimizer with moments behind plain error feedback meets every element as a spike: its second moment
     becomes 1 / density times too large, and its first one pushes on in a direction that is old already. So a
@@ -326,13 +302,13 @@ class AdamFeedback(_Normalizing):
         eps: above 0; None: the optimizer's, or 1e-8.
         clip_norm: see `MomentumCorrection`.
         whole_batch: steps as long as those of the mean gradient, whose v is up to P times smaller than that
-            of one rank's part of the batch: times ``(c + (1 - c) / P)^(-1/2)``, c being the part of a
-            gradient that ranks have in common. Each learns it from its residual's norm, to which what is the
-            same in every step adds more than noise does. Nothing more is sent. For ranks of few examples.
+            of one rank's part of the batch: ``s = (mean |g_i|^2 / |mean g_i|^2)^(1/2)``, at most sqrt(P),
+            of means over about 30 steps. Ranks learn it from how far each one's gradient leans along random
+            signs that they share, which spare bits of their messages tell. False: s = 1.
 
     Example:
         >>> AdamFeedback(beta2=0.99).with_settings({"beta2": 0.95, "eps": 1e-6})
-        AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None, whole_batch=False)
+        AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None, whole_batch=True)
     """
 
     text_name: ClassVar[str] = "adam"
@@ -342,7 +318,7 @@ class AdamFeedback(_Normalizing):
 
 @dataclass(frozen=True)
 class RMSpropFeedback(_Normalizing):
-    """As `AdamFeedback`, but ``acc = e + eta g / (sqrt(v) + eps)``: the first steps are large, as RMSprop's.
+    """As `AdamFeedback`, but ``z = g / (sqrt(v) + eps)``: the first steps are large, as RMSprop's.
 
     Args:
         beta2: of v, called alpha or rho elsewhere; None: the optimizer's, or 0.99 where none is known.

@@ -142,7 +142,7 @@ def feedback_of(feedback: Feedback, group: Mapping[str, Any]) -> Any:
 
     Example:
         >>> feedback_of(AdamFeedback(), {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-6})
-        AdamFeedback(beta2=0.95, eps=1e-06, clip_norm=None, whole_batch=False)
+        AdamFeedback(beta2=0.95, eps=1e-06, clip_norm=None, whole_batch=True)
     """
     given = {"beta2": group["betas"][1] if "betas" in group else group.get("alpha"), "eps": group.get("eps")}
     found = {name: float(value) for name, value in given.items() if value is not None}

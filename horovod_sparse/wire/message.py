@@ -5,8 +5,9 @@ Layout, in 32-bit words::
     0  length     words of the whole message, header and padding included
     1  count      number of selected elements
     2  nonfinite  1 + position of the first NaN or Inf in this rank's gradient, 0 if there is none
-    3  norm       float32 bits of the L2 norm of the residual that this rank began the step with; the low 3
-                  are those of its number of steps
+    3  norm       float32 bits of the L2 norm of the residual that this rank began the step with; in place
+                  of the low 16 are the high 13 of how far its gradient leans, and the low 3 of its number of
+                  steps
     4  indices    count words, ascending
     .  values     count words (float32) or 2 * count words (float64), or none
     .  padding    zeros up to the room that the format asks for (`WireFormat.padded`)
@@ -25,7 +26,8 @@ So a rank that expects another format, or another bucket, raises instead of deco
 The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
 no second exchange of sizes. The two words for health and norm save a collective of their own; the
 mean of the norms is the global error of ExDyna, Eq. (1). Nobody reads a norm to its last bits: the number of
-steps there tells ranks that have come apart, wherever norms travel, also without a header of this kind.
+steps there tells ranks that have come apart, and how far gradients lean how alike they are, wherever norms
+travel, also without a header of this kind.
 """
 
 from __future__ import annotations
@@ -45,36 +47,39 @@ from horovod_sparse.wire.format import HEADER_WORDS, Sections, WireFormat, secti
 
 Sum = TypeVar("Sum")
 
-#: as large as a norm may be: the step is in its last bits
-_LARGEST = float(np.uint32(0x7F7FFFF8).view(np.float32))
+#: as large as a norm may be: its last bits hold something else
+_LARGEST = float(np.uint32(0x7F7F0000).view(np.float32))
 
 
-#: low bits of a norm, which hold those of the number of steps, and what stands for a norm of 0: a number
-#: so small that had no leading bit would be 0 to a process that flushes such numbers
-_STEP_BITS, _SMALLEST = np.uint32(7), 2.0**-100
+#: low bits of a norm, which hold something else, those of the number of steps among them, and what stands for
+#: a norm of 0: a number so small that had no leading bit would be 0 to a process that flushes such numbers
+_LOW_BITS, _STEP_BITS, _SMALLEST = np.uint32(0xFFFF), np.uint32(7), 2.0**-100
+#: of a lean, which has the highest bits of a float32
+_FURTHEST, _LEFT_OUT = 1e38, np.uint32(19)
 
 
 def carried_norm(report: FoldReport) -> float:
     """L2 norm of the residual that this rank began the step with, as it travels."""
     norm = np.float32(max(min(math.sqrt(report.carried_square_norm), _LARGEST), _SMALLEST))
-    rounded = (norm.view(np.uint32) + np.uint32(4)) & ~_STEP_BITS
-    bits = rounded | np.uint32(report.step & int(_STEP_BITS))
-    return float(bits.view(np.float32))
+    rounded = (norm.view(np.uint32) + np.uint32(0x8000)) & ~_LOW_BITS
+    lean = np.float32(max(-_FURTHEST, min(_FURTHEST, report.lean))).view(np.uint32)
+    lean = (lean + (np.uint32(1) << _LEFT_OUT - np.uint32(1))) >> _LEFT_OUT << np.uint32(3)
+    return float((rounded | lean | np.uint32(report.step & int(_STEP_BITS))).view(np.float32))
 
 
-def norms_and_steps(carried: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """What `carried_norm` gave on every rank, apart.
+def told_by_norms(carried: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[Any]]:
+    """What `carried_norm` gave on every rank, apart: norms, steps modulo 8, and leans.
 
     Example:
-        >>> reports = [FoldReport(carried_square_norm=4.0, step=35), FoldReport(step=36)]
-        >>> norms, steps = norms_and_steps(np.array([carried_norm(report) for report in reports]))
-        >>> norms.tolist(), steps.tolist()
-        ([2.0, 0.0], [3, 4])
+        >>> reports = [FoldReport(carried_square_norm=4.0, step=35, lean=-1.5), FoldReport(step=36)]
+        >>> [one.tolist() for one in told_by_norms(np.array([carried_norm(report) for report in reports]))]
+        [[2.0, 0.0], [3, 4], [-1.5, 0.0]]
     """
     bits = carried.astype(np.float32).view(np.uint32)
-    norms = (bits & ~_STEP_BITS).view(np.float32).astype(np.float64)
+    norms = (bits & ~_LOW_BITS).view(np.float32).astype(np.float64)
     norms[norms <= _SMALLEST] = 0.0
-    return norms, (bits & _STEP_BITS).astype(np.int64)
+    leans = ((bits & _LOW_BITS) >> np.uint32(3) << _LEFT_OUT).view(np.float32).astype(np.float64)
+    return norms, (bits & _STEP_BITS).astype(np.int64), leans
 
 
 def pack(

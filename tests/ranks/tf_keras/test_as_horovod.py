@@ -80,7 +80,9 @@ def test_adamw_makes_the_steps_of_its_feedback(rank, size):
     results = []
     for scaled in (False, True):
         given = keras.optimizers.AdamW(0.5, weight_decay=0.125, beta_2=0.9, epsilon=1e-3)
-        optimizer = hvd.DistributedOptimizer(given, compression="topk:density=1.0,feedback=adam")
+        optimizer = hvd.DistributedOptimizer(
+            given, compression="topk:density=1.0,feedback=adam(whole_batch=false)"
+        )
         applies = (
             keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=64) if scaled else optimizer
         )

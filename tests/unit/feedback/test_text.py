@@ -43,7 +43,7 @@ _FEEDBACKS = [
     ErrorFeedback(scale_residual=True),
     ErrorFeedback(clip_norm=0.5),
     NoFeedback(),
-    AdamFeedback(beta2=0.99, clip_norm=1.0, whole_batch=True),
+    AdamFeedback(beta2=0.99, clip_norm=1.0, whole_batch=False),
     RMSpropFeedback(eps=1e-4),
     MomentumCorrection(),
     MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=True),
@@ -189,9 +189,9 @@ def test_norms_are_those_of_the_residuals(case: Case) -> None:
     carried = [0.0, 0.0, 0.0]
     for gradients in random_gradients(scenario, layered).astype(np.float32):
         cluster.synchronize(list(gradients))
-        # Eq. (1): the mean over ranks of what they held when the step began; float32 in the message
+        # Eq. (1): the mean over ranks of what they held when the step began; of 8 bits in the message
         for bucket in cluster.buckets:
-            assert bucket.last.global_error == pytest.approx(float(np.mean(carried)), rel=1e-4)
+            assert bucket.last.global_error == pytest.approx(float(np.mean(carried)), rel=1 / 256)
         held = [float(np.linalg.norm(residual.astype(np.float64))) for residual in cluster.residuals()]
         for bucket, norm in zip(cluster.buckets, held, strict=True):
             assert bucket.last.residual_norm == pytest.approx(norm, rel=1e-4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays import FoldReport
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.wire import WireFormat, norms_and_steps, pack, unpack_sum
+from horovod_sparse.wire import WireFormat, pack, told_by_norms, unpack_sum
 from support.sampling import rows_by
 
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
@@ -69,9 +69,9 @@ def test_what_was_packed_comes_out(format, n, counts, quantum, dtype):
         assert gathered.values.tobytes() == rounded.tobytes()
     assert gathered.counts.tolist() == counts
     assert gathered.first_nonfinite == {rank: min(rank, n) - 1 for rank in range(1, len(counts))}
-    norms, steps = norms_and_steps(gathered.norms)
+    norms, steps, leans = told_by_norms(gathered.norms)
     assert norms.tolist() == [float(rank) for rank in range(len(counts))]
-    assert not steps.any()
+    assert not steps.any() and not leans.any()
 
 
 def test_a_message_by_hand():
