@@ -18,6 +18,7 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
+    answer_alone,
 )
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.topology import Topology
@@ -92,7 +93,7 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
         except StopIteration as stop:
             return stop.value
         if len(ranks) == 1:
-            answer = {peer: exchange.sends[peer].copy() for peer in exchange.sources}
+            answer = answer_alone(exchange)
             continue
         sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
         arrived = yield Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
@@ -106,25 +107,44 @@ def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tu
     return (Exchange,) * (inside + between)
 
 
-class _Handle(Protocol):
-    """An exchange under way."""
+def as_alltoall(request: Exchange, size: int) -> list[np.ndarray]:
+    """For every rank its message, most of them empty: Horovod has no send."""
+    nothing = np.empty(0, np.int32)
+    return [request.sends.get(peer, nothing) for peer in range(size)]
 
-    def done(self) -> bool | None: ...
-    def result(self) -> Any: ...
+
+def inbox(request: Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
+    """What has come of it, of the messages of all ranks."""
+    strangers = [peer for peer, one in enumerate(messages) if one.size and peer not in request.sources]
+    if strangers:
+        raise CollectiveMismatchError(
+            f"{whose} awaits messages from {sorted(request.sources)}, but {strangers} sent to it too"
+        )
+    return {peer: messages[peer] for peer in request.sources}
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool | None:
+        """Whether `result` returns at once; None where the library below was shut down since."""
+
+    def result(self) -> Any:
+        """What comes back for the request; waits for it. May be asked once."""
 
 
 class Rounds:
     """A collective under way as messages between pairs: `start` starts one of its exchanges under a name."""
 
     def __init__(
-        self, start: Callable[[Any, str], _Handle], exchanges: Generator[Any, Any, Any], name: str
+        self, start: Callable[[Any, str], Handle], exchanges: Generator[Any, Any, Any], name: str
     ) -> None:
         self._begin, self._steps, self._name = start, exchanges, name
         self._number, self._answer, self._ended = 0, None, False
         self._error: Exception | None = None
         self._inner = self._start(next(self._steps))
 
-    def _start(self, exchange: Request) -> _Handle:
+    def _start(self, exchange: Request) -> Handle:
         self._number += 1
         return self._begin(exchange, f"{self._name}/{self._number}")
 

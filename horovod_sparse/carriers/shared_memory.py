@@ -21,7 +21,7 @@ import logging
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,16 +175,6 @@ class SharedSum:
         return parts
 
 
-class _Part(Protocol):
-    """A part whose gradient may be shared."""
-
-    bucket: TwoLevelBucket
-    #: the arena, and the number of the region, in which its gradient lies
-    lends: tuple[Arena, int] | None
-    #: whether its gradient is in the host's memory
-    on_host: bool
-
-
 _said: set[str] = set()
 
 
@@ -194,11 +184,13 @@ def agreed_memory(
     """Lets buckets be summed in memory that a host's ranks share, where all can; says in words how they are.
 
     All ranks together, behind every agreement about buckets: the memory that there was is let go. Two
-    collectives, or none. `why_not` is why this rank cannot, if it knows already.
+    collectives, or none. `why_not` is why this rank cannot, if it knows already. Parts of two levels have
+    `on_host`, whether the gradient is in the host's memory, and `lends`: the arena, and the number of the
+    region, in which it lies.
     """
     if topology is None or topology.per_host == 1:
         return ""
-    sharing: list[_Part] = [
+    sharing = [
         part for part in parts if isinstance(getattr(part, "bucket", None), TwoLevelBucket) and part.on_host
     ]
     for part in sharing:
@@ -274,7 +266,7 @@ def why_not_shared(host: str) -> Synchronization[str]:
     return why_not
 
 
-def _held(sharing: Sequence[_Part]) -> list[tuple[Arena, int]]:
+def _held(sharing: Sequence[Any]) -> list[tuple[Arena, int]]:
     """Where the gradients of parts lie, or are to be copied to."""
     wholes = [part.bucket.whole for part in sharing if part.lends is None]
     copies = Arena([one.num_elements * one.value_dtype.itemsize for one in wholes]) if wholes else None

@@ -19,8 +19,6 @@ SUBCOMMANDS = {
     "plan": ("plan.command", "whether sparse gradients are faster, by how much, and with which buckets"),
     "doctor": ("doctor", "what this installation and its settings have wrong"),
 }
-#: names of former releases, for one more
-ALIASES = {"worth-it": ["plan", "--verdict"], "simulate": ["plan", "--ranks", "2,8,32,128,512,4096"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,10 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
-    if words and words[0] in ALIASES:
-        now = ALIASES[words[0]]
-        print(f"horovod-sparse {words[0]} will go: it is horovod-sparse {' '.join(now)} now", file=sys.stderr)
-        words[:1] = now
     chosen = next((word for word in words if word in SUBCOMMANDS), None)
     for name, (module, text) in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

@@ -14,7 +14,6 @@ from horovod_sparse.checks import whole_number
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.feedback import AutoDensity, Recipe, parse_recipe
 from horovod_sparse.feedback.recipe import parse_arguments, parse_value
-from horovod_sparse.planning.cost_model import Fit
 from horovod_sparse.planning.formulas import TYPICAL_SELECTION, assumed_profile, profile_at, with_levels
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.request import STRATEGIES, strategy_named
@@ -167,28 +166,17 @@ def host_network_from(options: argparse.Namespace) -> AlphaBeta:
     return AlphaBeta(options.host_latency or HOST_NETWORK.alpha_seconds, beta)
 
 
-def selection_from(options: argparse.Namespace) -> Fit:
-    return Fit(
-        options.selection_fixed or TYPICAL_SELECTION.fixed_seconds,
-        options.selection_per_element or TYPICAL_SELECTION.seconds_per_unit,
-    )
-
-
 def source_of(options: argparse.Namespace, size: int | None) -> Source:
     """The profile of `--profile`, for `--ranks`; or formulas for `--bandwidth` and `--latency`."""
-    given = [
-        name
-        for name in ("bandwidth", "latency", "selection_fixed", "selection_per_element")
-        if getattr(options, name) is not None
-    ]
+    given = [name for name in ("bandwidth", "latency") if getattr(options, name) is not None]
     per_host = options.per_host
     inside = HOST_NETWORK if per_host is None else host_network_from(options)
     if options.profile is None:
         network, size = network_from(options), size or RANKS
         words = f"{_ranks(size, per_host)}, {8e-9 / network.beta_seconds:g} Gbit/s, "
         words += f"{network.alpha_seconds * 1e6:g} us latency, by formulas"
-        fit = selection_from(options)
-        made = assumed_profile(network, size, selection=fit, per_host=per_host or 1, host_network=inside)
+        fit = TYPICAL_SELECTION
+        made = assumed_profile(network, size, per_host=per_host or 1, host_network=inside)
         spent = f"{fit.fixed_seconds * 1e3:g} ms a bucket and {fit.seconds_per_unit * 1e9:g} ns an element"
         assumed = [f"selection and decoding {spent} (one core)", "no cycle of Horovod's"]
         if made.per_host > 1:
@@ -230,14 +218,6 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=several(num_ranks), metavar="P[,P...]", help="default: the profile's, or 8")
     add("--bandwidth", type=bits_per_second, help="of a network that was not measured (default 1gbit)")
     add("--latency", type=time, help="of one of its messages (default 50us)")
-    fixed_ms, slope = TYPICAL_SELECTION.fixed_seconds * 1e3, TYPICAL_SELECTION.seconds_per_unit * 1e9
-    add(
-        "--selection-fixed",
-        type=time,
-        help=f"selection of a bucket, however small, where it was not measured (default {fixed_ms:g}ms)",
-    )
-    text = f"selection of an element of it (default {slope:g}ns)"
-    add("--selection-per-element", type=time, help=text)
     add("--nodes", type=count, metavar="N", help="hosts of --per-host ranks each, in place of --ranks")
     text = "ranks of a host, which share its network card (default: the profile's, or 1)"
     add("--per-host", "--per-node", type=count, metavar="L", help=text)

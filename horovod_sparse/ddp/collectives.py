@@ -155,7 +155,7 @@ class Carrier:
             if rank != self.rank:
                 line = self._from[rank]
                 head, tag = torch.empty(_HEADER + line.room, dtype=torch.int32), line.next_tag()
-                coming.append((rank, tag, head, self._receive(head, rank, tag)))
+                coming.append((rank, tag, head, self._host.recv([head], rank, tag)))
         # what is sent is kept until it is sent
         sent = []
         for rank, words in sends.items():
@@ -173,7 +173,7 @@ class Carrier:
             else:
                 messages[rank] = torch.empty(length, dtype=torch.int32)
                 messages[rank][:room] = head[_HEADER:]
-                following.append(self._receive(messages[rank][room:], rank, tag + 1))
+                following.append(self._host.recv([messages[rank][room:]], rank, tag + 1))
         for work in [*following, *(work for _, work in sent)]:
             work.wait()
         received = {rank: message.numpy() for rank, message in messages.items()}
@@ -189,16 +189,10 @@ class Carrier:
         head = torch.empty(_HEADER + min(words.size, room), dtype=torch.int32)
         head[0], head[1] = words.size, self._word()
         head[_HEADER:] = whole[:room]
-        parts = [(head, self._send(head, rank, tag))]
+        parts = [(head, self._host.send([head], rank, tag))]
         if words.size > room:
-            parts.append((whole[room:], self._send(whole[room:], rank, tag + 1)))
+            parts.append((whole[room:], self._host.send([whole[room:]], rank, tag + 1)))
         return parts
-
-    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        return self._host.send([tensor], rank, tag)
-
-    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        return self._host.recv([tensor], rank, tag)
 
 
 #: how many groups there have been beside a group of this name
@@ -266,7 +260,6 @@ class _Shared:
         return seconds if began is None else seconds + time.perf_counter() - began
 
     def carry(self, request: Request) -> Any:
-        """See `Carrier`."""
         with self.carrying():
             return self.carrier(request)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,13 +53,3 @@ class Sharing(Stamped):
             for parameter in parameters:
                 self.following.arrived(self._names[parameter], entered, left)
                 entered = left
-
-    def after_step(self) -> None:
-        """Another plan, where the share asks for it."""
-        training = self._training
-        last = training.telemetry.last
-        waited = math.nan if last is None else last.wait_seconds
-        if (plan := self.following.after_step(training.plan, training.step, waited)) is not None:
-            training.replan(plan)
-        if self.following.decision is not None:
-            training.telemetry.density = self.following.decision.density

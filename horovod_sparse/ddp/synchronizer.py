@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class State(Synchronizer):
             return
         if self._sharing is not None:
             try:
-                self._sharing.after_step()
+                self.follow_times(self._sharing.following)
             except HorovodSparseError as error:
                 after_backward(partial(throw, error))
             return
@@ -288,25 +288,6 @@ def hook(state: Any, bucket: Any) -> Any:
 hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
-@overload
-def attach(
-    model: DistributedDataParallel,
-    compression: str | Recipe,
-    optimizer: torch.optim.Optimizer | None = ...,
-    *,
-    replicas: None = ...,
-    **options: Unpack[HookOptions],
-) -> State: ...
-@overload
-def attach(
-    model: torch.nn.Module,
-    compression: str | Recipe,
-    optimizer: torch.optim.Optimizer | None = ...,
-    *,
-    replicas: DeviceMesh | dist.ProcessGroup,
-    plan: Plan | None = ...,
-    deadline_seconds: float | None = ...,
-) -> Synchronizer: ...
 def attach(
     model: torch.nn.Module,
     compression: str | Recipe,

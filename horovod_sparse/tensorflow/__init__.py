@@ -16,7 +16,6 @@ from horovod_sparse.tensorflow.compression import SparseCompressor as SparseComp
 from horovod_sparse.tensorflow.functions import broadcast_variables as broadcast_variables
 from horovod_sparse.tensorflow.state import load as load
 from horovod_sparse.tensorflow.state import save as save
-from horovod_sparse.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from horovod_sparse.tensorflow.wrappers import DistributedGradientTape as DistributedGradientTape
 from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.wrappers import (

@@ -60,7 +60,7 @@ def is_elastic() -> bool:
 hvd.mpi_ops._basics.init = _noted(hvd.mpi_ops._basics.init)
 
 #: modules of Horovod's that have nothing of ours, and so are reached by our names, too
-_SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "util")
+_SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "sync_batch_norm", "util")
 
 
 def _is_other(name: str, item: Any) -> bool:

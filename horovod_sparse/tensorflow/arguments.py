@@ -13,7 +13,7 @@ from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import op_name
-from horovod_sparse.tensorflow.compression import Compression, SparseCompressor, check_process_set
+from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.private import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import checked_variable
@@ -50,7 +50,9 @@ class Arguments:
         for one in ("name", "device_dense", "device_sparse"):  # the second argument, by its place
             if not isinstance(given.get(one) or "", str):
                 raise ArgumentError(one, given[one], "text; a sparsifier is given as compression=...")
-        check_process_set(given["process_set"])
+        if not isinstance(given["process_set"], hvd.ProcessSet):
+            allowed = "a process set, of hvd.add_process_set([0, 2]), say"
+            raise ArgumentError("process_set", given["process_set"], allowed)
         if not isinstance(given["compression"], str):
             check_compression(given["compression"])
         settings = Settings.of(given["options"], name, PlannedOptions, beside)
@@ -150,8 +152,7 @@ class Again:
     def __call__(self, other: Any) -> Any:
         arguments, compression = self._arguments, self._arguments.compression
         if isinstance(compression, SparseCompressor):
-            own = SparseCompressor(compression.recipe, compression.process_set)
-            arguments = dataclasses.replace(arguments, compression=own)
+            arguments = dataclasses.replace(arguments, compression=SparseCompressor(compression.recipe))
         return self._wrap(other, **arguments.taken_by(self._wrap))
 
     def from_config(self, base: Any, config: dict[str, Any], **more: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.carriers.exchanges import over_hosts
+from horovod_sparse.carriers.exchanges import as_alltoall, inbox, over_hosts
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
@@ -27,6 +27,7 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
+    answer_alone,
 )
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
@@ -99,10 +100,7 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]
             raise UnsupportedError(f"a broadcast of {request.buffer.dtype}, which are not whole words")
         words = np.ascontiguousarray(request.buffer).view(np.int32)
         return (words if request.root == rank else _NOTHING), NO_SPLITS
-    if isinstance(request, AllToAll):
-        buffers = list(request.buffers)
-    else:  # Horovod has no send: an all-to-all in which most messages are empty
-        buffers = [request.sends.get(peer, _NOTHING) for peer in range(size)]
+    buffers = request.buffers if isinstance(request, AllToAll) else as_alltoall(request, size)
     splits = np.array([buffer.size for buffer in buffers], np.int32)
     return np.concatenate(buffers).astype(np.int32, copy=False), splits
 
@@ -119,16 +117,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
             )
         return output.view(request.buffer.dtype)
     messages = np.split(output, np.cumsum(splits)[:-1])
-    if isinstance(request, AllToAll):
-        return messages
-    strangers = [
-        peer for peer, message in enumerate(messages) if message.size and peer not in request.sources
-    ]
-    if strangers:
-        raise CollectiveMismatchError(
-            f"messages are awaited from {sorted(request.sources)}, but {strangers} sent, too"
-        )
-    return {peer: messages[peer] for peer in request.sources}
+    return messages if isinstance(request, AllToAll) else inbox(request, messages, "this rank")
 
 
 def carry_out(
@@ -192,7 +181,7 @@ def carry_out_together(
     def execute(request: Request) -> Any:
         kind = type(request)
         if place[1] == 1:
-            return _alone(request)
+            return answer_alone(request)
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
         buffer, splits = to_wire(request, value_dtype, place)
         run = partial(carry_out, kind, buffer, splits, f"{name}.{kind.__name__}", process_set)
@@ -226,18 +215,10 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
     return given[0]
 
 
-def _alone(request: Request) -> Any:
-    if isinstance(request, Exchange):
-        return {peer: request.sends[peer].copy() for peer in request.sources}
-    if isinstance(request, AllToAll):
-        return [buffer.copy() for buffer in request.buffers]
-    return request.buffer.copy()
-
-
 def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
     """What all ranks run when they see gradients first; alone in elastic training, and with one rank."""
     if process_set.size() == 1 or is_elastic():
-        return engine.carry_out(coroutine, lambda request: request.buffer)  # type: ignore[union-attr]
+        return engine.carry_out(coroutine, answer_alone)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
     return carry_out_together(coroutine, process_set, name, looks=True)
 
@@ -246,9 +227,7 @@ def compare_densely(compression: Any, process_set: Any, **arguments: object) -> 
     """Ranks that send whole gradients compare their arguments with the first ones: some rank may sparsify."""
     if not takes_part(process_set):
         return
-    name = str(getattr(compression, "__name__", type(compression).__name__))
-    name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
-    given = declaration(name, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
+    given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
     together(compared(given), process_set)
 
 

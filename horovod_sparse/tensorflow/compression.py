@@ -44,13 +44,10 @@ class SparseCompressor(WithState, Compressor):
 
     Args:
         recipe: sparsifier and feedback.
-        process_set: the ranks that take part; those of the tape or optimizer if left out.
     """
 
-    def __init__(self, recipe: Recipe, process_set: Any = None) -> None:
-        if process_set is not None:
-            check_process_set(process_set)
-        self.recipe, self.process_set = recipe, process_set
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
         self._arguments: dict[str, Any] = {}
         #: whose gradients it sparsifies: an optimizer, where it is no tape's
         self._optimizer: weakref.ref[Any] | None = None
@@ -103,12 +100,9 @@ class SparseCompressor(WithState, Compressor):
                 f"{self!r} is at work in a tape or optimizer of horovod.tensorflow: make another compressor "
                 "for this one"
             )
-        theirs, settings = process_set or hvd.global_process_set, settings or Settings(**options)
-        process_set = self.process_set or theirs
-        if process_set is not theirs and theirs is not hvd.global_process_set:
-            raise ArgumentError("process_set", theirs, "the same as to the compressor, or none")
+        settings = settings or Settings(**options)
         arguments = {
-            "process_set": process_set,
+            "process_set": process_set or hvd.global_process_set,
             "average": average,
             "sparse_as_dense": sparse_as_dense,
             "groups": groups,
@@ -156,7 +150,7 @@ class SparseCompressor(WithState, Compressor):
                 "one of horovod.tensorflow"
             )
         if self._dropin is None:
-            self._dropin = DropIn(self.recipe, self.process_set)
+            self._dropin = DropIn(self.recipe)
         return self._dropin.compress(tensor)
 
     @tf.autograph.experimental.do_not_convert
@@ -169,12 +163,6 @@ class SparseCompressor(WithState, Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
-
-
-def check_process_set(given: object) -> None:
-    """Refuses what is no process set."""
-    if not isinstance(given, hvd.ProcessSet):
-        raise ArgumentError("process_set", given, "a process set, of hvd.add_process_set([0, 2]), say")
 
 
 def _not_its_own(compressor: SparseCompressor) -> ArgumentError:
@@ -198,7 +186,6 @@ def _comparable(value: Any) -> Any:
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
     feedback: "error" (default: what is not sent is kept for the next step) or "none".
-    process_set: the ranks that take part; those of the tape or optimizer if left out.
 
 Returns:
     A SparseCompressor for the argument compression= of Horovod's tapes and optimizers, and of ours.
@@ -209,7 +196,6 @@ Returns:
 class Compression(
     metaclass=Algorithms,
     make=SparseCompressor,
-    binding=("process_set",),
     help_text=_COMMON_ARGUMENTS,
     telling=construction_errors.telling,
 ):

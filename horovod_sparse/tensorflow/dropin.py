@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow._horovod import is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import not_folded
@@ -51,9 +51,9 @@ class DropIn:
     stay dense. The learning rate is not known here.
     """
 
-    def __init__(self, recipe: Recipe, process_set: Any) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         recipe.refuse_auto("Horovod's own tape or optimizer")
-        self.recipe, self.process_set = recipe, process_set
+        self.recipe = recipe
         self.synchronizer: GradientSynchronizer | None = None
         self._slots: list[_Slot] = []
         #: of the call of Horovod's that is being traced: its frame, sums by the gradients' identity, and how
@@ -133,10 +133,6 @@ class DropIn:
 
     def _synchronizer_for(self, call: StockCall) -> GradientSynchronizer:
         theirs = call.process_set
-        if self.process_set is not None and theirs is not self.process_set:
-            raise ArgumentError(
-                "process_set", self.process_set, f"the same as to the tape or optimizer, {theirs}, or none"
-            )
         if self.synchronizer is None:
             self.synchronizer = GradientSynchronizer(
                 self.recipe, process_set=theirs, average=call.averages, leaves_one_alone=True, check_every=0

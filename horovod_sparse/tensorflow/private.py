@@ -11,7 +11,7 @@ operation and the process set are local variables of the calling functions. Need
   `graph.py`);
 * tf-keras: `_is_wrapped_by_loss_scale_optimizer`, which a LossScaleOptimizer sets on the optimizer that it
   keeps as `_optimizer`; its `_loss_scale`; `_create_all_weights`, `_initial_epoch`, `_training_state`;
-* Keras 3: `KerasSaveable`, `_trainable_variables`, and `_moments` of batch normalization.
+* Keras 3: `KerasSaveable` and `_trainable_variables`.
 """
 
 from __future__ import annotations

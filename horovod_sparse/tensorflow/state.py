@@ -91,28 +91,29 @@ class WithState:
     _horovod_sparse_keeper: StateKeeper | None = None
 
     @property
+    def _bound(self) -> GradientSynchronizer | None:
+        keeper = self._horovod_sparse_keeper
+        return None if keeper is None else keeper.synchronizer
+
+    @property
     def telemetry(self) -> Telemetry:
         """What happened in the last step, and on average; empty before the first."""
-        synchronizer = _synchronizer(self)
-        return Telemetry() if synchronizer is None else synchronizer.telemetry
+        return Telemetry() if self._bound is None else self._bound.telemetry
 
     @property
     def plan(self) -> Plan | None:
         """Which variables form which bucket; None before the first step, and without a sparsifier."""
-        synchronizer = _synchronizer(self)
-        return synchronizer.plan if synchronizer is not None and synchronizer.parts else None
+        return self._bound.plan if self._bound is not None and self._bound.parts else None
 
     @property
     def decision(self) -> Decision | None:
         """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
-        synchronizer = _synchronizer(self)
-        return None if synchronizer is None else synchronizer.decision
+        return None if self._bound is None else self._bound.decision
 
     @property
     def is_measured(self) -> bool:
         """Whether backward times wait for `replan`: from the same step on, on all ranks."""
-        synchronizer = _synchronizer(self)
-        return synchronizer is not None and synchronizer.replanning.is_measured
+        return self._bound is not None and self._bound.replanning.is_measured
 
     def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
         """Changes the buckets between two steps; every rank does so alike. Residuals are kept.
@@ -130,9 +131,8 @@ class WithState:
             ProfileMismatchError: on every rank alike, if no step has been measured.
             UnsupportedError: while a step is under way.
         """
-        synchronizer = _synchronizer(self)
-        if synchronizer is not None:
-            synchronizer.plan_anew(plan, measure_steps)
+        if self._bound is not None:
+            self._bound.plan_anew(plan, measure_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and sparsifier states; empty before the first step."""
@@ -148,11 +148,6 @@ def distributed_in(optimizer: Any) -> Any:
     """An optimizer of ours: itself, or what a LossScaleOptimizer of tf-keras scales; None without one."""
     every = (optimizer, getattr(optimizer, "inner_optimizer", None))
     return next((one for one in every if hasattr(one, "_horovod_sparse_keeper")), None)
-
-
-def _synchronizer(trained: WithState) -> GradientSynchronizer | None:
-    keeper = trained._horovod_sparse_keeper
-    return None if keeper is None else keeper.synchronizer
 
 
 class CheckpointedState(tf.train.experimental.PythonState):

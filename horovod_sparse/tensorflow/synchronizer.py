@@ -60,13 +60,12 @@ class GradientSynchronizer(VariablesTraining):
         leaves_one_alone: bool = False,
         sparse_as_dense: bool = False,
         groups: Any = None,
-        name: str = "horovod_sparse",
         **options: Unpack[PlannedOptions],
     ) -> None:
         settings, ranks = settings or Settings(**options), process_set or hvd.global_process_set
         op = "Average" if average else "Sum"
         engine = VariablesEngine(ranks, settings.levels, op=op, sparse_as_dense=sparse_as_dense)
-        super().__init__(engine, recipe, settings, name, groups)
+        super().__init__(engine, recipe, settings, groups)
         self._averages, self.sparse_as_dense = average, sparse_as_dense
         self.replanning = Replanning(self)
         self.watch = Watch(settings.deadline_seconds, ranks, self._noted)

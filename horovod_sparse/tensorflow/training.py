@@ -101,9 +101,7 @@ class VariablesTraining(Training):
     engine: VariablesEngine
     parts: list[Part]
 
-    def __init__(
-        self, engine: VariablesEngine, recipe: Recipe, settings: Settings, prefix: str, groups: Any
-    ) -> None:
+    def __init__(self, engine: VariablesEngine, recipe: Recipe, settings: Settings, groups: Any) -> None:
         super().__init__(engine, recipe, settings)
         if rounds_by_pairs():
             raise UnsupportedError(
@@ -115,7 +113,6 @@ class VariablesTraining(Training):
         self.request: Planner | None
         self.request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto)
         self._given = {"groups": groups, "bucket_bytes": settings.bucket_bytes, "plan": plan}
-        self._prefix = prefix
         self.decision: Decision | None = None
         #: why variables stay dense, see `FirstPlan.selection`
         self.selection = ""
@@ -178,7 +175,7 @@ class VariablesTraining(Training):
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
         """Gives variables whose first gradient this is their buckets; a collective, if there are any."""
         if not self.engine.label:
-            self.engine.label = label_of(self._prefix, self.process_set, variables)
+            self.engine.label = label_of("horovod_sparse", self.process_set, variables)
         new = [
             variable
             for gradient, variable in zip(gradients, variables, strict=True)

@@ -6,11 +6,10 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from horovod_sparse.collectives import AllToAll, Exchange, ReduceScatter, Request, Synchronization
+from horovod_sparse.carriers.exchanges import Handle
+from horovod_sparse.collectives import Request, Synchronization, answer_alone
 from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import Task
@@ -26,27 +25,6 @@ _SPIN_SECONDS, _SLEEP_SECONDS = 50e-6, 20e-6
 _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 0.1, 1e-3
 #: How long collectives in flight get to end after one of them has failed.
 _DRAIN_SECONDS = 1.0
-
-
-class Handle(Protocol):
-    """A collective under way."""
-
-    def done(self) -> bool | None:
-        """Whether `result` returns at once; None where the library below was shut down since."""
-
-    def result(self) -> Any:
-        """What comes back for the request; waits for it. May be asked once."""
-
-
-def answer_alone(request: Request) -> Any:
-    if isinstance(request, Exchange):
-        return {peer: request.sends[peer].copy() for peer in request.sources}
-    if isinstance(request, AllToAll):
-        return [buffer.copy() for buffer in request.buffers]
-    # a part of a gradient is read only, and is all of it here
-    if isinstance(request, ReduceScatter):
-        return request.buffer
-    return request.buffer.clone() if isinstance(request.buffer, torch.Tensor) else request.buffer.copy()
 
 
 class Driver:
@@ -196,7 +174,7 @@ class Driver:
         """Runs a coroutine to its next request and starts that."""
         try:
             request = coroutine.send(answer)
-            while self._is_alone():
+            while self._size() == 1:
                 task.num_rounds += 1
                 request = coroutine.send(answer_alone(request))
             handle = self._start(request, f"{self.label}{task.name}.{task.num_rounds}")
@@ -212,9 +190,6 @@ class Driver:
         else:
             task.num_rounds += 1
             self.parked[task.name] = (task, coroutine, handle)
-
-    def _is_alone(self) -> bool:
-        return self._size() == 1
 
     def _finish(self, task: Task, *, result: Any = None, error: BaseException | None = None) -> None:
         self.parked.pop(task.name, None)

@@ -18,7 +18,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -88,22 +88,15 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-class Owner(Protocol):
-    """Who synchronizes parameters."""
-
-    def retire(self) -> None:
-        """Another owner has taken a parameter: this one synchronizes nothing any more."""
-
-
-#: by parameter; neither it nor its owner is kept alive
+#: by parameter, who synchronizes it; neither is kept alive
 _owners: Any = WeakTensorKeyDictionary()
 
 
-def claim(owner: Owner, parameters: Iterable[torch.Tensor]) -> None:
-    """Gives parameters to an owner. Owners that had one of them before are retired."""
+def claim(owner: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Gives parameters to an owner. Owners that had one of them are retired (`retire`), and do no more."""
     taken = list(parameters)
-    before = {id(one): one for one in (_owner_of(parameter) for parameter in taken) if one is not None}
-    for one in before.values():
+    before = {_owners[parameter]() for parameter in taken if parameter in _owners} - {None}
+    for one in before:
         # what Horovod's own do with one another is its own affair
         if one is not owner and not (isinstance(one, _StockOwner) and isinstance(owner, _StockOwner)):
             one.retire()
@@ -128,8 +121,3 @@ def claim_for_stock(optimizer: Any) -> None:
     """As `claim`, for an optimizer of Horovod's own."""
     optimizer._owner_of_parameters = _StockOwner(optimizer)
     claim(optimizer._owner_of_parameters, [p for group in optimizer.param_groups for p in group["params"]])
-
-
-def _owner_of(parameter: torch.Tensor) -> Owner | None:
-    reference = _owners.get(parameter)
-    return None if reference is None else reference()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.layout import dtype_name
@@ -21,8 +21,8 @@ from horovod_sparse.training.compression import Algorithms, describe_recipe
 class SparseCompressor(hvd.compression.Compressor):
     """A recipe. Made by `Compression.topk(...)` and the like.
 
-    In ``horovod_sparse.torch.DistributedOptimizer(optimizer, compression=...)`` only `recipe`,
-    `named_parameters` and `process_set` are used: one compressor may serve several.
+    In ``horovod_sparse.torch.DistributedOptimizer(optimizer, compression=...)`` only `recipe` is used: one
+    compressor may serve several.
 
     Stock ``horovod.torch.DistributedOptimizer(optimizer, named_parameters=..., compression=...)`` is adopted
     where it would begin to synchronize gradients: it becomes what our `DistributedOptimizer` gives with
@@ -37,23 +37,10 @@ class SparseCompressor(hvd.compression.Compressor):
 
     Args:
         recipe: sparsifier and feedback.
-        named_parameters: names of the parameters, for messages and checkpoints; those of the optimizer, if
-            left out.
-        process_set: the ranks that take part; those of the optimizer, or all, if left out.
-
-    Raises:
-        ArgumentError: for `named_parameters` that are no pairs, or have a name twice.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        process_set: Any = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.process_set = process_set
-        self.named_parameters = None if named_parameters is None else _checked(list(named_parameters))
         #: who synchronizes for the stock optimizer that this belongs to
         self._adopted: weakref.ref[GradientSynchronizer] | None = None
         #: loaded before there was one
@@ -145,19 +132,6 @@ class SparseCompressor(hvd.compression.Compressor):
         return (SparseCompressor, (self.recipe,))
 
 
-def _checked(pairs: list[Any]) -> list[tuple[str, torch.Tensor]]:
-    for pair in pairs:
-        kinds = tuple(map(type, pair)) if isinstance(pair, tuple) else ()
-        if len(kinds) != 2 or kinds[0] is not str or not isinstance(pair[1], torch.Tensor):
-            raise ArgumentError(
-                "named_parameters", pair, "pairs (name, parameter), as from model.named_parameters()"
-            )
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ArgumentError("named_parameters", twice, "every name once")
-    return pairs
-
-
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
     feedback: "error" (default: what is not sent is kept for the next step), "momentum" (momentum
@@ -166,9 +140,6 @@ Arguments that every algorithm takes:
     dense_below: parameters of fewer elements are sent whole, by an allreduce.
     dense: patterns of names ("*.bias") whose parameters are sent whole.
     densities: densities of parameters by pattern ({"embedding.*": 0.01}).
-    named_parameters: names for messages and checkpoints, as from model.named_parameters(). Not needed:
-        without them the names of the optimizer are used.
-    process_set: the ranks that take part; those of the optimizer if left out.
 
 Returns:
     A SparseCompressor for the argument compression= of horovod.torch.DistributedOptimizer or
@@ -184,7 +155,6 @@ def __getattr__(name: str) -> Any:
 class Compression(
     metaclass=Algorithms,
     make=SparseCompressor,
-    binding=("named_parameters", "process_set"),
     help_text=_COMMON_ARGUMENTS,
     telling=construction_errors.telling,
 ):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.carriers.exchanges import Rounds, alone, among
+from horovod_sparse.carriers.exchanges import Handle, Rounds, alone, among, as_alltoall, inbox
 from horovod_sparse.carriers.pairs import rounds_by_pairs
 from horovod_sparse.collectives import (
     AllGather,
@@ -22,10 +22,11 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
+    answer_alone,
     part,
 )
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
-from horovod_sparse.tensors.driver import Driver, Handle, answer_alone
+from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
@@ -111,7 +112,8 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
         handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
     if isinstance(request, Exchange):
-        return _exchange_by_alltoall(request, name, process_set)
+        received = partial(inbox, request, whose=f"{name}: rank {process_set.rank()}")
+        return _start_alltoall(as_alltoall(request, process_set.size()), name, process_set, received)
     return _start_alltoall(list(request.buffers), name, process_set, list)
 
 
@@ -152,23 +154,6 @@ def _scatter_sum(request: ReduceScatter, name: str, process_set: Any, ranks: Seq
         return answer(total)
 
     return _HorovodHandle(handle, tensor, added)
-
-
-def _exchange_by_alltoall(request: Exchange, name: str, process_set: Any) -> Handle:
-    """Messages between pairs as an all-to-all in which most messages are empty: Horovod has no send."""
-    rank, nothing = process_set.rank(), np.empty(0, np.int32)
-    buffers = [request.sends.get(peer, nothing) for peer in range(process_set.size())]
-
-    def inbox(messages: list[np.ndarray]) -> dict[int, np.ndarray]:
-        strangers = [peer for peer, message in enumerate(messages) if message.size and peer not in sources]
-        if strangers:
-            raise CollectiveMismatchError(
-                f"{name}: rank {rank} awaits messages from {sorted(sources)}, but {strangers} sent to it too"
-            )
-        return {peer: messages[peer] for peer in request.sources}
-
-    sources = set(request.sources)
-    return _start_alltoall(buffers, name, process_set, inbox)
 
 
 def _start_alltoall(

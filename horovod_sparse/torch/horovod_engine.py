@@ -93,8 +93,6 @@ def refuse_whole_gradients(names: Sequence[str], process_set: Any) -> None:
 def compare_dense(optimizer: Any, compression: object) -> None:
     """Has an optimizer of whole gradients compare its arguments with other ranks, once per start."""
     synchronize = type(optimizer).synchronize
-    name = str(getattr(compression, "__name__", type(compression).__name__))
-    name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
     under: list[Any] = [None]
 
     def meet() -> None:
@@ -103,7 +101,9 @@ def compare_dense(optimizer: Any, compression: object) -> None:
             return
         try:
             given = {**arguments_of(optimizer), **Settings().describe()}
-            compare_with_ranks(compared(declaration(name, "horovod.torch", **given)), optimizer.process_set)
+            compare_with_ranks(
+                compared(declaration(compression, "horovod.torch", **given)), optimizer.process_set
+            )
         except hvd.HorovodInternalError as error:
             if "join" not in str(error).lower():  # a rank without batches has nothing that could differ
                 raise

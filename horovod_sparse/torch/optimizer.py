@@ -165,7 +165,7 @@ def DistributedOptimizer(
     if num_groups != 0:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    _check_sparse(optimizer, compression, op, gradient_predivide_factor, process_set)
+    _check_sparse(optimizer, compression, op, gradient_predivide_factor)
     names = None if named_parameters is None else list(named_parameters)
     base, recipe = _base_for(type(optimizer), optimizer.param_groups, compression.recipe, op, settings)
     cls = type(type(optimizer).__name__, (base,), {**vars(StockOptimizer), **_METHODS})
@@ -181,7 +181,7 @@ def DistributedOptimizer(
         process_set,
     )
     wrapped.defaults = dict(optimizer.defaults)
-    wrapped._attach(recipe, names or compression.named_parameters, settings)
+    wrapped._attach(recipe, names or None, settings)
     return wrapped
 
 
@@ -202,7 +202,7 @@ def _base_for(kind: type, groups: Any, recipe: Recipe, op: Any, settings: Settin
 def _adopt(optimizer: Any) -> None:
     """Makes one of Horovod's own optimizers one of ours."""
     compression = optimizer._compression
-    _check_compression(compression, optimizer.param_groups, optimizer.process_set)
+    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
     compression.check_free(p for group in optimizer.param_groups for p in group["params"])
     own, settings = type(optimizer), Settings(bucket_bytes=1)  # a class of its own, made from the user's
     given = own.__bases__[0], optimizer.param_groups, compression.recipe
@@ -211,7 +211,7 @@ def _adopt(optimizer: Any) -> None:
     for name, item in _METHODS.items():
         setattr(own, name, item)
     optimizer._adopted, optimizer._groups = True, None
-    optimizer._attach(recipe, compression.named_parameters, settings)
+    optimizer._attach(recipe, None, settings)
     # COO gradients, which Horovod's own would gather, are sparsified like any other
     optimizer._synchronizer.sparse_as_dense = True
     compression.adopt(optimizer._synchronizer)
@@ -249,9 +249,7 @@ def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) 
         raise ArgumentError("groups", groups, "a number of buckets, or lists of parameters")
 
 
-def _check_sparse(
-    optimizer: Any, compression: SparseCompressor, op: Any, predivide: float, process_set: Any
-) -> None:
+def _check_sparse(optimizer: Any, compression: SparseCompressor, op: Any, predivide: float) -> None:
     if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
@@ -261,11 +259,4 @@ def _check_sparse(
     check_number("gradient_predivide_factor", predivide, allowed, low=0.0, high=math.inf, include_high=False)
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    _check_compression(compression, optimizer.param_groups, process_set)
-
-
-def _check_compression(compression: SparseCompressor, param_groups: Any, process_set: Any) -> None:
-    refuse_double_momentum(compression.recipe, lambda: param_groups, adopts=True)
-    theirs = compression.process_set
-    if theirs is not None and theirs is not process_set:
-        raise ArgumentError("process_set", process_set, f"the same as to the compressor, {theirs}")
+    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)

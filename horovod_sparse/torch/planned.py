@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 from horovod_sparse.collectives import Synchronization
@@ -90,10 +89,3 @@ class PlannedTraining(Training):
         if new and self.warmup is not None:
             self.warmup.joined(self.parameters)
         return new
-
-    def _plan_after_step(self, warmup: WarmUp) -> None:
-        waited = math.nan if self.telemetry.last is None else self.telemetry.last.wait_seconds
-        if (plan := warmup.after_step(self.plan, self.step, waited)) is not None:
-            self.replan(plan)
-        if warmup.decision is not None:
-            self.telemetry.density = warmup.decision.density

@@ -346,7 +346,7 @@ class GradientSynchronizer(PlannedTraining):
             self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
         if self.warmup is not None:
-            self._plan_after_step(self.warmup)
+            self.follow_times(self.warmup)
 
     def _waited(self) -> list[BaseException]:
         """What the parts have ended with that have not ended well."""

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
-from horovod_sparse.carriers.exchanges import Rounds, by_exchanges
+from horovod_sparse.carriers.exchanges import Handle, Rounds, by_exchanges
 from horovod_sparse.carriers.pairs import Blocking, TransportChoice, agreed_transport
 from horovod_sparse.collectives import Request
-from horovod_sparse.tensors.driver import Handle
 from horovod_sparse.torch._horovod import hvd, present_start
 
 #: starts a request under a name with Horovod's own collectives

@@ -40,8 +40,12 @@ _BEGINS_ANEW = (
 
 def declaration(compression: object, engine: str, **arguments: object) -> dict[str, str]:
     """What has to be equal on all ranks, in words, by argument."""
-    describe = getattr(compression, "describe", lambda: str(compression))
-    given = {"compression": describe(), "engine": engine, TRANSPORT_VARIABLE: transport_asked(), **arguments}
+    if hasattr(compression, "describe"):
+        words = compression.describe()
+    else:  # one of Horovod's own, which are classes
+        name = str(getattr(compression, "__name__", type(compression).__name__))
+        words = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
+    given = {"compression": words, "engine": engine, TRANSPORT_VARIABLE: transport_asked(), **arguments}
     version = {"version": f"{__version__} (protocol {PROTOCOL})"}
     return {name: str(value) for name, value in given.items()} | version
 

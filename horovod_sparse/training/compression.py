@@ -33,9 +33,8 @@ class Algorithms(type):
     """Metaclass of a front end's `Compression`: one factory per algorithm; a new algorithm needs no change.
 
     Args:
-        make: the compressor's class, called with a recipe and the binding arguments.
-        binding: names of keyword arguments beside those of the algorithm, None by default.
-        help_text: says what they are; follows the algorithm's own help.
+        make: the compressor's class, called with a recipe.
+        help_text: says what all algorithms take; follows the algorithm's own help.
         telling: has the other ranks hear of a factory's errors.
     """
 
@@ -50,7 +49,6 @@ class Algorithms(type):
         body: dict[str, Any],
         *,
         make: type,
-        binding: Sequence[str],
         help_text: str,
         telling: Callable[..., Any],
     ) -> None:
@@ -58,15 +56,14 @@ class Algorithms(type):
         cls._factories: dict[str, Callable[..., Any]] = {}
 
         def factory(item: str) -> Callable[..., Any]:
-            made: Callable[..., Any] = telling(_factory(item, make, binding, help_text), is_last=False)
+            made: Callable[..., Any] = telling(_factory(item, make, help_text), is_last=False)
             return made
 
-        def parse(text: str, **bound: Any) -> Any:
+        def parse(text: str) -> Any:
             """Reads a choice from a command line.
 
             Args:
                 text: "none", "fp16", or an algorithm with its arguments: ``exdyna:density=0.001``.
-                **bound: the binding arguments: see `SparseCompressor`.
 
             Returns:
                 What the attribute of that name is, or makes.
@@ -76,7 +73,7 @@ class Algorithms(type):
                 ArgumentError: for a value that is not allowed.
             """
             recipe = recipe_of(text)
-            return getattr(cls, text) if recipe is None else make(recipe, **bound)
+            return getattr(cls, text) if recipe is None else make(recipe)
 
         cls._make, cls.parse = factory, telling(parse)
 
@@ -92,19 +89,15 @@ class Algorithms(type):
         return sorted({*super().__dir__(), *PRESETS, *ALGORITHMS})
 
 
-def _factory(name: str, make_compressor: type, binding: Sequence[str], help_text: str) -> Callable[..., Any]:
+def _factory(name: str, make_compressor: type, help_text: str) -> Callable[..., Any]:
     def make(**arguments: Any) -> Any:
-        bound = {item: arguments.pop(item, None) for item in binding}
-        return make_compressor(recipe(name, **arguments), **bound)
+        return make_compressor(recipe(name, **arguments))
 
     make.__name__, algorithm = name, PRESETS.get(name, (name,))[0]
     make.__qualname__ = f"Compression.{name}"
     make.__doc__ = f"{inspect.getdoc(ALGORITHMS[algorithm])}\n{help_text}"
-    parameters = [
-        *recipe_signature(algorithm).parameters.values(),
-        *(inspect.Parameter(item, inspect.Parameter.KEYWORD_ONLY, default=None) for item in binding),
-    ]
-    make.__signature__ = inspect.Signature(parameters, return_annotation=make_compressor)  # type: ignore[attr-defined]
+    signature = recipe_signature(algorithm).replace(return_annotation=make_compressor)
+    make.__signature__ = signature  # type: ignore[attr-defined]
     return make
 
 

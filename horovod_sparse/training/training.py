@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -346,6 +347,14 @@ class Training:
             part.abandon(drop=verdict.drop, again=True)
             part.again(starter(part), drop=verdict.drop)
         return wait()
+
+    def follow_times(self, warmup: Any) -> None:
+        """A step has been applied: another plan, where what a `WarmUp` has measured asks for it."""
+        waited = math.nan if self.telemetry.last is None else self.telemetry.last.wait_seconds
+        if (plan := warmup.after_step(self.plan, self.step, waited)) is not None:
+            self.replan(plan)
+        if warmup.decision is not None:
+            self.telemetry.density = warmup.decision.density
 
     # checkpoints
 

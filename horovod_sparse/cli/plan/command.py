@@ -25,7 +25,6 @@ from horovod_sparse.cli.options import (
     read_merging,
     read_recipe,
     read_tensor_selection,
-    selection_from,
     source_of,
 )
 from horovod_sparse.cli.plan import report
@@ -156,7 +155,6 @@ def _crossing(options: argparse.Namespace, model: Model, source: Source) -> floa
         made = assumed_profile(
             AlphaBeta(alpha, 8.0 / bandwidth),
             profile.size,
-            selection=selection_from(options),
             per_host=profile.per_host,
             host_network=host_network_from(options),
         )

@@ -84,45 +84,6 @@ def test_the_state_of_variables(rank):
     np.testing.assert_array_equal(variables[0].numpy(), [5.0] * 3)
 
 
-@pytest.mark.parametrize(
-    "graph", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graph"]
-)
-def test_statistics_are_those_of_all_ranks(graph, rank, size):
-    """As of one batch that holds all: outputs, moving averages, gradients; batches of different sizes."""
-    everything = tf.random.stateless_normal([2 * size * (size + 1) // 2, 3], seed=[1, 2])
-    start = rank * (rank + 1)
-    mine = everything[start : start + 2 * (rank + 1)]
-    if rank == 0:  # whose names of layers differ then
-        keras.layers.BatchNormalization()
-    whole, layer = keras.layers.BatchNormalization(axis=1), hvd.SyncBatchNormalization(axis=1)
-    whole.build(everything.shape)
-    layer.build(mine.shape)
-
-    def outputs(layer, inputs, weights):
-        with tf.GradientTape() as tape:
-            tape.watch(inputs)
-            twice = layer(layer(inputs, training=True), training=True)
-            loss = tf.reduce_sum(twice * weights)
-        return twice, tape.gradient(loss, inputs)
-
-    weights = tf.random.stateless_normal(everything.shape, seed=[3, 4])
-    expected = outputs(whole, everything, weights)
-    run = tf.function(outputs) if graph else outputs
-    for one, other in zip(run(layer, mine, weights[start : start + len(mine)]), expected, strict=True):
-        np.testing.assert_allclose(one, other[start : start + len(mine)], rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(layer.moving_mean, whole.moving_mean, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(layer.moving_variance, whole.moving_variance, rtol=1e-4, atol=1e-6)
-
-
-def test_statistics_are_saved_with_a_model(tmp_path, rank):
-    model = keras.Sequential([keras.layers.Input((3,)), hvd.SyncBatchNormalization()])
-    model.save(str(tmp_path / f"{rank}.keras"))
-    again = keras.models.load_model(str(tmp_path / f"{rank}.keras"))
-    assert isinstance(again.layers[0], hvd.SyncBatchNormalization)
-    with pytest.raises(ArgumentError, match="fused"):
-        hvd.SyncBatchNormalization(fused=True)
-
-
 def test_graphs_of_tensorflow_1_are_refused(rank):
     import horovod.tensorflow as stock
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -123,13 +124,14 @@ def test_two_levels_where_hosts_have_several_ranks(capsys):
 
 
 @pytest.fixture
-def bucket_of_bytes(tmp_path):
+def bucket_of_bytes(tmp_path, monkeypatch):
     """One bucket of a million elements, for which only bytes and 10 ms of backward take time."""
     path = tmp_path / "model.json"
     path.write_text(json.dumps({"parameters": [["all", 1_000_000, 0.01]]}))
     words = ["plan", "--model", str(path), "--merging", "single", "--density", "0.01", "--latency", "1e-6us"]
-    words += ["--selection-fixed", "1e-6us", "--selection-per-element", "1e-9ns", "--sparsifier", "topk"]
-    return [*words, "--json", "-"]
+    made = partial(assumed_profile, selection=Fit(1e-12, 1e-18))
+    monkeypatch.setattr("horovod_sparse.cli.options.assumed_profile", made)
+    return [*words, "--sparsifier", "topk", "--json", "-"]
 
 
 def test_many_sizes_at_once_are_what_each_is_alone_and_what_hands_calculate(bucket_of_bytes, capsys):
@@ -217,7 +219,6 @@ def test_all_that_is_assumed_is_said(capsys):
     each = 1e9 * ELEMENT_SECONDS
     for word in (f"{each:g} ns an element", "cycle", "within a host", "float16", "update", "equal pieces"):
         assert word in said
-    assert "5 ns an element" in numbers(capsys, "--selection-per-element", "5ns")["assumed"]
 
 
 def test_selection_is_assumed_to_take_no_less_than_was_measured():
@@ -274,16 +275,6 @@ def test_a_share_of_the_network_is_answered_with_the_first_that_fits(bandwidth, 
     told = capsys.readouterr().out
     assert f"network_share=0.2: {words}" in told or words in told.partition("network_share=0.2: ")[2]
     assert "network_share=0.2\n" in told.partition("paste: ")[2] or "fp16" in told
-
-
-def test_the_names_of_former_releases_say_what_they_are_now(capsys):
-    assert main(["worth-it", *ARGUMENTS[2:]]) == 0
-    before = capsys.readouterr()
-    assert main(ARGUMENTS) == 0
-    assert capsys.readouterr().out == before.out
-    assert before.err.splitlines() == [
-        "horovod-sparse worth-it will go: it is horovod-sparse plan --verdict now"
-    ]
 
 
 def test_points_that_are_told_are_those_that_were_measured(capsys):

@@ -9,7 +9,6 @@ import sys
 
 import horovod.torch
 import pytest
-import torch
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import recipe
@@ -27,9 +26,9 @@ def test_every_algorithm_has_a_factory_with_its_arguments(name):
     assert compressor.recipe == recipe(name, density=density, feedback="none")
     parameters = inspect.signature(factory).parameters
     assert parameters["density"].default == ALGORITHMS[name].density
-    assert {"quantum", "feedback", "named_parameters", "process_set"} < set(parameters)
+    assert {"quantum", "feedback"} < set(parameters)
     assert inspect.getdoc(ALGORITHMS[name]).splitlines()[0] in factory.__doc__
-    assert "named_parameters" in factory.__doc__
+    assert "dense_below" in factory.__doc__
     assert name in dir(Compression) and f"Compression.{name}" in factory.__qualname__
 
 
@@ -54,11 +53,10 @@ def test_what_is_misspelt_names_what_is_valid():
 
 
 def test_a_compressor_travels_as_its_recipe_and_hashes_by_identity():
-    layer = torch.nn.Linear(3, 3)
-    compressor = Compression.exdyna(density=0.02, named_parameters=layer.named_parameters())
+    compressor = Compression.exdyna(density=0.02)
     for other in (pickle.loads(pickle.dumps(compressor)), copy.deepcopy(compressor)):
         assert isinstance(other, SparseCompressor) and other.recipe == compressor.recipe
-        assert other.named_parameters is None and other != compressor
+        assert other != compressor
     assert len({compressor, Compression.exdyna(density=0.02)}) == 2
 
 

@@ -212,7 +212,7 @@ def test_what_is_no_compression_is_refused_where_it_is_given(compression, words)
     [
         ("optimizer='sgd'.*keras.optimizers.SGD", lambda: wrapped("sgd")),
         ("gradtape", lambda: hvd_tf.DistributedGradientTape(tf.GradientTape)),
-        ("process_set", lambda: hvd.Compression.topk(process_set=3)),
+        ("process_set", lambda: wrapped(sgd(), process_set=3)),
         ("plan", lambda: wrapped(sgd()).replan("single")),
         ("variable", lambda: wrapped(sgd()).register_local_var("weight")),
         ("grads", lambda: wrapped(sgd()).apply([tf.ones(2)] * 2, [keras.Variable([1.0, 2.0])])),
