@@ -45,7 +45,7 @@ def held(monkeypatch):
         return collectives[name]
 
     monkeypatch.setattr(module, "start", fake)
-    monkeypatch.setattr(HorovodDriver, "_is_alone", lambda self: False)
+    monkeypatch.setattr(hvd.global_process_set, "size", lambda: 2)
     monkeypatch.setattr("horovod_sparse.tensors.driver._DRAIN_SECONDS", 0.01)
     return collectives
 

@@ -11,6 +11,7 @@ import torch
 
 from horovod_sparse import __version__
 from horovod_sparse.errors import DriftError, StateMismatchError
+from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.telemetry import Telemetry
@@ -133,8 +134,8 @@ def test_another_model_is_refused_on_all_ranks(bias, told) -> None:
 def test_ranks_of_another_protocol_are_refused() -> None:
     """Of two checkouts the package's version may be the same, and what ranks send each other another."""
     version = f"{__version__} (protocol {PROTOCOL})"
-    assert declaration("topk", "engine", op="Sum") == {
-        "compression": "topk",
+    assert declaration(parse_recipe("topk"), "engine", op="Sum") == {
+        "compression": "topk:density=0.001",
         "engine": "engine",
         "HOROVOD_SPARSE_TRANSPORT": "auto",
         "op": "Sum",
