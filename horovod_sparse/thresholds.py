@@ -73,7 +73,6 @@ class ThresholdScaling:
         return num_hits
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """With this step's threshold."""
         if state.threshold:
             return state
         return replace(state, threshold=state.scale / (2.0 * math.sqrt(num_selected)))
@@ -269,7 +268,6 @@ class SampledThreshold:
         return max(1, num_elements // enough)
 
     def find(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> float:
-        """The estimate for this step's accumulator."""
         stride = self.stride(accumulator.num_elements, k)
         sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride)))
         order = min(sample.size, max(1, round(k * sample.size / accumulator.num_elements)))

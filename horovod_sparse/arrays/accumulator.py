@@ -103,7 +103,6 @@ class Accumulator:
 
     @property
     def num_elements(self) -> int:
-        """n, the number of elements."""
         return self._kernels.layout.num_elements
 
     @property

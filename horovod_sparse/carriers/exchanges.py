@@ -142,19 +142,18 @@ class Rounds:
         self._begin, self._steps, self._name = start, exchanges, name
         self._number, self._answer, self._ended = 0, None, False
         self._error: Exception | None = None
-        self._inner = self._start(next(self._steps))
-
-    def _start(self, exchange: Request) -> Handle:
-        self._number += 1
-        return self._begin(exchange, f"{self._name}/{self._number}")
+        self._inner: Handle | None = None
+        self.done()
 
     def done(self) -> bool | None:
         """Starts what comes after messages that are there; raises nothing, as hooks ask: `result` does."""
         while not self._ended:
-            if not (done := self._inner.done()):
+            if self._inner is not None and not (done := self._inner.done()):
                 return done
             try:
-                self._inner = self._start(self._steps.send(self._inner.result()))
+                exchange = self._steps.send(None if self._inner is None else self._inner.result())
+                self._number += 1
+                self._inner = self._begin(exchange, f"{self._name}/{self._number}")
             except StopIteration as stop:
                 self._answer, self._ended = stop.value, True
             except Exception as error:

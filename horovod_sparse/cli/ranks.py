@@ -69,7 +69,6 @@ class Ranks:
 
     @property
     def place(self) -> Place:
-        """Where this rank stands."""
         return Place.of_horovod(self.hvd, self.hvd.global_process_set)
 
     def topology(self) -> Topology | None:
@@ -122,7 +121,6 @@ class Ranks:
         return work
 
     def end(self) -> None:
-        """Stops Horovod, if this has started it."""
         if self._started:
             self.hvd.shutdown()
 

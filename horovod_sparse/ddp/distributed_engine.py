@@ -48,7 +48,6 @@ class GroupStore:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupStore:
-        """That of a group."""
         return cls(dist.distributed_c10d._get_process_group_store(group))
 
     def __call__(self, scope: str, key: str, value: bytes | None = None) -> bytes | None:
@@ -130,8 +129,6 @@ _START = object()
 
 
 class DistributedEngine:
-    """An `Engine` for the parameters of one model."""
-
     name = "horovod_sparse.ddp"
 
     def __init__(

@@ -30,7 +30,6 @@ _have_local_steps: Any = WeakTensorKeyDictionary()
 class _Engine(LocalEngine, DistributedEngine):
     @property
     def starter(self) -> Communicator:
-        """See `RoundEngine`."""
         return self.running()
 
     def advance(self) -> None:
@@ -40,7 +39,6 @@ class _Engine(LocalEngine, DistributedEngine):
     within: Carrier | None = None
 
     def of_all(self, errors: list[BaseException]) -> list[BaseException]:
-        """See `RoundEngine`."""
         if self.within is None:
             return errors
         failure = carry_out(worst_of_all(worst(errors) if errors else None), self.within)

@@ -108,7 +108,6 @@ class Synchronizer(Training):
         return {**super().declared(), "plan": "none" if self.settings.plan is None else "given"}
 
     def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
-        """By formulas."""
         return by_cost(self.recipe.sparsifier, self.parameters, None)(num_hosts, per_host)
 
     def _entered(self, parts: Sequence[Any]) -> None:
@@ -249,7 +248,6 @@ class Synchronizer(Training):
                 streams.note()
 
     def _complete(self, part: Part) -> None:
-        """All gradients of a part have come."""
         self._start(part)
 
     def _start(self, part: Part, *, refused: bool = False) -> None:
@@ -375,7 +373,6 @@ class Synchronizer(Training):
 
 
 def throw(error: BaseException) -> None:
-    """Raises, as a callback."""
     raise error
 
 

@@ -47,7 +47,6 @@ class _Warmup:
         return max(1, round((self.epochs or 0) * (self.steps_per_epoch or 0)))
 
     def density_at(self, step: int, final: float) -> float:
-        """See `Schedule`."""
         return final if step >= self.length else self._within(step, final)
 
     def _within(self, step: int, final: float) -> float:

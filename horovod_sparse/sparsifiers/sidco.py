@@ -192,7 +192,6 @@ class SIDCo(SelectAndGather):
         return threshold
 
     def find(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> float:
-        """This step's threshold."""
         if k >= info.num_elements:
             return 0.0
         stride = SampledThreshold(self.sample_fraction).stride(info.num_elements, k)

@@ -6,7 +6,6 @@ import functools
 import importlib
 import os
 import sys
-from types import ModuleType
 from typing import Any
 
 from horovod_sparse.errors import UnsupportedError
@@ -62,18 +61,16 @@ hvd.mpi_ops._basics.init = _noted(hvd.mpi_ops._basics.init)
 #: modules of Horovod's that have nothing of ours, and so are reached by our names, too
 _SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "sync_batch_norm", "util")
 
-
-def _is_other(name: str, item: Any) -> bool:
-    """Whether a module of ours has this name: Horovod's `keras` is there if anybody has imported it."""
-    is_own = isinstance(item, ModuleType) and item.__name__ == f"{hvd.__name__}.{name}"
-    return is_own and name not in _SHARED
-
-
 for _name in _SHARED:
     sys.modules[f"{__package__}.{_name}"] = importlib.import_module(f"{hvd.__name__}.{_name}")
 
-#: what ``from ... import *`` gives: all that is public in Horovod
-__all__ = [name for name, item in vars(hvd).items() if name[0] != "_" and not _is_other(name, item)]
+#: what ``from ... import *`` gives: all that is public in Horovod, without modules of which there is one of
+#: ours (Horovod's `keras` is there if anybody has imported it)
+__all__ = [
+    name
+    for name, item in vars(hvd).items()
+    if name[0] != "_" and (name in _SHARED or getattr(item, "__name__", "") != f"{hvd.__name__}.{name}")
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -84,7 +84,6 @@ def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
 
 
 def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]) -> Wire:
-    """A request as its operation takes it."""
     rank, size = place
     if isinstance(request, AllGather):
         return np.ascontiguousarray(request.buffer, np.int32), NO_SPLITS
@@ -106,7 +105,6 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]
 
 
 def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
-    """What comes back for a request."""
     if isinstance(request, (AllReduce, ReduceScatter, AllGather)):
         return output
     if isinstance(request, Broadcast):

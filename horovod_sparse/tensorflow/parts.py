@@ -42,8 +42,6 @@ def _collective(label: str, name: str, names: Sequence[str]) -> str:
 
 
 class SparseBucket(common.ArrayLayout, common.BucketPart):
-    """A bucket of variables, sparsified."""
-
     def __init__(
         self,
         name: str,

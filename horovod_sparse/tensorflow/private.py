@@ -48,8 +48,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 @dataclass(frozen=True, eq=False)
 class StockCall:
-    """A call of `compress` by Horovod."""
-
     #: of the function that synchronizes all gradients of a tape or optimizer
     frame: FrameType
     gradients: Sequence[Any]

@@ -34,8 +34,6 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 class DeviceMemory(GradientMemory):
-    """Tensors on one device."""
-
     #: a gradient that is made whenever it is read, as the accumulator folds it
     made = MadeTensor
 

@@ -113,8 +113,6 @@ class Part:
 
 
 class SparseBucket(common.BucketPart, Part):
-    """A bucket of parameters, sparsified."""
-
     def __init__(
         self,
         label: str,

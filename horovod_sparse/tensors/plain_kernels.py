@@ -150,7 +150,6 @@ def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tens
 
 
 def zero(values: Tensor, indices: Tensor) -> None:
-    """values[indices] = 0."""
     values[indices.long()] = 0
 
 

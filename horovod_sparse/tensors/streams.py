@@ -60,6 +60,10 @@ def to_host(tensor: torch.Tensor) -> NDArray[Any]:
     return PendingCopy(tensor).arrays()[0]
 
 
+def _ready_field(name: str) -> Any:
+    return property(lambda report: getattr(report._ready(), name))
+
+
 class PendingReport(FoldReport):
     """What `FoldReport` says, without waiting for the device until it is read."""
 
@@ -76,21 +80,10 @@ class PendingReport(FoldReport):
         report: FoldReport = copy
         return report
 
-    @property
-    def num_nonfinite(self) -> int:
-        return self._ready().num_nonfinite
-
-    @property
-    def first_nonfinite(self) -> int:
-        return self._ready().first_nonfinite
-
-    @property
-    def square_norm(self) -> float:
-        return self._ready().square_norm
-
-    @property
-    def carried_square_norm(self) -> float:
-        return self._ready().carried_square_norm
+    num_nonfinite = _ready_field("num_nonfinite")
+    first_nonfinite = _ready_field("first_nonfinite")
+    square_norm = _ready_field("square_norm")
+    carried_square_norm = _ready_field("carried_square_norm")
 
     def __eq__(self, other: object) -> bool:
         return self._ready() == (other._ready() if isinstance(other, PendingReport) else other)

@@ -22,7 +22,6 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
-    answer_alone,
     part,
 )
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
@@ -58,19 +57,6 @@ class _HorovodHandle:
         return self._answer(finished(self._handle))
 
 
-class _LocalHandle:
-    """The answer of a process set of one rank."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        return self._answer
-
-
 def start(
     request: Request,
     name: str,
@@ -93,7 +79,6 @@ def start(
 
 
 def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
-    """One of Horovod's own collectives."""
     if isinstance(request, AllGather):
         tensor = readable_tensor(request.buffer)
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
@@ -124,9 +109,7 @@ def _start_within(
     if topology is None:
         raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
     ranks = topology.group(request.level, process_set.rank())
-    if len(ranks) == 1:
-        return _LocalHandle(answer_alone(request))
-    if isinstance(request, ReduceScatter) and list(ranks) == sorted(ranks):
+    if isinstance(request, ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
         return _scatter_sum(request, name, process_set, ranks)
 
     def begin(exchange: Exchange, name: str) -> Handle:
@@ -201,8 +184,6 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 class HorovodDriver(Driver):
-    """See `Driver`; over Horovod."""
-
     def __init__(
         self,
         process_set: Any = hvd.global_process_set,

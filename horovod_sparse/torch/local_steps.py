@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 class _Engine(LocalEngine, HorovodEngine):
     @property
     def starter(self) -> Driver:
-        """See `RoundEngine`."""
         return self.driver
 
     def advance(self) -> None:
@@ -94,7 +93,6 @@ class LocalSteps(LocalTraining):
         super().__init__(optimizer, model, engine, settings)
 
     def agree(self, *, as_first: bool = False) -> None:
-        """See `Training.agree`."""
         super().agree(as_first=as_first)
         self.engine.driver.label = self.label
 

@@ -50,7 +50,7 @@ class _PendingAgreement(Rounds):
 
     def agreed(self) -> bool:
         """Whether all ranks have said what they can."""
-        return self._number > 1 or self._ended or bool(self._inner.done())
+        return self._number > 1 or self._ended or (self._inner is not None and bool(self._inner.done()))
 
 
 class _Thread:
@@ -127,7 +127,6 @@ class _Round(Rounds):
             return by_horovod(item, name, process_set) if pairs is None else pairs.start(item, numbered, rank)
 
         super().__init__(begin, self._steps_of(request, rank, size), name)
-        self.done()
 
     def _steps_of(self, request: Request, rank: int, size: int) -> Generator[Any, Any, Any]:
         chosen = yield self._agreement

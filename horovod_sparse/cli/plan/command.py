@@ -53,7 +53,6 @@ _IN_JSON = ("accuracy", "paste", "how sure", "assumed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommand's arguments."""
     add = parser.add_argument
     tables = ", ".join(LAYER_TABLES)
     add("--model", metavar="TABLE|FILE", help=f"{tables}; or a file .json: {FORMAT}")
@@ -82,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans and prints."""
     _check(options)
     model = model_of(options)
     if len(options.ranks or ()) > 1:

@@ -89,12 +89,10 @@ class Chosen:
 
     @property
     def plan(self) -> Plan:
-        """The chosen one."""
         return self.predictions[0].plan
 
     @property
     def verdict(self) -> Verdict:
-        """Of the predictions."""
         sparse, dense = (self.predictions[place].seconds for place in (0, -1))
         computing = self.workload.step_seconds + self.workload.update_seconds
         per_host = self.per_host if self.levels == "host" else 1

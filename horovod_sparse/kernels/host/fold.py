@@ -225,7 +225,6 @@ def sum_two(total, one, other, factors):  # type: ignore[no-untyped-def]
 
 @kernel
 def add_more(total, more, factor):  # type: ignore[no-untyped-def]
-    """total += factor * more."""
     n = total.size
     whole = n // v.LANES * v.LANES
     factors = v.splat(factor)
