@@ -8,6 +8,8 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
+from conformance.engine import run, same
+from conformance.engines_tensorflow import TAPES
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from support.keras_models import fit, flat, keras, make_model
 
@@ -104,36 +106,14 @@ def test_graphs_of_tensorflow_1_are_refused(rank):
         hvd.elastic.TensorFlowState([])
 
 
-def trained(variable, compression, steps, rank):
-    """Steps of descent on this rank's own quadratic; gives the step for later."""
-
-    @tf.function
-    def step(number):
-        with tf.GradientTape() as local:
-            target = tf.cos(tf.range(64, dtype=tf.float32) * (1.0 + rank) + number)
-            loss = tf.reduce_sum((variable - target) ** 2)
-        tape = hvd.DistributedGradientTape(local, compression=compression)
-        variable.assign_sub(0.1 * tape.gradient(loss, [variable])[0])
-
-    for number in steps:
-        step(tf.constant(float(number)))
-
-
 def test_checkpoint_goes_on_bit_for_bit(tmp_path, rank):
-    straight, made = tf.Variable(tf.zeros(64)), hvd.Compression.exdyna(density=0.1)
-    trained(straight, made, range(12), rank)
-
-    variable, first = tf.Variable(tf.zeros(64)), hvd.Compression.exdyna(density=0.1)
-    trained(variable, first, range(6), rank)
-    checkpoint = tf.train.Checkpoint(variable=variable, residuals=first.checkpointed())
-    path = checkpoint.write(str(tmp_path / f"rank-{rank}"))
-
-    again, second = tf.Variable(tf.ones(64)), hvd.Compression.exdyna(density=0.1)
-    tf.train.Checkpoint(variable=again, residuals=second.checkpointed()).read(path).assert_consumed()
-    trained(again, second, range(6, 12), rank)
-    np.testing.assert_array_equal(again.numpy(), straight.numpy())
-    (expected,) = made.state_dict()["residuals"].values()
-    (residual,) = second.state_dict()["residuals"].values()
-    np.testing.assert_array_equal(residual, expected)
-    assert second.state_dict()["step"] == 12
-    assert residual.any()
+    whole, later = (TAPES[0].train("exdyna:density=0.1") for _ in range(2))
+    run(whole, TAPES[0], range(3))
+    made, read = (
+        tf.train.Checkpoint(residuals=one.compression.checkpointed(), **one.variables)
+        for one in (whole, later)
+    )
+    read.read(made.write(str(tmp_path / f"rank-{rank}"))).assert_consumed()
+    for training in (whole, later):
+        run(training, TAPES[0], range(3, 6))
+    assert same(whole, later) and later.steps() == {6}

@@ -10,7 +10,7 @@ import pytest
 import horovod_sparse.tensorflow as hvd
 from conformance.keras import sgd
 from horovod_sparse.errors import ArgumentError
-from support.keras_models import fit, flat, loss_of, make_model, share, trained_densely
+from support.keras_models import fit, flat, make_model, trained_densely
 
 pytestmark = pytest.mark.tensorflow
 
@@ -51,18 +51,6 @@ def test_density_1_is_dense(kind, eager, arguments):
     assert compression.telemetry.num_steps == 6 // arguments.get("backward_passes_per_step", 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "eager"),
-    [("legacy", False), *(pytest.param(kind, True, marks=NIGHT) for kind in ("new", "legacy"))],
-)
-def test_sparse_replicas_agree(kind, eager, everywhere):
-    compression = hvd.Compression.exdyna(density=0.2)
-    sparse = _fitted(compression, kind, eager)
-    assert (everywhere(sparse) == sparse).all()
-    assert not np.allclose(sparse, _dense())
-    assert compression.telemetry.num_steps == 6
-
-
 @pytest.mark.parametrize("kind", ["new", "legacy"])
 def test_momentum_twice_is_refused(kind):
     compression = hvd.Compression.parse("dgc:density=0.2,feedback=momentum")
@@ -70,19 +58,3 @@ def test_momentum_twice_is_refused(kind):
     with pytest.raises(Exception, match=r"momentum=0\.9.*momentum=0 to the optimizer") as caught:
         _fitted(compression, kind, True, momentum=0.9)
     assert isinstance(caught.value, ArgumentError) or "ArgumentError: momentum" in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["new", pytest.param("legacy", marks=NIGHT)])
-def test_a_layer_is_frozen_and_thawed_with_the_same_optimizer(kind):
-    results = []
-    for compression in (stock.Compression.none, hvd.Compression.topk(density=1.0)):
-        model, (images, labels) = make_model(), share(stock.rank(), stock.size())
-        optimizer = stock_keras.DistributedOptimizer(sgd(kind, 0.125, 0.0), compression=compression)
-        if kind == "new":
-            optimizer.build(model.trainable_variables)
-        for trains in (True, False, True):
-            model.layers[0].trainable = trains
-            model.compile(optimizer, loss=loss_of())
-            model.fit(images, labels, batch_size=12, shuffle=False, verbose=0)
-        results.append(flat(model))
-    np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-6)

@@ -139,19 +139,6 @@ def test_a_small_model_of_which_nothing_is_said_trains_densely(rank, monkeypatch
     assert not residuals_of(careless) or not any(np.any(held) for held in residuals_of(careless).values())
 
 
-def test_a_saved_profile_skips_the_measuring(rank, tmp_path):
-    model = LinearModel(SHAPES)
-    first = make(model, "topk:density=0.05", merging="optimal")
-    for step in range(DECIDED):
-        train_step(model, first, gradients(rank, step))
-    path = tmp_path / "profile.json"
-    first.decision.profile.save(path)
-    again = make(LinearModel(SHAPES), "topk:density=0.05", merging="optimal", profile=path)
-    assert again.plan == first.plan
-    assert again.decision == first.decision
-    assert same_plan(again)
-
-
 def refused_by_all(make_it, match):
     with pytest.raises(ProfileMismatchError, match=match):
         make_it()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import horovod.torch as stock
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import horovod_sparse.torch as hvd
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.tensors.loss_scale import scaled_by, watch_scalers
 from support.dyadic import gradients_for
@@ -56,11 +54,6 @@ def own(model, text, **arguments):
     return make(model, text, bucket_bytes=700, **arguments)
 
 
-def drop_in(model, text):
-    base = torch.optim.SGD(model.parameters(), lr=0.5)
-    return stock.DistributedOptimizer(base, model.named_parameters(), hvd.Compression.parse(text))
-
-
 def train(wrap, text, loop, rank, *, scales=SCALES, bad=(), size=2):
     """Weights after every step; without a loop, in steps that are not scaled."""
     model = LinearModel(SHAPES)
@@ -98,14 +91,6 @@ def test_a_scale_that_changes_changes_no_update(text, loop, rank, size):
     for name, values in residuals_of(optimizer).items():
         torch.testing.assert_close(values, residuals_of(unscaled)[name], rtol=1e-5, atol=1e-5)
     assert same_on_all_ranks(found[-1])
-
-
-@pytest.mark.parametrize("text", RECIPES[:2])
-def test_scales_with_stock_horovod(text, rank):
-    expected, _ = train(drop_in, text, None, rank)
-    found, _ = train(drop_in, text, "synchronize", rank)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_clipping_and_passes_in_true_units(rank):
