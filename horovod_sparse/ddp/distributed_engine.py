@@ -139,7 +139,7 @@ class DistributedEngine:
         group: dist.ProcessGroup | None,
         deadline_seconds: float | None,
     ) -> None:
-        self._recipe, self._optimizer, self._named, self._group = recipe, optimizer, named, group
+        self._recipe, self.optimizer, self._named, self._group = recipe, optimizer, named, group
         #: names by parameter; gets those of parameters that nobody has named
         self._name_of = {parameter: name for name, parameter in named.items()}
         #: the buckets of this step
@@ -200,7 +200,7 @@ class DistributedEngine:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Part]:
-        return make_parts(specs, facts, place, topology, self._optimizer, BucketGradient)
+        return make_parts(specs, facts, place, topology, self.optimizer, BucketGradient)
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         communicator = self.running()

@@ -14,6 +14,7 @@ from horovod_sparse.planning.share import Following
 from horovod_sparse.planning.warmup import Decide
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.tensors.measuring import Stamped, bucket_memory
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.training import Training
@@ -25,9 +26,9 @@ class Sharing(Stamped):
     def __init__(self, training: Training, engine: DistributedEngine) -> None:
         self._engine = engine
         recipe, settings = training.recipe, training.settings
-        request, _ = plan_request(
-            plan=settings.plan, density=recipe.auto, network_share=settings.network_share, recipe=recipe
-        )
+        told: Any = {"recipe": recipe, "has_momentum": isinstance(engine.optimizer, SGDWithoutMomentum)}
+        share = settings.network_share
+        request, _ = plan_request(plan=settings.plan, density=recipe.auto, network_share=share, **told)
         self._training, parameters = training, training.parameters
         super().__init__(parameters)
         self._names = {parameter: name for name, (_, parameter) in training.facts.items()}

@@ -20,6 +20,7 @@ from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
+from horovod_sparse.tensors.adoption import keep_momentum
 from horovod_sparse.tensors.loss_scale import pass_number
 from horovod_sparse.training.settings import HookOptions, Settings
 
@@ -170,6 +171,7 @@ class State(Synchronizer):
         if self.step == before:  # given up: as if it had not been
             return
         if self._sharing is not None:
+            keep_momentum(self.optimizer, not self.plan.buckets)
             try:
                 self.follow_times(self._sharing.following)
             except HorovodSparseError as error:

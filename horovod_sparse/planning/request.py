@@ -222,14 +222,10 @@ def requested(
     only_one(merging=merging, plan=plan, groups=groups, bucket_bytes=bucket_bytes)
     only_one(tensor_selection=tensor_selection, plan=plan)
     only_one(tensor_selection=tensor_selection, groups=groups)
-    given: Any
     decides = density is not None or share is not None
-    if decides and plan is not None and plan.density is None:
-        given, failure = _profile(profile)
-        return PlanRequest("the plan given", Kept(plan), "all", given, failure, density, share), plan
-    if decides and groups is not None:
-        given, failure = _profile(profile)
-        return PlanRequest("groups", Kept(), "all", given, failure, density, share), None
+    if decides and (groups is not None or (plan is not None and plan.density is None)):
+        name = "the plan given" if groups is None else "groups"
+        return PlanRequest(name, Kept(plan), "all", *_profile(profile), density, share), plan
     if plan is not None or (merging is None and tensor_selection is None and not decides):
         if profile is not None:
             what = "merging='optimal' or 'omgs', or tensor_selection='cost' with it"
@@ -242,9 +238,8 @@ def requested(
         strategy = strategy_named(merging)
     selection = "all" if tensor_selection is None else tensor_selection
     select_tensors(selection, (), _NO_COST)  # refuses what is no rule
-    given, failure = _profile(profile)
     name = _name_of(strategy if merging is None else merging)
-    return PlanRequest(name, strategy, selection, given, failure, density, share), None
+    return PlanRequest(name, strategy, selection, *_profile(profile), density, share), None
 
 
 def _name_of(rule: Any) -> str:

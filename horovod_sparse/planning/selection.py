@@ -142,14 +142,12 @@ class DensityChoice:
         plan: buckets and density.
         seconds: of the predicted iteration.
         least_seconds: at the least density, under the plan that is best there.
-        longer_seconds: at the next larger one that was compared; None at the largest.
     """
 
     limits: AutoDensity
     plan: Plan
     seconds: float
     least_seconds: float
-    longer_seconds: float | None
 
     @property
     def density(self) -> float:
@@ -159,13 +157,9 @@ class DensityChoice:
     @property
     def reason(self) -> str:
         """Why, in words."""
-        least, most = self.limits.least, self.limits.most
         text = f"density {self.density:g}: predicted iteration {1e3 * self.seconds:.4g} ms, "
-        text += f"{1e3 * self.least_seconds:.4g} ms at {least:g}; "
-        if self.longer_seconds is None:
-            return text + f"no more than {most:g} was asked for"
-        text += f"the next denser one takes {1e3 * self.longer_seconds:.4g} ms, "
-        return text + f"more than {self.limits.tolerance:.0%} longer"
+        text += f"{1e3 * self.least_seconds:.4g} ms at {self.limits.least:g}; the densest up to "
+        return text + f"{self.limits.most:g} that is no more than {self.limits.tolerance:.0%} longer"
 
 
 def densest_plan(
@@ -218,5 +212,4 @@ def densest_plan(
             break
     density = candidates[low]
     seconds, plan = best_at(density, anew=False)
-    longer = None if low == len(candidates) - 1 else best_at(candidates[low + 1], anew=False)[0]
-    return DensityChoice(limits, dataclasses.replace(plan, density=density), seconds, least_seconds, longer)
+    return DensityChoice(limits, dataclasses.replace(plan, density=density), seconds, least_seconds)

@@ -115,7 +115,21 @@ class RMSpropOfSteps(_OfSteps, torch.optim.RMSprop):
 
 
 class SGDWithoutMomentum(_Adopted, torch.optim.SGD):
-    """At ``lr (1 - dampening) / (1 - momentum)``, which goes as far: error feedback is a momentum."""
+    """At ``lr (1 - dampening) / (1 - momentum)``, which goes as far: error feedback is a momentum.
+
+    It keeps its own while plans leave all gradients dense, which no residual waits for (`keep_momentum`).
+    """
+
+    _whole = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As SGD's own, or without momentum."""
+        if not self._whole:
+            return super().step(closure)
+        self._opt_called = True
+        return torch.optim.SGD.step(self, closure)
+
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _rate_and_factor(self, group: Mapping[str, Any]) -> tuple[float, float]:
         rate, pace = super()._rate_and_factor(group)
@@ -176,6 +190,13 @@ def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Rec
     if adopted is SGDWithoutMomentum and not momentum:
         adopted = kind
     return adopted, dataclasses.replace(recipe, feedback=chosen)
+
+
+def keep_momentum(optimizer: Any, whole: bool) -> None:
+    """Says whether the gradients that come next are all dense."""
+    if isinstance(optimizer, SGDWithoutMomentum) and optimizer._whole != whole:
+        optimizer._whole = whole
+        optimizer.state.clear()
 
 
 def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Recipe:

@@ -133,7 +133,7 @@ class HorovodEngine:
         recipe: Recipe,
         deadline_seconds: float | None,
     ) -> None:
-        self._optimizer, self._recipe = optimizer, recipe
+        self.optimizer, self._recipe = optimizer, recipe
         if optimizer._adopted:  # buckets have other names then, so ranks have to be of one kind
             self.name = "horovod.torch with a sparsifier"
         #: until facts were asked for first
@@ -151,7 +151,7 @@ class HorovodEngine:
 
     def facts(self, known: Facts) -> Facts:
         """At first the model's parameters that are trained; then those that have joined, by their place."""
-        groups, names = groups_of(self._optimizer), self._optimizer._parameter_names
+        groups, names = groups_of(self.optimizer), self.optimizer._parameter_names
         if self._named is not None:
             named = [(name, parameter) for name, parameter in self._named if parameter in groups]
             self._named = None
@@ -159,7 +159,7 @@ class HorovodEngine:
             have = {id(parameter) for _, parameter in known.values()}
             named = [
                 (names.get(parameter, f"allreduce.noname.{i}.{j}"), parameter)
-                for i, group in enumerate(self._optimizer.param_groups)
+                for i, group in enumerate(self.optimizer.param_groups)
                 for j, parameter in enumerate(group["params"])
                 if id(parameter) not in have
             ]
@@ -173,10 +173,10 @@ class HorovodEngine:
 
         Behind stock Horovod a bucket is one parameter, and has its name, by which random numbers are drawn.
         """
-        if self._optimizer._adopted:
+        if self.optimizer._adopted:
             specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
         make_gradient = self._make_gradient(specs, facts, topology)
-        parts = make_parts(specs, facts, place, topology, self._optimizer, make_gradient)
+        parts = make_parts(specs, facts, place, topology, self.optimizer, make_gradient)
         for part in parts:
             part.gradient.gather_existing()
         return parts
@@ -219,7 +219,7 @@ class HorovodEngine:
         self.driver.move_to(topology)
 
     def declared(self) -> Mapping[str, object]:
-        return arguments_of(self._optimizer)
+        return arguments_of(self.optimizer)
 
     def to_array(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())

@@ -10,6 +10,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
@@ -32,7 +33,8 @@ class PlannedTraining(Training):
         self.process_set, self.driver = engine.process_set, engine.driver
         facts = dict(engine.facts({}))
         recipe.rules.hint(facts)
-        request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto, recipe=recipe)
+        told: Any = {"recipe": recipe, "has_momentum": isinstance(engine.optimizer, SGDWithoutMomentum)}
+        request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto, **told)
         arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
         parameters = [fact for fact, _ in facts.values()]
 

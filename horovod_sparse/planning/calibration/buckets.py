@@ -125,16 +125,8 @@ def dense_times(
         gradient = memory.gradient(num_elements, dtype)
 
         def once() -> Synchronization[Sequence[float]]:
-            step, answer, took = memory.sum_dense(gradient, (watch.rank, watch.size)), None, _TINY_SECONDS
-            while True:
-                started = watch.clock()
-                try:
-                    request = step.send(answer)
-                except StopIteration:
-                    return (took + watch.clock() - started,)
-                took += watch.clock() - started
-                answer = yield request
-                took += watch.starting_seconds()
+            _, packing, rest = yield from _parts(memory.sum_dense(gradient, (watch.rank, watch.size)), watch)
+            return (packing + rest,)
 
         rows = yield from repeated(once, watch, often, {AllReduce}, before=lambda: memory.refill(gradient))
         watch.tell(f"dense parameters of {num_elements} elements")
@@ -148,26 +140,26 @@ def _one_step(
     bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
 ) -> Synchronization[tuple[float, float]]:
     """Seconds until the first request is started, and seconds after that that are not the network's."""
-    step = bucket.step(gradient)
-    selection, decoding, answer = _TINY_SECONDS, _TINY_SECONDS, None
-    first = True
+    total, selection, decoding = yield from _parts(bucket.step(gradient), watch)
+    started = watch.clock()
+    memory.apply(gradient, total, watch.size)
+    return selection, decoding + watch.clock() - started
+
+
+def _parts(step: Synchronization[Any], watch: Stopwatch) -> Synchronization[tuple[Any, float, float]]:
+    """What a coroutine returns, and its own seconds: until its first request is started, and after that."""
+    seconds, answer, place = [_TINY_SECONDS, _TINY_SECONDS], None, 0
     while True:
         started = watch.clock()
         try:
             request = step.send(answer)
         except StopIteration as stop:
-            total: SparseSum = stop.value
-            memory.apply(gradient, total, watch.size)
-            return selection, decoding + watch.clock() - started
-        if first:
-            selection += watch.clock() - started
-        else:
-            decoding += watch.clock() - started
+            seconds[1] += watch.clock() - started
+            return (stop.value, *seconds)
+        seconds[place] += watch.clock() - started
         answer = yield request
-        if first:
-            selection, first = selection + watch.starting_seconds(), False
-        else:
-            decoding += watch.starting_seconds()
+        seconds[place] += watch.starting_seconds()
+        place = 1
 
 
 def _drawn(num_elements: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -307,6 +308,18 @@ def test_points_that_are_told_are_those_that_were_measured(capsys):
         for row in ("none", "exdyna:density=0.01", "exdyna:density=0.05")
     ]
     assert f"GPT {best[1] - best[0]:.2f} bits per byte ({best[2] - best[0]:.2f} at density 0.05)" in told
+    gpt = json.loads((MEASUREMENTS / "share.json").read_text())["runs"]
+    sparse = [run["score"] for name, run in gpt.items() if name.startswith(("gpt: 1 %", "gpt: 0.3 %"))]
+    off = [score - gpt["gpt: dense"]["score"] for score in sparse]
+    small = json.loads((MEASUREMENTS / "adamw.json").read_text())["runs"]
+
+    def mean(row: str) -> float:
+        return fmean(run["training_bits"] for name, run in small.items() if f"{row}/rate 0.003/" in name)
+
+    rows = [f"P={ranks}, topk 1 %, adam{one}" for ranks in (2, 4, 8, 16) for one in ("", ", s = 1")]
+    off += [mean(row) - mean("P=2, dense") for row in rows]
+    words = f"{math.ceil(10 * max(off)) / 10} bits per byte behind to {math.ceil(-10 * min(off)) / 10} before"
+    assert words in numbers(capsys, "--optimizer", "adamw")["accuracy"]
     dense, corrected = points["warm restarts/momentum"]["dense"], points["warm restarts/`feedback=momentum`"]
     behind = [f"{fmean(dense) - fmean(corrected[method]):.1f}" for method in ("topk", "exdyna")]
     told = numbers(capsys, "--optimizer", "sgd", "--sparsifier", "topk:feedback=momentum")["accuracy"]

@@ -10,7 +10,7 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
 from horovod_sparse.feedback import parse_recipe  # noqa: E402
-from horovod_sparse.tensors.adoption import adopt  # noqa: E402
+from horovod_sparse.tensors.adoption import adopt, keep_momentum  # noqa: E402
 
 STEPS = 6
 
@@ -166,6 +166,18 @@ def test_rmsprop_goes_as_far_without_momentum(caplog: Any) -> None:
         train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
         assert same(model, models[0]) and not optimizer.state
     assert sum("momentum 0.75 is left out" in one.message for one in caplog.records) == 1
+
+
+def test_sgd_keeps_its_momentum_while_all_gradients_are_dense() -> None:
+    stock, model = model_of(), model_of()
+    optimizer, own = (torch.optim.SGD(one.parameters(), lr=0.02, momentum=0.9) for one in (model, stock))
+    adopt(optimizer, parse_recipe("best:density=0.01"))
+    keep_momentum(optimizer, True)
+    train(stock, own, torch.optim.lr_scheduler.StepLR(own, 3))
+    train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    assert torch.equal(model[0].weight, stock[0].weight)
+    keep_momentum(optimizer, False)
+    assert not optimizer.state, "a residual is the momentum from now on"
 
 
 @pytest.mark.parametrize(("density", "warnings"), [(0.01, 1), (0.1, 0)])

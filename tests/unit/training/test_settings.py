@@ -276,6 +276,14 @@ def test_too_much_is_said_while_it_is(text, said):
     assert not fake.following.decision.remedy
 
 
+def test_steps_of_adam_are_sparse_on_every_link():
+    """Dense, or at 0.1, they lose, as nothing waits that would be their first moment."""
+    fake = Fake(0.05, 1000 * GBIT, 1000 * GBIT, parse_recipe("topk:density=auto,feedback=adam"))
+    fake.train(7 + 2 * PERIOD)
+    assert fake.plan.buckets and fake.plan.density == 0.01
+    assert "at density 0.01; dense training would fit, too\n" in str(fake.following.decision)
+
+
 def test_what_the_share_may_be():
     assert Settings(network_share="auto").network_share == 0.05
     for wrong in (0.0, 1.0, "much", math.nan):
