@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.kernels.host.kth import kth_of
-from horovod_sparse.kernels.host.scatter import absent, keys_of, merge_add, split_at
+from horovod_sparse.kernels.host.sparse_vectors import absent, keys_of, merge_add, split_at
 from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
