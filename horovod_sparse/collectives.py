@@ -136,18 +136,6 @@ def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
     return start, start + least + (rank < more)
 
 
-def answer_alone(request: Request) -> Any:
-    """What comes back where one rank is all; a part of a gradient is read only, so it is no copy."""
-    if isinstance(request, Exchange):
-        return {peer: request.sends[peer].copy() for peer in request.sources}
-    if isinstance(request, AllToAll):
-        return [buffer.copy() for buffer in request.buffers]
-    buffer: Any = request.buffer
-    if isinstance(request, ReduceScatter):
-        return buffer
-    return buffer.clone() if hasattr(buffer, "clone") else buffer.copy()  # a tensor's copy is a clone
-
-
 def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronization[Result]:
     """A coroutine whose requests go to the ranks of a level.
 

@@ -27,7 +27,6 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
-    answer_alone,
 )
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
@@ -179,7 +178,7 @@ def carry_out_together(
     def execute(request: Request) -> Any:
         kind = type(request)
         if place[1] == 1:
-            return answer_alone(request)
+            return _alone(request)
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
         buffer, splits = to_wire(request, value_dtype, place)
         run = partial(carry_out, kind, buffer, splits, f"{name}.{kind.__name__}", process_set)
@@ -213,10 +212,18 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
     return given[0]
 
 
+def _alone(request: Request) -> Any:
+    if isinstance(request, Exchange):
+        return {peer: request.sends[peer].copy() for peer in request.sources}
+    if isinstance(request, AllToAll):
+        return [buffer.copy() for buffer in request.buffers]
+    return request.buffer.copy()
+
+
 def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
     """What all ranks run when they see gradients first; alone in elastic training, and with one rank."""
     if process_set.size() == 1 or is_elastic():
-        return engine.carry_out(coroutine, answer_alone)
+        return engine.carry_out(coroutine, _alone)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
     return carry_out_together(coroutine, process_set, name, looks=True)
 

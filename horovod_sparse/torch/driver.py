@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.carriers.exchanges import Handle, Rounds, alone, among, as_alltoall, inbox
+from horovod_sparse.carriers.exchanges import Handle, Rounds, alone, among, as_alltoall, inbox, known
 from horovod_sparse.carriers.pairs import rounds_by_pairs
 from horovod_sparse.collectives import (
     AllGather,
@@ -25,7 +25,7 @@ from horovod_sparse.collectives import (
     part,
 )
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
-from horovod_sparse.tensors.driver import Driver
+from horovod_sparse.tensors.driver import Driver, answer_alone
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
@@ -117,6 +117,8 @@ def _start_within(
             return start_round(exchange, name, process_set, _start_horovods)
         return _start_horovods(exchange, name, process_set)
 
+    if len(ranks) == 1:
+        return Rounds(begin, known(answer_alone(request)), name)
     return Rounds(begin, among(request, ranks, process_set.rank()), name)
 
 
