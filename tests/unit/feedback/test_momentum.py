@@ -306,6 +306,19 @@ def test_steps_are_as_long_as_of_the_whole_batch(shared: float) -> None:
         assert bucket.progress.leans == known.leans
 
 
+@pytest.mark.parametrize("case", REPRESENTATIVES, ids=case_id)
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_messages_of_every_sparsifier_tell_how_alike_gradients_are(case: Case, hosts: int) -> None:
+    found = []
+    for sparsifier in (case.recipe.sparsifier, TopK(density=0.1)):
+        cluster = Scenario(4, 500, hosts=hosts).cluster(Recipe(sparsifier, AdamFeedback()))
+        for step in (drawn(20, 1, 500) + drawn(20, 4, 500)).astype(np.float32):
+            cluster.step(list(step), 0.1)
+        found.append({(bucket.info.name, bucket.progress.leans) for bucket in cluster.buckets})
+    assert found[0] == found[1] and len(found[0]) == (2 if hosts else 1)
+    assert all(0.5 < mean / own < 0.99 for _, (mean, own) in found[0])
+
+
 def test_clipping_comes_before_the_moment() -> None:
     gradient = drawn(1, _N)[0].astype(np.float32)
     cluster = SimulatedCluster(recipe("topk", density=0.1, feedback=AdamFeedback(0.9, clip_norm=1.0)), _N, 4)
