@@ -96,12 +96,13 @@ def _fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[n
     """Adds to a tile of [start, stop) what the runs have for it; returns what `add_at` does."""
     first_touches = 0
     for run in range(at.size):
-        i = at[run]
-        while i < stops[run] and indices[i] < stop:
-            old = tile[indices[i] - start]
+        i, last = at[run], stops[run]
+        while i < last and read(indices, i) < stop:
+            place = np.uint64(read(indices, i) - start)  # unsigned: nothing looks whether it is below 0
+            old = tile[place]
             first_touches += raw_bits(old) == 0
-            total = old + values[i]
-            tile[indices[i] - start] = total if raw_bits(total) != 0 else -total
+            total = old + read(values, i)
+            tile[place] = total if raw_bits(total) != 0 else -total
             i += 1
         at[run] = i
     return first_touches
