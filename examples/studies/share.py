@@ -35,8 +35,7 @@ from benchmarks.common.hosts import NETWORKS, cluster_for, machine_facts, set_ra
 from benchmarks.sync.ddp_methods import start_torch_distributed
 from horovod_sparse import ddp
 from horovod_sparse.planning.share import PERIOD
-from horovod_sparse.plans.plan import Plan
-from horovod_sparse.tensors.adoption import AdamWOfSteps, keep_momentum
+from horovod_sparse.tensors.adoption import AdamWOfSteps
 from studies import results
 from studies.time_to_accuracy.links import MARK, NOISE, seconds_to, smooth
 from studies.time_to_accuracy.trainings import digits_training, text_training
@@ -54,7 +53,7 @@ RATES = "100mbit", "1gbit", "10gbit"
 CELLS = [f"{model}/{rate}" for rate in RATES for model in TRAININGS]
 CELLS += [f"{model}/1gbit{THEN}100mbit{THEN}1gbit" for model in TRAININGS]
 #: made by hand: a recipe, or local steps as "how many, recipe or none", or a name of PyTorch's
-DENSE, OWN_DENSE = "dense", "network_share, dense"
+DENSE = "dense"
 CHOICES = {
     "dense": DENSE,
     "float16": "float16",
@@ -69,6 +68,8 @@ CHOICES = {
     "8 local steps": "8,",
     "30 local steps, sparseloco": "30,sparseloco",
 }
+#: trainings with steps as long as those of a rank's part of the batch: a step takes as long
+FORMER = ", s = 1"
 #: steps of a training by hand; those that are timed, after as many as lie between two exchanges, by turns
 NUM_STEPS, NUM_TIMED, TURNS_TIMED = {"gpt": 300, "cnn": 150}, 30, 6
 #: bits, or points, by which seeds move a score; what is said of accuracy in other cases
@@ -101,10 +102,6 @@ class Loop:
             self.sync: Any = ddp.LocalSteps(
                 self.optimizer, self.model, every=self.every, compression=recipe or None, combine=combine
             )
-        elif choice == OWN_DENSE:
-            names = tuple(name for name, _ in self.net.named_parameters())
-            self.sync = ddp.attach(self.model, "best:density=0.01", self.optimizer, plan=Plan((), names))
-            keep_momentum(self.optimizer, True)
         elif choice != DENSE:
             share: Any = {"network_share": SHARE} if "auto" in choice else {}
             self.sync = ddp.attach(self.model, choice, self.optimizer, **share)
@@ -304,18 +301,12 @@ def parts(steps: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
     return {name: round(statistics.median(column), 6) for name, column in rows.items()}
 
 
-def own(cell: Mapping[str, Any]) -> str:
-    """What was chosen over a link, from the first step on."""
-    words = cell["phases"][0]["words"].split("\n")[0].partition(": ")[2]
-    if not (density := words.partition("density ")[2]):
-        return "float16" if "float16" in words else OWN_DENSE
-    density, short, _ = density.partition(", values of 2 bits")
-    return f"best:density={density.partition(',')[0]}" + (",values=2bit" if short else "")
-
-
-def named(runs: Mapping[str, Any], cell: str) -> str:
-    """What was chosen over a link, by the name of its training."""
-    text = own(runs[cell])
+def named(cell: Mapping[str, Any]) -> str:
+    """What was chosen over a link, by the name of its training: dense gradients train as they do by hand."""
+    words = cell["phases"][0]["words"].split("\n")[0]
+    if (density := re.search(r"at density ([\d.]+)", words)) is None:
+        return "float16" if "float16" in words else DENSE
+    text = f"best:density={density[1]}" + (",values=2bit" if "values of 2 bits" in words else "")
     return next((name for name, choice in CHOICES.items() if choice == text), text)
 
 
@@ -323,11 +314,8 @@ def by_hand(runs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Choices by model, with those that `network_share` has made over a constant link."""
     found = {}
     for model in TRAININGS:
-        chosen = [
-            own(runs[cell]) for cell in CELLS if cell in runs and cell.startswith(model) and THEN not in cell
-        ]
-        known = set(CHOICES.values())
-        found[model] = {**CHOICES, **{text: text for text in chosen if text not in known}}
+        cells = [runs[cell] for cell in CELLS if cell in runs and cell.startswith(model) and THEN not in cell]
+        found[model] = {**{name: name for name in map(named, cells)}, **CHOICES}
     return found
 
 
@@ -335,7 +323,8 @@ def timed(runs: Mapping[str, Any], model: str, rate: str, name: str) -> list[flo
     """Steps until dense training's loss, seconds of a step over a link, and their product."""
     target = float(smooth(runs[f"{model}: {DENSE}"])[-1]) + NOISE
     bits = runs[f"{model}: {name}"]["bits"]
-    each = runs.get(f"{model}/{rate}: {name}", {}).get("seconds", math.nan)
+    known = (runs.get(f"{model}/{rate}: {name}{one}") for one in ("", FORMER))
+    each = next((one["seconds"] for one in known if one is not None), math.nan)
     steps = seconds_to({"bits": bits, "seconds": [1.0] * len(bits)}, target)
     return [steps, each, steps * each]
 
@@ -367,19 +356,20 @@ def compared(runs: Mapping[str, Any]) -> str:
     rows = []
     for cell in CELLS:
         model, _, rate = cell.partition("/")
-        name = named(runs, cell) if cell in runs and THEN not in cell else ""
-        known = {one for one in (*CHOICES, name) if {f"{model}: {one}", f"{cell}: {one}"} <= set(runs)}
-        if not {DENSE, name} <= known:
+        name = named(runs[cell]) if cell in runs and THEN not in cell else ""
+        if f"{model}: {name}" not in runs:
             continue
-        seconds = {choice: timed(runs, model, rate, choice)[2] for choice in CHOICES if choice in known}
-        best, mine = min(seconds, key=seconds.__getitem__), timed(runs, model, rate, name)[2]
         said, off = runs[cell]["phases"][0]["words"].partition("accuracy: ")[2], behind(runs, model, name)
-        limits = (
-            [NOISES[model]] * 2 if said.startswith("that of dense") else map(float, _SAID.findall(said)[0])
-        )
-        most, least = limits
-        row = [f"{model}, {rate}", name, f"{mine:.1f}", best, f"{seconds[best]:.1f}"]
-        row += [f"{mine / seconds[best]:.2f}", f"{most:g} behind to {least:g} before", f"{off:+.3g}"]
+        most, least = NOISES[model], NOISES[model]
+        if not said.startswith("that of dense"):
+            most, least = map(float, _SAID.findall(said)[0])
+        trained = [one + form for one in CHOICES for form in ("", FORMER) if f"{model}: {one}{form}" in runs]
+        seconds = {one: timed(runs, model, rate, one)[2] for one in (name, *trained)}
+        best = min((one for one in seconds if seconds[one] > 0.0), key=seconds.__getitem__, default=name)
+        row = [f"{model}, {rate}", name, *["-"] * 4]
+        if not math.isnan(mine := seconds[name]):
+            row[2:] = [f"{mine:.1f}", best, f"{seconds[best]:.1f}", f"{mine / seconds[best]:.2f}"]
+        row += [f"{most:g} behind to {least:g} before", f"{off:+.3g}"]
         rows.append([*row, "yes" if -least <= off <= most else "no"])
     head = ["model, rate", "chosen", "seconds to dense's loss", "best by hand", "its seconds", "chosen by it"]
     return results.markdown([*head, "accuracy said", "measured, behind", "right"], rows)
