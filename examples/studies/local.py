@@ -67,6 +67,7 @@ METHODS = {
     "DiLoCo, H = 30, dense": Method(30, lr=0.7, momentum=0.9),
     "sparseloco, H = 30": Method(30, "sparseloco"),
     "sparseloco, H = 30, by senders": Method(30, "sparseloco", combine="senders"),
+    "sparseloco, H = 30, by senders, outer rate 1.5": Method(30, "sparseloco", lr=1.5, combine="senders"),
     "sparseloco, H = 30, 5 steps late, by senders": Method(30, "sparseloco", combine="senders", delay=5),
     "sparseloco, H = 30, 15 steps late, by senders": Method(30, "sparseloco", combine="senders", delay=15),
 }

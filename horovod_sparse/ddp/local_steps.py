@@ -50,7 +50,7 @@ class LocalSteps(LocalTraining):
 
         model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(model.parameters())
-        local = ddp.LocalSteps(optimizer, model, every=30, compression="sparseloco", combine="senders")
+        local = ddp.LocalSteps(optimizer, model, every=30, compression="sparseloco")
 
     ``theta_r``: what H steps of the optimizer make of ``theta`` on rank r. Then
     ``theta <- theta - lr (mean + momentum v)``, the mean over ranks of ``theta - theta_r``, or of what a
@@ -69,8 +69,8 @@ class LocalSteps(LocalTraining):
         every: H, local steps from one exchange to the next.
         compression: a sparsifier, as text ("sparseloco" is made for this) or as a recipe; None for none.
         outer: "sgd" (rate 1), "nesterov" (0.7, 0.9; without a compression alone), or an `OuterStep`.
-        combine: "ranks": means are over all of them; "senders": at each position over those that have sent
-            it, as the program of SparseLoCo does, which makes larger steps.
+        combine: "senders": a mean is over those that have sent something at its position, as in SparseLoCo's
+            program: the default where sums say who has sent what. "ranks": over all, by smaller steps.
         delay: steps that go on while an exchange is under way. What they learn is kept.
         clip: "median": no rank sends more than the median rank, by norm; with a compression.
         offload: whether common parameters and residual lie on the host, pinned where there is a device.

@@ -34,7 +34,7 @@ class LocalSteps(LocalTraining):
     """As `horovod_sparse.ddp.LocalSteps`, over Horovod: give it PyTorch's own optimizer.
 
         optimizer = torch.optim.AdamW(model.parameters())
-        local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco", combine="senders")
+        local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")
 
     In elastic training give the state this alone, ``TorchState(local=local)``, and count by `step`. Who stays
     keeps parameters, moments and residual, and exchanges at once what a lost rank has interrupted; who comes
@@ -47,7 +47,7 @@ class LocalSteps(LocalTraining):
         every: H, local steps from one exchange to the next.
         compression: see `horovod_sparse.ddp.LocalSteps`, as of all that follow.
         outer: "sgd", "nesterov" or an `OuterStep`.
-        combine: "ranks" or "senders".
+        combine: "senders" or "ranks".
         delay: steps that go on while an exchange is under way.
         clip: "median", or None.
         offload: whether what is kept lies on the host.

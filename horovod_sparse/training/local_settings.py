@@ -59,7 +59,7 @@ class LocalOptions(TypedDict, total=False):
 
     compression: str | Recipe | None
     outer: str | OuterStep
-    combine: str
+    combine: str | None
     delay: int
     clip: str | None
     offload: bool
@@ -88,7 +88,7 @@ class RoundSettings:
     compression: InitVar[Any] = None
     recipe: Recipe = field(init=False)
     outer: OuterStep = OuterStep()
-    combine: str = COMBINES[0]
+    combine: str | None = None
     delay: int = 0
     clip: str | None = None
     offload: bool = False
@@ -113,18 +113,21 @@ class RoundSettings:
         if not isinstance(recipe.feedback, (ErrorFeedback, NoFeedback)):
             allowed = "'error' or 'none' with local steps: each rank's own optimizer has its moments already"
             raise ArgumentError("feedback", recipe.feedback, allowed)
-        if self.combine not in COMBINES:
-            raise UnknownNameError("combine", str(self.combine), COMBINES)
+        gathers = isinstance(recipe.sparsifier, SelectAndGather)
+        combine = COMBINES[gathers] if self.combine is None else self.combine
+        if combine not in COMBINES:
+            raise UnknownNameError("combine", str(combine), COMBINES)
         if self.clip not in (None, "median"):
             raise ArgumentError("clip", self.clip, "'median', or None")
-        if not isinstance(recipe.sparsifier, SelectAndGather):
+        if not gathers:
             why = f"with {recipe.sparsifier.name}: its sums do not say who has sent what"
             if self.clip:
                 raise ArgumentError("clip", self.clip, f"None {why}")
-            if self.combine == "senders" and not isinstance(recipe.sparsifier, Dense):
-                raise ArgumentError("combine", self.combine, f"'ranks' {why}")
+            if combine == "senders" and not isinstance(recipe.sparsifier, Dense):
+                raise ArgumentError("combine", combine, f"'ranks' {why}")
         object.__setattr__(self, "outer", outer)
         object.__setattr__(self, "recipe", recipe)
+        object.__setattr__(self, "combine", combine)
 
     @classmethod
     def of(cls, every: int, options: Mapping[str, Any], front_end: str) -> tuple[RoundSettings, Settings]:

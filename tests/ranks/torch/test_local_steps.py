@@ -23,7 +23,7 @@ from horovod_sparse.errors import ArgumentError, DriftError, StateMismatchError,
 WAYS: dict[str, dict[str, Any]] = {
     "dense": {"outer": "nesterov"},
     "sparseloco": {"compression": "sparseloco"},
-    "senders": {"compression": "topk:density=0.1", "combine": "senders"},
+    "ranks": {"compression": "topk:density=0.1", "combine": "ranks"},
     "several rounds": {"compression": "oktopk:density=0.1"},
     "delay": {"compression": "sparseloco", "delay": 2},
 }

@@ -236,7 +236,7 @@ def test_everything_by_nesterov_is_diloco_bit_for_bit(every, num_steps):
     "given",
     [
         *({"compression": compression} for compression in RECIPES),
-        *({"compression": compression, "combine": "senders"} for compression in (None, "sparseloco")),
+        *({"compression": compression, "combine": "ranks"} for compression in (None, "sparseloco")),
         {"compression": "sparseloco", "clip": "median"},
     ],
     ids=str,
@@ -274,7 +274,7 @@ def test_nothing_is_lost_but_what_decays(decay, delay):
             torch.testing.assert_close(one.vector() - start, one.moved, rtol=1e-4, atol=1e-6)
         return rounds
 
-    for rounds in zip(*on_ranks(body, compression=text, delay=delay), strict=True):
+    for rounds in zip(*on_ranks(body, compression=text, delay=delay, combine="ranks"), strict=True):
         sent, stepped = (torch.stack(item).mean(0) for item in zip(*rounds, strict=True))
         torch.testing.assert_close(sent, stepped, rtol=1e-4, atol=1e-6)
 
@@ -340,7 +340,7 @@ def test_who_is_lost_in_an_exchange_or_an_agreement_harms_nobody(number, given, 
             one.train(1 + given.get("delay", 0))
         moved = one.moved
         if newcomer and one.rank == 2:
-            one = Rank(2, starts[0], seed=2, **given)
+            one = Rank(2, starts[0], seed=2, combine="ranks", **given)
         for start in starts:
             one.local.engine.meeting = one.local.engine.start_of = start
             with contextlib.suppress(ConnectionError):
@@ -348,7 +348,7 @@ def test_who_is_lost_in_an_exchange_or_an_agreement_harms_nobody(number, given, 
         one.local.finish()
         return one.vector(), moved + one.kept("residuals")
 
-    found, owed = zip(*on_ranks(body, 3, **given), strict=True)
+    found, owed = zip(*on_ranks(body, 3, combine="ranks", **given), strict=True)
     assert equal(found)
     if not newcomer:
         begun = nn.utils.parameters_to_vector(MODELS[0].parameters())
@@ -461,7 +461,8 @@ def test_the_rounding_of_half_types_is_no_displacement(delay):
             found.append((one.kept("residuals"), one.kept("start")))
         return [before - after for before, after in zip(*found, strict=True)]
 
-    found = on_ranks(body, 2, inner=half_of, every=1, compression="topk:density=0.02", delay=delay)
+    given = {"compression": "topk:density=0.02", "combine": "ranks", "delay": delay}
+    found = on_ranks(body, 2, inner=half_of, every=1, **given)
     given_out, moved = (torch.stack(item).mean(0) for item in zip(*found, strict=True))
     torch.testing.assert_close(given_out, moved, rtol=0, atol=1e-6)
 

@@ -105,7 +105,7 @@ def test_what_promises_to_converge_does() -> None:
 
 def test_plan_says_of_local_steps_what_was_measured():
     runs = results.load(local.FILE)["runs"]
-    apart = local.best(runs, "sparseloco, H = 30, by senders")
+    apart = local.best(runs, "sparseloco, H = 30, by senders, outer rate 1.5")
     dense = local.best(runs, "AdamW in every step, dense", apart["seeds"])
     above = 100 * (apart["training_bits"] / dense["training_bits"] - 1)
     told = re.search(r"ended (\d+) % above", advice._LOCAL_STEPS[30])
