@@ -170,8 +170,8 @@ class State(Synchronizer):
             after_backward(partial(throw, failure))
         if self.step == before:  # given up: as if it had not been
             return
+        keep_momentum(self.optimizer, not self.plan.buckets)
         if self._sharing is not None:
-            keep_momentum(self.optimizer, not self.plan.buckets)
             try:
                 self.follow_times(self._sharing.following)
             except HorovodSparseError as error:

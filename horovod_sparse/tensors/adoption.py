@@ -125,6 +125,7 @@ class SGDWithoutMomentum(_Adopted, torch.optim.SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As SGD's own, or without momentum."""
         if not self._whole:
+            self.state.clear()  # a momentum of dense gradients that were long ago
             return super().step(closure)
         self._opt_called = True
         return torch.optim.SGD.step(self, closure)
@@ -194,9 +195,8 @@ def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Rec
 
 def keep_momentum(optimizer: Any, whole: bool) -> None:
     """Says whether the gradients that come next are all dense."""
-    if isinstance(optimizer, SGDWithoutMomentum) and optimizer._whole != whole:
+    if isinstance(optimizer, SGDWithoutMomentum):
         optimizer._whole = whole
-        optimizer.state.clear()
 
 
 def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Recipe:

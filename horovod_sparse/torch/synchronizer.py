@@ -346,8 +346,7 @@ class GradientSynchronizer(PlannedTraining):
         if size > 1:
             self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
-        if self.settings.network_share is not None:
-            keep_momentum(self.engine.optimizer, not self.plan.buckets)
+        keep_momentum(self.engine.optimizer, not self.plan.buckets)
         if self.warmup is not None:
             self.follow_times(self.warmup)
 

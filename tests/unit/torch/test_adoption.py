@@ -10,6 +10,7 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
 from horovod_sparse.feedback import parse_recipe  # noqa: E402
+from horovod_sparse.plans.plan import Plan  # noqa: E402
 from horovod_sparse.tensors.adoption import adopt, keep_momentum  # noqa: E402
 
 STEPS = 6
@@ -177,7 +178,19 @@ def test_sgd_keeps_its_momentum_while_all_gradients_are_dense() -> None:
     train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))
     assert torch.equal(model[0].weight, stock[0].weight)
     keep_momentum(optimizer, False)
+    optimizer.step()
     assert not optimizer.state, "a residual is the momentum from now on"
+
+
+def test_sgd_of_a_small_model_that_stays_dense_is_stock_sgd() -> None:
+    stock, model = model_of(), model_of()
+    optimizer, own = (torch.optim.SGD(one.parameters(), lr=0.02, momentum=0.9) for one in (model, stock))
+    plan = Plan((), tuple(name for name, _ in model.named_parameters()))
+    best = hvd.Compression.best(density=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=best, plan=plan)
+    train(stock, own, torch.optim.lr_scheduler.StepLR(own, 3))
+    train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    assert torch.equal(model[0].weight, stock[0].weight)
 
 
 @pytest.mark.parametrize(("density", "warnings"), [(0.01, 1), (0.1, 0)])
