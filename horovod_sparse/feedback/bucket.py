@@ -32,8 +32,9 @@ from horovod_sparse.wire import told_by_norms
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
 #: multiplies a residual by more
 LARGEST_GROWTH = 10.0
-#: elements whose signs are drawn in a step, and how much this step counts beside those before
-_SAMPLE, _NEWS = 4096, 0.03
+#: elements whose signs are drawn in a step; how much this step counts beside those before, which is as one
+#: that leans so many times as far, squared, at most
+_SAMPLE, _NEWS, _MOST = 4096, 0.03, 10.0
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,9 @@ class Bucket:
                 squares = float(leans.mean()) ** 2, float(np.square(leans).mean())
                 # in the beginning steps are one rank's
                 known = self._progress.leans if any(self._progress.leans) else (squares[1], squares[1])
-                mean, own = (old + _NEWS * (now - old) for old, now in zip(known, squares, strict=True))
+                # one bad batch would rule for hundreds of steps
+                part = _NEWS * min(1.0, _MOST * known[1] / squares[1])
+                mean, own = ((1 - _NEWS) * old + part * now for old, now in zip(known, squares, strict=True))
                 self._progress = dataclasses.replace(self._progress, leans=(mean, own))
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
         # all ranks have the same sum: so they find the same, without a message

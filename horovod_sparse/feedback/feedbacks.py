@@ -250,6 +250,8 @@ class _Normalizing(_Feedback):
     whole_batch: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.whole_batch, bool):
+            raise ArgumentError("whole_batch", self.whole_batch, "True or False")
         for name, value, most, allowed in (
             ("beta2", self.beta2, 1.0, "a number between 0 and 1, or None"),
             ("eps", self.eps, math.inf, "a number above 0, or None"),

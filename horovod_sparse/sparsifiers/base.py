@@ -308,6 +308,11 @@ class SelectAndGather(Sparsifier):
     A subclass gives `select`. What it selects leaves the accumulator, but for what rounding takes away.
     """
 
+    @property
+    def names_senders(self) -> bool:
+        """Whether a sum says which rank has sent what."""
+        return True
+
     @abc.abstractmethod
     def select(self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo) -> Selected:
         """What this rank sends in this step; `k` is what density asks for."""

@@ -73,6 +73,10 @@ class RandomK(SelectAndGather):
             raise ArgumentError("shared", self.shared, "True or False")
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
+    @property
+    def names_senders(self) -> bool:
+        return not self.shared
+
     def positions(self, info: BucketInfo, step: int) -> Indices:
         """The positions of a step, ascending and unique."""
         generator = step_generator(self.seed, info.name, step, None if self.shared else info.rank)

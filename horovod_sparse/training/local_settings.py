@@ -113,13 +113,13 @@ class RoundSettings:
         if not isinstance(recipe.feedback, (ErrorFeedback, NoFeedback)):
             allowed = "'error' or 'none' with local steps: each rank's own optimizer has its moments already"
             raise ArgumentError("feedback", recipe.feedback, allowed)
-        gathers = isinstance(recipe.sparsifier, SelectAndGather)
-        combine = COMBINES[gathers] if self.combine is None else self.combine
+        named = isinstance(recipe.sparsifier, SelectAndGather) and recipe.sparsifier.names_senders
+        combine = COMBINES[named] if self.combine is None else self.combine
         if combine not in COMBINES:
             raise UnknownNameError("combine", str(combine), COMBINES)
         if self.clip not in (None, "median"):
             raise ArgumentError("clip", self.clip, "'median', or None")
-        if not gathers:
+        if not named:
             why = f"with {recipe.sparsifier.name}: its sums do not say who has sent what"
             if self.clip:
                 raise ArgumentError("clip", self.clip, f"None {why}")

@@ -197,6 +197,10 @@ def _check_bucket(path: str, one: Any) -> None:
         value = one[name]
         sound = (is_number(value) and 0.0 <= value < np.inf) or (value is None and name != "scale")
         _expect(sound, f"{path}.{name}", value, "a finite number, not negative")
+    leans = one.get("leans", (0.0, 0.0))
+    sound = isinstance(leans, (tuple, list)) and len(leans) == 2 and all(map(is_number, leans))
+    sound = sound and 0.0 <= leans[0] <= leans[1] < np.inf
+    _expect(sound, f"{path}.leans", leans, "two squares, the smaller one first")
     _expect(isinstance(one.get("state"), Mapping), f"{path}.state", one.get("state"), "a mapping")
     _whole(one["state"], "step", 0, _MOST_STEPS, f"{path}.state.")
 

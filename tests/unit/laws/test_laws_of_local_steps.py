@@ -192,7 +192,9 @@ def equal(tensors: list[torch.Tensor]) -> bool:
     return all(torch.equal(tensors[0], other) for other in tensors[1:])
 
 
-@pytest.mark.parametrize("compression", [None, "topk:density=1.0", "chunk_topk:density=1.0,indices=gaps"])
+@pytest.mark.parametrize(
+    "compression", [None, "topk:density=1.0", "chunk_topk:density=1.0,indices=gaps", "randomk:density=1.0"]
+)
 def test_one_step_of_sgd_is_data_parallel_training(compression):
     def body(one):
         return trained(one, 6).vector()
@@ -488,6 +490,7 @@ def test_parameters_that_are_trained_later_are_not_left_alone(how):
         ({"compression": "sparseloco", "outer": "nesterov"}, "a residual is a momentum already"),
         ({"compression": "dgc:density=0.1,feedback=momentum"}, "moments already"),
         ({"compression": "oktopk:density=0.1", "combine": "senders"}, "combine='senders'"),
+        ({"compression": "randomk:density=0.1", "clip": "median"}, "clip='median'"),
         ({"every": 3, "delay": 4}, "delay=4"),
         ({"every": 0}, "every=0"),
         ({"outer": "adam"}, "unknown outer 'adam'"),
