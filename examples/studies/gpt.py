@@ -98,7 +98,7 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any]) -> None:
     """Training loss over the steps, smoothed over five points of the curve."""
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
     for name in ROWS:
         if name not in result["runs"]:
             continue
@@ -111,7 +111,7 @@ def draw(result: dict[str, Any]) -> None:
     axes.set_ylabel("bits per byte, training")
     axes.set_ylim(top=6)
     axes.grid(True, linewidth=0.3)
-    axes.legend(fontsize=9, frameon=False)
+    axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(results.PICTURES / "gpt.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
 

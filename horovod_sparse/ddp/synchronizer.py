@@ -20,7 +20,7 @@ from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.plan import Plan
-from horovod_sparse.tensors.adoption import keep_momentum
+from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.tensors.loss_scale import pass_number
 from horovod_sparse.training.settings import HookOptions, Settings
 
@@ -170,7 +170,8 @@ class State(Synchronizer):
             after_backward(partial(throw, failure))
         if self.step == before:  # given up: as if it had not been
             return
-        keep_momentum(self.optimizer, not self.plan.buckets)
+        if isinstance(self.optimizer, SGDWithoutMomentum):
+            self.optimizer.keeps_momentum = not self.plan.buckets
         if self._sharing is not None:
             try:
                 self.follow_times(self._sharing.following)

@@ -117,14 +117,14 @@ class RMSpropOfSteps(_OfSteps, torch.optim.RMSprop):
 class SGDWithoutMomentum(_Adopted, torch.optim.SGD):
     """At ``lr (1 - dampening) / (1 - momentum)``, which goes as far: error feedback is a momentum.
 
-    It keeps its own while plans leave all gradients dense, which no residual waits for (`keep_momentum`).
+    It keeps its own while plans leave all gradients dense, which no residual waits for (`keeps_momentum`).
     """
 
-    _whole = False
+    keeps_momentum = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As SGD's own, or without momentum."""
-        if not self._whole:
+        if not self.keeps_momentum:
             self.state.clear()  # a momentum of dense gradients that were long ago
             return super().step(closure)
         self._opt_called = True
@@ -191,12 +191,6 @@ def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Rec
     if adopted is SGDWithoutMomentum and not momentum:
         adopted = kind
     return adopted, dataclasses.replace(recipe, feedback=chosen)
-
-
-def keep_momentum(optimizer: Any, whole: bool) -> None:
-    """Says whether the gradients that come next are all dense."""
-    if isinstance(optimizer, SGDWithoutMomentum):
-        optimizer._whole = whole
 
 
 def adopt(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Recipe:

@@ -16,7 +16,7 @@ from horovod_sparse import errors
 from horovod_sparse.carriers.shared_memory import lends, meeting
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
-from horovod_sparse.tensors.adoption import keep_momentum
+from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
@@ -346,7 +346,8 @@ class GradientSynchronizer(PlannedTraining):
         if size > 1:
             self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
-        keep_momentum(self.engine.optimizer, not self.plan.buckets)
+        if isinstance(self.engine.optimizer, SGDWithoutMomentum):
+            self.engine.optimizer.keeps_momentum = not self.plan.buckets
         if self.warmup is not None:
             self.follow_times(self.warmup)
 

@@ -11,7 +11,7 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 from horovod_sparse.errors import ArgumentError, UnsupportedError  # noqa: E402
 from horovod_sparse.feedback import parse_recipe  # noqa: E402
 from horovod_sparse.plans.plan import Plan  # noqa: E402
-from horovod_sparse.tensors.adoption import adopt, keep_momentum  # noqa: E402
+from horovod_sparse.tensors.adoption import adopt  # noqa: E402
 
 STEPS = 6
 
@@ -173,11 +173,11 @@ def test_sgd_keeps_its_momentum_while_all_gradients_are_dense() -> None:
     stock, model = model_of(), model_of()
     optimizer, own = (torch.optim.SGD(one.parameters(), lr=0.02, momentum=0.9) for one in (model, stock))
     adopt(optimizer, parse_recipe("best:density=0.01"))
-    keep_momentum(optimizer, True)
+    optimizer.keeps_momentum = True
     train(stock, own, torch.optim.lr_scheduler.StepLR(own, 3))
     train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))
     assert torch.equal(model[0].weight, stock[0].weight)
-    keep_momentum(optimizer, False)
+    optimizer.keeps_momentum = False
     optimizer.step()
     assert not optimizer.state, "a residual is the momentum from now on"
 
