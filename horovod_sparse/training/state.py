@@ -5,7 +5,8 @@ to buckets. Both differ from rank to rank, so every rank saves an entry of its o
 
 * same ranks, same plan: training continues bit for bit;
 * another plan: residuals are kept, sparsifier states start anew (one line in the log);
-* another number of ranks: residuals are kept and scaled, see `redistributed`; states start anew;
+* another number of ranks: residuals are kept and scaled, see `redistributed`; states start anew, and
+  how alike ranks' gradients are is learned anew;
 * all ranks load one rank's entry: each gets that rank's residual, an estimate of the mean. With two levels an
   entry has its own shard only, and others' start at zero: every rank has to load its own;
 * a checkpoint without the entry (a dense run's): residuals start at zero.
@@ -230,8 +231,10 @@ def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
     """Continues from an entry that fits. Needs no collective."""
     size, plan = engine.rank_and_size[1], Plan.from_dict(entry["plan"])
     states = checked_states(engine, entry)
+    resized = entry["size"] != size or entry.get("resized")
+    forgotten = {"leans": (0.0, 0.0)} if resized else {}
     progress = {
-        name: Progress.from_plain(one, one["state"]["step"])
+        name: Progress.from_plain({**one, **forgotten}, one["state"]["step"])
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
         for name in bucket_names
     }

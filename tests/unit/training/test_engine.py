@@ -93,8 +93,13 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("how", RECIPES, ids=lambda how: how.sparsifier.name)
 def test_residuals_survive_another_plan_and_another_number_of_ranks(how: Recipe) -> None:
     entries = [saved_entry(engine) for engine in trained(how, ONE, 2)]
-    fresh = ArrayEngine(how, TWO, (0, 1))
+    entries[0]["buckets"][0]["leans"] = alike = 0.5, 1.0
+    same_size, alone, fresh = (ArrayEngine(how, TWO, (0, size)) for size in (2, 1, 1))
+    load_entry(same_size, entries[0], 1.0)
+    load_entry(alone, entries[0], share_factor(0, 2, 1))
     load_entry(fresh, redistributed(entries, 0, 1), share_factor(0, 1, 1))
+    leans = [engine.sparse[0].bucket.progress.leans for engine in (same_size, alone, fresh)]
+    assert leans == [alike, (0.0, 0.0), (0.0, 0.0)], "ranks are as alike as they were, but no other number"
     kept = saved_entry(fresh)
     for name in SHAPES:  # the mean, and the dense one's for its next gradient
         mean = (entries[0]["residuals"][name] + entries[1]["residuals"][name]) / 2
