@@ -11,6 +11,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Recipe, RMSpropFeedback
 from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.tensorflow.training import VariablesTraining
 from horovod_sparse.training.compression import feedback_for
 
 #: settings by which gradients would be changed that are steps, or which change what the second moment is
@@ -70,24 +71,35 @@ def _without_moments(base: Any, is_sgd: bool) -> Any:
     """``theta = theta (1 - rate weight_decay) - step``; the decay, schedules and averages are the base's own.
 
     Of all but SGD what a gradient holds is the step. Where there was a momentum it is divided by ``1 -
-    momentum``, which goes as far: error feedback is one. Moments that there are already stay, and nothing
-    asks for them.
+    momentum``, which goes as far: error feedback is one. SGD keeps its own for plans that leave all gradients
+    dense. Moments of others that there are already stay, and nothing asks for them.
     """
     makes_moments = next(one for one in base.__mro__ if "build" in vars(one))
 
     class WithoutMoments(base):
         _horovod_sparse_base = base
+        _horovod_sparse_training: VariablesTraining
+        _keeps_momentum = False
 
         def build(self, variables: Any) -> None:
-            super(makes_moments, self).build(variables)
+            before: Any = WithoutMoments if is_sgd else makes_moments
+            super(before, self).build(variables)
             self._built = True  # asked for by tf-keras
 
-        def update_step(self, gradient: Any, variable: Any, learning_rate: Any = None) -> None:
+        def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
+            before, whole = self._keeps_momentum, is_sgd and not self._horovod_sparse_training.plan.buckets
+            self._keeps_momentum = whole
+            if whole:
+                super().update_step(gradient, variable, *rate)
+                return
+            if before:
+                with tf.init_scope():  # a momentum of dense gradients that were long ago
+                    for momentum in map(as_variable, self.momentums):
+                        momentum.assign(tf.zeros_like(momentum))
             own = as_variable(variable)
             step = tf.cast(gradient, own.dtype)
             if is_sgd:
-                rate = self.learning_rate if learning_rate is None else learning_rate
-                step *= tf.cast(as_variable(rate), own.dtype)
+                step *= tf.cast(as_variable(rate[0] if rate else self.learning_rate), own.dtype)
             own.assign_sub(step / (1.0 - getattr(self, "momentum", 0.0)))
 
     WithoutMoments.__name__, WithoutMoments.__qualname__ = base.__name__, base.__qualname__

@@ -119,6 +119,7 @@ def DistributedOptimizer(
         synchronizer = _synchronizer(arguments, is_scaler, settings_of(optimizer))
         if kind is not type(adopts) and synchronizer.is_needed:  # elsewhere it does all by itself
             object.__setattr__(adopts, "__class__", kind)
+            object.__setattr__(adopts, "_horovod_sparse_training", synchronizer)
         keeper = arguments.compression._horovod_sparse_keeper
     if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed

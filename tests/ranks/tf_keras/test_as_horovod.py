@@ -11,6 +11,7 @@ from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
 import horovod_sparse.tensorflow.keras as hvd
 from conformance.keras import CLOSE, EVERYTHING, kinds, sgd
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.plans.plan import Plan
 from support.keras_models import fit, flat, keras, make_model
 
 
@@ -108,6 +109,21 @@ def test_adamw_makes_the_steps_of_its_feedback(rank, size):
     np.testing.assert_allclose(results[1], expected, rtol=1e-5)
     with pytest.raises(ArgumentError, match=r"optimizer='Adam'.*AdamW"):
         hvd.DistributedOptimizer(keras.optimizers.legacy.Adam(0.1), compression="topk:feedback=adam")
+
+
+def test_sgd_keeps_its_momentum_while_all_gradients_are_dense():
+    weight, expected = tf.Variable([1.0, 2.0]), np.array([1.0, 2.0])
+    given = keras.optimizers.SGD(0.1, momentum=0.5)
+    optimizer = hvd.DistributedOptimizer(given, compression="best:density=1.0")
+    for whole in (False, True):
+        velocity = 0.0
+        if whole:
+            optimizer.replan(Plan((), optimizer.plan.names()))
+        for _ in range(3):
+            optimizer.minimize(lambda: tf.reduce_sum(weight), [weight])
+            velocity = 0.5 * velocity - 0.1
+            expected += velocity if whole else -0.2
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["new", "legacy"])

@@ -9,6 +9,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
+from horovod_sparse.plans.plan import Plan
 
 pytestmark = pytest.mark.tensorflow
 keras = tf.keras
@@ -304,11 +305,22 @@ def test_rmsprop_adds_its_epsilon_within_the_root():
     assert sum(variable.shape == (2,) for variable in optimizer.variables) == 0
 
 
-def test_the_best_of_sgd_goes_as_far_without_momentum():
-    sgd = keras.optimizers.SGD(0.1, momentum=0.5)
-    optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.Compression.best(density=1.0))
-    np.testing.assert_allclose(trained(optimizer, True), 1.0 - 0.2 * sum(GRADIENTS), rtol=1e-5)
-    assert not any(variable.shape == (2,) for variable in optimizer.variables)
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_best_of_sgd_goes_as_far_without_momentum(graph):
+    """It keeps its own while plans leave all gradients dense, and begins anew with each of them."""
+    weight, expected = keras.Variable(np.ones(2, np.float32), name="weight"), np.ones(2)
+    dense, sparse = Plan((), ("weight",)), Plan((("weight",),))
+    sgd, best = keras.optimizers.SGD(0.1, momentum=0.5), hvd.Compression.best(density=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=best, plan=dense)
+    for plan in (dense, sparse, dense):
+        if optimizer.plan not in (None, plan):
+            optimizer.replan(plan)
+        step, velocity = tf.function(lambda gradient: optimizer.apply([gradient], [weight])), np.zeros(2)
+        for gradient in GRADIENTS:
+            (step if graph else step.python_function)(tf.constant(gradient))
+            velocity = 0.5 * velocity - 0.1 * gradient
+            expected += velocity if plan is dense else -0.2 * gradient
+        np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
