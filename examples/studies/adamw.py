@@ -68,6 +68,9 @@ def _methods() -> dict[str, Method]:
     own = "feedback=adam(whole_batch=false)"  # s = 1
     for size in (2, 4, 8, 16):
         methods[f"P={size}, topk 1 %, adam, s = 1"] = Method(size, f"topk:density=0.01,{own}")
+    methods["P=4, topk 1 %, rmsprop"] = Method(4, "topk:density=0.01,feedback=rmsprop")
+    of_rank = "feedback=rmsprop(whole_batch=false)"
+    methods["P=4, topk 1 %, rmsprop, s = 1"] = Method(4, f"topk:density=0.01,{of_rank}")
     short = "topk:density=0.003,values=2bit,indices=gaps"
     methods["P=2, topk 0.3 %, 2 bits, gaps, adam"] = Method(2, f"{short},feedback=adam")
     methods["P=2, topk 0.3 %, 2 bits, gaps, adam, s = 1"] = Method(2, f"{short},{own}")
@@ -110,7 +113,8 @@ def measure(
     task = gpt_task(batch_size=setting["batch"] // method.size, **shape)
     baseline = BASELINES.get(method.text)
     recipe = parse_recipe(method.text) if baseline is None else Recipe(Dense(), ErrorFeedback())
-    make = plain if baseline is not None and baseline.is_step else adamw
+    make = rmsprop if "rmsprop" in method.text else adamw
+    make = plain if baseline is not None and baseline.is_step else make
     is_step = recipe.feedback.applies_rate if baseline is None else baseline.is_step
     trace = train(
         task,
@@ -139,6 +143,13 @@ def adamw(
 ) -> torch.optim.AdamW:
     """As a user would make it: matrices decay, biases and norms do not."""
     return torch.optim.AdamW(groups(parameters, setting), lr=rate, betas=(0.9, setting["beta2"]))
+
+
+def rmsprop(
+    parameters: Sequence[torch.nn.Parameter], rate: float, setting: dict[str, Any]
+) -> torch.optim.RMSprop:
+    """As a user would make it: it has no decay apart."""
+    return torch.optim.RMSprop(parameters, lr=rate, alpha=setting["beta2"])
 
 
 def plain(
