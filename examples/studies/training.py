@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.feedback.bucket import BucketStep
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.tensors.adoption import adopt, feedback_of
 from studies.baselines import Exchange
 from studies.tasks import Task

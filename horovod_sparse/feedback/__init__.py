@@ -1,8 +1,8 @@
 """Error feedback and momentum correction; the bucket that holds all of it."""
 
 from horovod_sparse.feedback.bucket import Bucket as Bucket
+from horovod_sparse.feedback.bucket import Member as Member
 from horovod_sparse.feedback.bucket import Progress as Progress
-from horovod_sparse.feedback.bucket import resumed as resumed
 from horovod_sparse.feedback.feedbacks import FEEDBACKS as FEEDBACKS
 from horovod_sparse.feedback.feedbacks import AdamFeedback as AdamFeedback
 from horovod_sparse.feedback.feedbacks import BestFeedback as BestFeedback
@@ -16,8 +16,6 @@ from horovod_sparse.feedback.recipe import Recipe as Recipe
 from horovod_sparse.feedback.recipe import parse_recipe as parse_recipe
 from horovod_sparse.feedback.recipe import recipe as recipe
 from horovod_sparse.feedback.recipe import recipe_signature as recipe_signature
-from horovod_sparse.feedback.state import BucketStep as BucketStep
-from horovod_sparse.feedback.state import Member as Member
 from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket as TwoLevelBucket
 from horovod_sparse.feedback.two_level_bucket import shard_of as shard_of
 from horovod_sparse.sparsifiers.schedule import AutoDensity as AutoDensity

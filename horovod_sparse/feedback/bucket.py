@@ -10,11 +10,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_sparse.arrays import Accumulator, FoldRule
+from horovod_sparse.arrays import Accumulator
 from horovod_sparse.collectives import AllToAll, Broadcast, Exchange, Request, Synchronization
 from horovod_sparse.errors import (
     EditedGradientError,
@@ -22,19 +22,19 @@ from horovod_sparse.errors import (
     NonFiniteSumError,
     StateMismatchError,
 )
-from horovod_sparse.feedback.feedbacks import Rates
+from horovod_sparse.feedback.feedbacks import Normalizing, Rates
 from horovod_sparse.feedback.recipe import Recipe
-from horovod_sparse.feedback.state import BucketStep, Member
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-from horovod_sparse.sparsifiers.base import SparsifierState, rescaled, step_generator
+from horovod_sparse.sparsifiers.base import SparsifierState, rescaled
+from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.wire import told_by_norms
+
+if TYPE_CHECKING:
+    from horovod_sparse.feedback.alikeness import Alikeness
 
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
 #: multiplies a residual by more
 LARGEST_GROWTH = 10.0
-#: elements whose signs are drawn in a step; how much this step counts beside those before, which is as one
-#: that leans so many times as far, squared, at most
-_SAMPLE, _NEWS, _MOST = 4096, 0.03, 10.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Progress:
         scale: what the residual has been multiplied by since the first step (1 where it follows nothing).
         since: step with which the companions began, where they are of a rank's own gradients.
         summed: ranks whose gradients are summed before: those of a host, with two levels.
-        leans: decayed means over the steps of two squares, where ranks normalize their gradients: of how far
-            the mean gradient leans along random signs, and of how far a rank's does.
+        leans: decayed means over the steps of two squares, where an `Alikeness` is learned: of how far the
+            mean gradient leans along random signs, and of how far a rank's does.
     """
 
     step: int = 0
@@ -117,19 +117,13 @@ class Progress:
         return cls(int(step), rate, largest, scale, since, summed, tuple(saved.get("leans", (0.0, 0.0))))
 
 
-def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
-    """Where all ranks start a bucket's state anew at one step of the training.
+@dataclass(frozen=True)
+class Member:
+    """A parameter's place in a bucket: elements [start, stop)."""
 
-    Example:
-        >>> resumed(Progress(), Progress(7, 0.1).to_plain(), 7).learning_rate
-        0.1
-        >>> resumed(Progress(5, 0.2), Progress(7, 0.1).to_plain(), 7).learning_rate
-        0.2
-    """
-    going_on = Progress.from_plain(told, step) if own.step == 0 and told is not None else own
-    # companions are this rank's own: those of a worker that has just come are made of nothing
-    since = step - own.age
-    return dataclasses.replace(going_on, step=step, since=since, summed=own.summed, leans=(0.0, 0.0))
+    name: str
+    start: int
+    stop: int
 
 
 #: the largest number of a gradient's type that does not become infinite when it is rounded
@@ -158,16 +152,17 @@ class Bucket:
         #: the state before the step that may still be given up, and how far steps leaned
         self._before: tuple[SparsifierState, tuple[float, float]] | None = None
         self._gradient: Any = None
+        #: where ranks normalize their gradients by parts of a batch
+        self._alikeness: Alikeness | None = None
+        if isinstance(recipe.feedback, Normalizing) and recipe.feedback.whole_batch and info.size > 1:
+            from horovod_sparse.feedback.alikeness import Alikeness  # which others need not
+
+            self._alikeness = Alikeness(info)
 
     @property
     def progress(self) -> Progress:
         """Steps, learning rates, and the residual's units, up to now."""
         return dataclasses.replace(self._progress, step=self.state.step)
-
-    @property
-    def learning_rate(self) -> float | None:
-        """Whose gradients the residual is made of."""
-        return self._progress.learning_rate
 
     def restart(self, progress: Progress | None = None) -> None:
         """The sparsifier's state anew. The residual stays what it is."""
@@ -227,19 +222,18 @@ class Bucket:
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
         report, started = self._report(), time.perf_counter()
-        feedback, now = self.feedback, self._progress.at(learning_rate)
+        feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
         if report.num_target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = getattr(feedback, "for_dense", lambda: feedback)()
-        whole, (mean, own) = getattr(feedback, "whole_batch", False) and self.info.size > 1, now.leans
-        longer = max(mean / own, 1.0 / self.info.size) ** -0.5 if whole and own else 1.0
-        rates = Rates(self.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
+        longer = 1.0 if self._alikeness is None else self._alikeness.longer(now.leans)
+        rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
         self.accumulator.step = self.state.step
-        if whole:
-            self._fold_leaning(gradient, rule)
-        else:
+        if self._alikeness is None:
             self.accumulator.fold(gradient, rule)
+        else:
+            self._alikeness.fold(self.accumulator, gradient, rule, self.state.step)
         self._progress = now
         # in other units from now on; what a decay forgets changes none
         self.rescaled(rule.decay / getattr(feedback, "decay", 1.0))
@@ -248,19 +242,6 @@ class Bucket:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
         return (yield from self._summed(report, scale))
-
-    def _fold_leaning(self, gradient: Any, rule: FoldRule) -> None:
-        """Folds what is normalized; the report says how far it leans along signs that ranks share."""
-        generator = step_generator(0, self.info.name, self.state.step)
-        drawn = generator.integers(0, 2 * self.info.num_elements, min(self.info.num_elements, _SAMPLE))
-        where = (drawn >> 1).astype(np.int32)
-        before = rule.decay * self.accumulator.take(where).astype(np.float64)
-        self.accumulator.fold(gradient, rule)
-        after, moment = self.accumulator.take_all(where)
-        *_, rate, eps = rule.factors(self.accumulator.dtype).tolist()
-        if rate:  # the gradient again, which is not there any more
-            signed = (2 * (drawn & 1) - 1) * (after - before) * (np.sqrt(moment.astype(np.float64)) + eps)
-            self.accumulator.tell(lean=float(signed.sum()) / rate)
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
         """The step that was given up once more, by `abandon`, of what waits now: nothing is folded in.
@@ -294,14 +275,9 @@ class Bucket:
         if sum_.norms is not None:
             sum_.norms, steps, leans = told_by_norms(sum_.norms)
             self._check_steps(steps)
-            if leans.any():
-                squares = float(leans.mean()) ** 2, float(np.square(leans).mean())
-                # in the beginning steps are one rank's
-                known = self._progress.leans if any(self._progress.leans) else (squares[1], squares[1])
-                # one bad batch would rule for hundreds of steps
-                part = _NEWS * min(1.0, _MOST * known[1] / squares[1])
-                mean, own = ((1 - _NEWS) * old + part * now for old, now in zip(known, squares, strict=True))
-                self._progress = dataclasses.replace(self._progress, leans=(mean, own))
+            if self._alikeness is not None and leans.any():
+                learned = self._alikeness.learned(self._progress.leans, leans)
+                self._progress = dataclasses.replace(self._progress, leans=learned)
             report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
         # all ranks have the same sum: so they find the same, without a message
         overflow = overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)

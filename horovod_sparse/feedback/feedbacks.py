@@ -38,7 +38,7 @@ class Feedback(Protocol):
     """Says how a gradient and the residual become the accumulator, in one pass.
 
     It may also have what those here have: `keeps_residual`, `applies_rate`, `for_dense`, `for_shards`,
-    `with_settings`, `moved` and `whole_batch`.
+    `with_settings` and `moved`.
     """
 
     @property
@@ -231,7 +231,7 @@ class MomentumCorrection(_Feedback):
 
 
 @dataclass(frozen=True)
-class _Normalizing(_Feedback):
+class Normalizing(_Feedback):
     """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
 
     A normalizer says which: by its defaults, and whether v is corrected for its beginning at 0.
@@ -282,7 +282,7 @@ class _Normalizing(_Feedback):
 
 
 @dataclass(frozen=True)
-class AdamFeedback(_Normalizing):
+class AdamFeedback(Normalizing):
     """``acc = e + s eta z``, ``z = g / (sqrt(v / (1 - beta2^t)) + eps)``, ``v = beta2 v + (1 - beta2) g^2``.
 
     An optimizer with moments behind plain error feedback meets every element as a spike: its second moment
@@ -319,7 +319,7 @@ class AdamFeedback(_Normalizing):
 
 
 @dataclass(frozen=True)
-class RMSpropFeedback(_Normalizing):
+class RMSpropFeedback(Normalizing):
     """As `AdamFeedback`, but ``z = g / (sqrt(v) + eps)``: the first steps are large, as RMSprop's.
 
     Args:

@@ -26,9 +26,8 @@ from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator, FoldReport, GradientParts
 from horovod_sparse.collectives import AllGather, ReduceScatter, Synchronization, Words, at_level, part
 from horovod_sparse.errors import HorovodSparseError, MessageError
-from horovod_sparse.feedback.bucket import Bucket
+from horovod_sparse.feedback.bucket import Bucket, Member
 from horovod_sparse.feedback.recipe import Recipe
-from horovod_sparse.feedback.state import Member
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
 from horovod_sparse.topology import Topology
 from horovod_sparse.wire import WireFormat, pack, unpack_sum

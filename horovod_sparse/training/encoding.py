@@ -1,19 +1,27 @@
-"""Saved state as bytes without pickle: numbers, strings, containers of them, and NumPy arrays."""
+"""Saved state as plain values, and as bytes without pickle: numbers, strings, containers, NumPy arrays."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import dataclasses
+import hashlib
 import io
 import json
 import math
 import zipfile
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from horovod_sparse.errors import StateMismatchError
 
+State = TypeVar("State")
+
 _TREE = "tree"
+#: whole number, of what arithmetic on floats can take
+_LARGEST = 2**63
 
 
 def to_bytes(value: Any) -> bytes:
@@ -99,3 +107,156 @@ def _unflatten(tree: Any, arrays: Any, unread: set[str]) -> Any:
     if kind == "tuple":
         return tuple(_unflatten(item, arrays, unread) for item in content)
     return {key: _unflatten(item, arrays, unread) for key, item in content}
+
+
+def to_plain(value: Any, array: Callable[[np.ndarray], Any] = np.copy, path: str = "") -> Any:
+    """A state dataclass as nested dicts that share nothing with it."""
+    path = path or type(value).__name__
+    if dataclasses.is_dataclass(value):
+        return {
+            item.name: to_plain(getattr(value, item.name), array, f"{path}.{item.name}")
+            for item in dataclasses.fields(value)
+        }
+    if isinstance(value, np.ndarray):
+        return array(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item, array, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item, array, f"{path}[{i}]") for i, item in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    raise StateMismatchError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def shared_digest(states: Mapping[str, Any]) -> str:
+    """A digest of what is equal on all ranks in the states of buckets: all but the fields marked `LOCAL`."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(states):
+        digest.update(repr((name, _shared(states[name]))).encode())
+    return digest.hexdigest()
+
+
+def _shared(value: Any) -> Any:
+    """Plain values that print alike where they are equal, bit for bit."""
+    if dataclasses.is_dataclass(value):
+        return [
+            (item.name, _shared(getattr(value, item.name)))
+            for item in dataclasses.fields(value)
+            if not item.metadata.get("local")
+        ]
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return [(str(key), _shared(item)) for key, item in sorted(value.items())]
+    if isinstance(value, (list, tuple)):
+        return [_shared(item) for item in value]
+    return value
+
+
+def from_plain(fresh: State, plain: Mapping[str, Any], path: str = "") -> State:
+    """A state as `to_plain` saved it."""
+    state: State = _from_plain(fresh, plain, path or type(fresh).__name__)
+    return state
+
+
+def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type):
+        names = {item.name for item in dataclasses.fields(fresh)}
+        # what older checkpoints have not got says so itself
+        added = {item.name for item in dataclasses.fields(fresh) if item.metadata.get("added")}
+        former: frozenset[str] = getattr(fresh, "FORMER", frozenset())
+        if not isinstance(plain, Mapping) or not names - added <= set(plain) - former <= names:
+            found = sorted(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
+            raise StateMismatchError(
+                f"{path} has the fields {sorted(names)}, the saved state has {found}: it belongs to another "
+                "algorithm or to another version of it"
+            )
+        fields = {name: getattr(fresh, name) for name in names}
+        loaded = type(fresh)(
+            **{
+                name: _from_plain(value, plain[name], f"{path}.{name}") if name in plain else value
+                for name, value in fields.items()
+            }
+        )
+        flaw = loaded.flaw(fresh) if hasattr(loaded, "flaw") else ""
+        if flaw:
+            raise StateMismatchError(f"{path}.{flaw} in the saved state")
+        return loaded
+    if isinstance(fresh, np.ndarray):
+        return _array_like(fresh, plain, path)
+    if isinstance(fresh, np.generic):
+        return fresh.dtype.type(_number_like(fresh.item(), plain, path))
+    if isinstance(fresh, Mapping) and isinstance(plain, Mapping):
+        if set(fresh) == set(plain):
+            return {key: _from_plain(fresh[key], plain[key], f"{path}.{key}") for key in fresh}
+        return {str(key): _number_like(0.0, item, f"{path}.{key}") for key, item in plain.items()}
+    if isinstance(fresh, (list, tuple)) and isinstance(plain, (list, tuple)):
+        # containers that grow while training goes on hold the numbers that were saved
+        return type(fresh)(_number_like(0.0, item, f"{path}[{i}]") for i, item in enumerate(plain))
+    if fresh is None:
+        return plain if plain is None or isinstance(plain, str) else _number_like(0.0, plain, path)
+    if isinstance(fresh, (bool, str, bytes)) and isinstance(plain, type(fresh)):
+        return plain
+    if isinstance(fresh, (int, float)) and not isinstance(fresh, bool):
+        return _number_like(fresh, plain, path)
+    raise StateMismatchError(
+        f"{path} is a {type(plain).__name__} in the saved state, not a {type(fresh).__name__}"
+    )
+
+
+def _array_like(fresh: np.ndarray, plain: Any, path: str) -> np.ndarray:
+    saved = as_array(plain)
+    if isinstance(plain, (list, tuple)):  # as JSON gives it back
+        with contextlib.suppress(ValueError):
+            saved = np.array(plain)
+    if saved is None or saved.dtype.kind not in "iuf":
+        raise StateMismatchError(f"{path} is a {type(plain).__name__} in the saved state, not an array")
+    if saved.shape != fresh.shape:
+        raise StateMismatchError(
+            f"{path} has shape {fresh.shape}, the saved state has {saved.shape}: it belongs to another "
+            "bucket or to another number of ranks"
+        )
+    if not np.isfinite(saved).all():
+        raise StateMismatchError(f"{path} holds NaN or Inf in the saved state")
+    converted = saved.astype(fresh.dtype)
+    if fresh.dtype.kind in "iu" and not np.array_equal(converted, saved):
+        raise StateMismatchError(f"{path} holds numbers in the saved state that are no {fresh.dtype}")
+    return converted
+
+
+def _number_like(fresh: float, plain: Any, path: str) -> float:
+    if not is_number(plain):
+        raise StateMismatchError(
+            f"{path} is a {type(plain).__name__} in the saved state, not a {type(fresh).__name__}"
+        )
+    if not math.isfinite(plain):
+        raise StateMismatchError(f"{path} is {plain} in the saved state")
+    number: float = plain
+    if isinstance(fresh, int) and plain != int(plain):
+        raise StateMismatchError(f"{path} is {plain} in the saved state, not a whole number")
+    return number
+
+
+def is_number(value: object) -> bool:
+    """Whether a saved value is a number that arithmetic on floats can take."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) <= _LARGEST
+
+
+def as_array(value: Any) -> np.ndarray | None:
+    """A saved array, of whatever kind that NumPy can read; None for anything else."""
+    if isinstance(value, np.ndarray):
+        return value
+    as_numpy = getattr(value, "numpy", None)  # PyTorch's and TensorFlow's tensors say it so
+    if not callable(as_numpy):
+        return None
+    try:
+        array = as_numpy()
+    except (TypeError, RuntimeError):  # of a type, or in a form, that NumPy has not
+        return None
+    return array if isinstance(array, np.ndarray) else None

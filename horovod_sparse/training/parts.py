@@ -15,10 +15,10 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import Bucket, BucketStep, Feedback, Progress, Recipe, TwoLevelBucket
+from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe, TwoLevelBucket
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers.base import accumulator_dtype
-from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.telemetry import BucketReport, BucketStep
 
 #: parameters that are summed together: the name of each, and where it stops
 Members: TypeAlias = Sequence[tuple[str, int]]
@@ -268,3 +268,18 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     step = max((one.step for one in found or known.values()), default=0)
     age = min((one.age for one in found), default=0)  # nobody's companions pass for older ones than they are
     return dataclasses.replace(found[0] if found else Progress(), step=step, since=step - age)
+
+
+def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
+    """Where all ranks start a bucket's state anew at one step of the training.
+
+    Example:
+        >>> resumed(Progress(), Progress(7, 0.1).to_plain(), 7).learning_rate
+        0.1
+        >>> resumed(Progress(5, 0.2), Progress(7, 0.1).to_plain(), 7).learning_rate
+        0.2
+    """
+    going_on = Progress.from_plain(told, step) if own.step == 0 and told is not None else own
+    # companions are this rank's own: those of a worker that has just come are made of nothing
+    since = step - own.age
+    return dataclasses.replace(going_on, step=step, since=since, summed=own.summed, leans=(0.0, 0.0))

@@ -23,9 +23,9 @@ import numpy as np
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe, TwoLevelBucket
-from horovod_sparse.feedback.state import as_array, from_plain, is_number, to_plain
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.encoding import as_array, from_plain, is_number, to_plain
 from horovod_sparse.training.parts import Part, assign_residuals, held_residuals, shared_out
 
 _FORMAT = 1

@@ -16,8 +16,7 @@ from typing import Any
 from horovod_sparse.carriers.shared_memory import agreed_memory
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
-from horovod_sparse.feedback import Progress, Recipe, resumed
-from horovod_sparse.feedback.state import shared_digest
+from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans.plan import HALVES, ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology
@@ -31,6 +30,7 @@ from horovod_sparse.training.agreement import (
     started_again,
 )
 from horovod_sparse.training.drift import DriftCheck
+from horovod_sparse.training.encoding import shared_digest
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.host_topology import (
     ChosenLevels,
@@ -46,6 +46,7 @@ from horovod_sparse.training.parts import (
     dense_groups,
     held_residuals,
     needs_bucket,
+    resumed,
     shared_out,
 )
 from horovod_sparse.training.settings import Settings

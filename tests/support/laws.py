@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_sparse.collectives import AllGather, ReduceScatter
-from horovod_sparse.feedback.state import shared_digest
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
+from horovod_sparse.training.encoding import shared_digest
 from support.cases import Case
 from support.history import History
 

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from horovod_sparse.feedback import BucketStep
-from horovod_sparse.telemetry import BucketReport, StepReport, Telemetry
+from horovod_sparse.telemetry import BucketReport, BucketStep, StepReport, Telemetry
 
 
 def bucket(name, num_elements, selected, union, norms, **more):

@@ -31,7 +31,6 @@ FOLLOWED = [
     "wire.message",
     "planning.profile",
     "feedback.recipe",
-    "feedback.state",
     "training.encoding",
     "training.state",
 ]

@@ -17,12 +17,11 @@ from horovod_sparse.feedback import (
     RMSpropFeedback,
     parse_recipe,
     recipe,
-    resumed,
 )
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.parts import progress_of
+from horovod_sparse.training.parts import progress_of, resumed
 from horovod_sparse.training.state import redistributed
 from support.cases import REPRESENTATIVES, Case, case_id
 from support.gradients import DTYPES, as_gradient, dyadic, gaussian, wide

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from horovod_sparse.errors import CollectiveMismatchError, HorovodSparseError, StateMismatchError
-from horovod_sparse.feedback import Progress, parse_recipe, resumed
-from horovod_sparse.feedback.state import from_plain, to_plain
+from horovod_sparse.feedback import Progress, parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo, MiCRO
 from horovod_sparse.thresholds import ThresholdState
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.encoding import from_plain, to_plain
+from horovod_sparse.training.parts import resumed
 from horovod_sparse.training.state import redistributed
 from support import laws
 from support.cases import CASES, Case, case_id

@@ -203,8 +203,8 @@ def test_a_rate_of_zero_is_never_the_last_one() -> None:
     for rate, held in ((0.5, 1.0), (0.125, 5.0), (0.0, 6.0), (0.5, 2.5), (float("nan"), 3.5)):
         cluster.synchronize([np.array([99, 1, 1, 1], np.float32)], rate)
         assert cluster.residuals()[0].tolist() == [0.0, *[held] * 3]
-        assert cluster.buckets[0].learning_rate == (rate if rate > 0 else cluster.buckets[0].learning_rate)
-    assert cluster.buckets[0].learning_rate == 0.5
+        assert not rate > 0 or cluster.buckets[0].progress.learning_rate == rate
+    assert cluster.buckets[0].progress.learning_rate == 0.5
 
 
 @rows_by("case,dtype", CASES, DTYPES, ids=case_id)

@@ -13,12 +13,11 @@ import torch
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Bucket, MomentumCorrection, Recipe, parse_recipe, recipe
-from horovod_sparse.feedback.state import from_plain, to_plain
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import redistribute
-from horovod_sparse.training.encoding import from_bytes, to_bytes
+from horovod_sparse.training.encoding import from_bytes, from_plain, to_bytes, to_plain
 from horovod_sparse.training.parts import ArrayLayout, BucketPart, DensePart, Part
 from horovod_sparse.training.state import (
     Holder,
