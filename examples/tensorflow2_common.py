@@ -15,13 +15,17 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 
 
-def arguments(description: str | None, *, has_stock: bool = False) -> argparse.Namespace:
+def arguments(
+    description: str | None, *, compression: str = "exdyna", has_stock: bool = False
+) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--compression", default="exdyna", help="none, fp16, or a sparsifier: NAME or NAME:ARGUMENT=VALUE,..."
+        "--compression",
+        default=compression,
+        help="none, fp16, or a sparsifier: NAME or NAME:ARGUMENT=VALUE,... (default: %(default)s)",
     )
     parser.add_argument("--density", type=float, help="kept fraction of the gradient, in (0, 1]")
     parser.add_argument("--epochs", type=int, default=8)
