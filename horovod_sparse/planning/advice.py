@@ -175,7 +175,7 @@ class LocalRounds(NamedTuple):
     @property
     def accuracy(self) -> str:
         """What is known of it."""
-        return _LOCAL_STEPS.get(self.every, "unknown")
+        return _LOCAL_STEPS.get(self.every, f"unknown; measured at {min(_LOCAL_STEPS)}")
 
     def __str__(self) -> str:
         return f"{self.line}: predicted {self.share:.1%} network; accuracy: {self.accuracy}"

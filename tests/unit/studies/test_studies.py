@@ -110,6 +110,8 @@ def test_plan_says_of_local_steps_what_was_measured():
     above = 100 * (apart["training_bits"] / dense["training_bits"] - 1)
     told = re.search(r"ended (\d+) % above", advice._LOCAL_STEPS[30])
     assert told and float(told[1]) == pytest.approx(above, abs=0.5)
+    (at,) = {name.split(",")[1] for name in runs if "outer rate 1.5" in name}
+    assert f"measured at {at.removeprefix(' H = ')}" in str(advice.LocalRounds(100, 0.0, 1, 1, 0.0))
 
 
 def test_simulated_ranks_of_local_steps_have_parameters_of_their_own():
