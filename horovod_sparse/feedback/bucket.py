@@ -176,11 +176,7 @@ class Bucket:
         self._before = None
 
     def rescaled(self, factor: float) -> None:
-        """Has to be told where residual and gradients come in other units from now on (a new loss scale).
-
-        Whoever multiplies the residual calls this, between two steps: what the sparsifier remembers in its
-        units follows.
-        """
+        """Whoever multiplies the residual, between two steps, calls this: the sparsifier's state follows."""
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
             self.state = rescaled(self.state, factor)

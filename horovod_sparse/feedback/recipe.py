@@ -166,16 +166,11 @@ class ParameterRules:
             return 1.0
         return None
 
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Patterns that fit no name: misspelt, most likely."""
-        known = list(names)
-        patterns = [*self.dense, *(pattern for pattern, _ in self.densities)]
-        return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
-
     def hint(self, names: Iterable[str]) -> None:
-        """Logs patterns that fit no name."""
-        known = sorted(names)
-        if missed := self.unmatched(known):
+        """Logs patterns that fit no name: misspelt, most likely."""
+        known, patterns = sorted(names), [*self.dense, *(pattern for pattern, _ in self.densities)]
+        missed = [one for one in patterns if not any(fnmatchcase(name, one) for name in known)]
+        if missed:
             _log.warning(
                 "no parameter has a name like %s; names are %s",
                 ", ".join(map(repr, missed)),
@@ -286,25 +281,15 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-#: arguments every algorithm takes beside its own
-_RULES = tuple(item.name for item in dataclasses.fields(ParameterRules))
-_COMMON = (
-    inspect.Parameter("feedback", inspect.Parameter.KEYWORD_ONLY, default="error"),
-    *(
-        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default)
-        for item in dataclasses.fields(ParameterRules)
-    ),
-)
+_RULES = {item.name: item.default for item in dataclasses.fields(ParameterRules)}
 
 
 def recipe_signature(name: str) -> inspect.Signature:
     """The arguments that `recipe(name, ...)` takes, with their defaults."""
-    own = [
-        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default)
-        for item in dataclasses.fields(_algorithm(name))
-        if item.init
-    ]
-    return inspect.Signature([*own, *_COMMON])
+    own = {item.name: item.default for item in dataclasses.fields(_algorithm(name)) if item.init}
+    every = {**own, "feedback": "error", **_RULES}
+    only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature([inspect.Parameter(given, only, default=every[given]) for given in every])
 
 
 #: arguments that there were, and what is instead
@@ -390,7 +375,7 @@ def parse_recipe(text: str) -> Recipe:
     return recipe(name, **parse_arguments(rest))
 
 
-def _algorithm(name: str, known: Mapping[str, type[Sparsifier]] = ALGORITHMS) -> type[Sparsifier]:
-    if name not in known:
-        raise UnknownNameError("compression", name, known)
-    return known[name]
+def _algorithm(name: str) -> type[Sparsifier]:
+    if name not in ALGORITHMS:
+        raise UnknownNameError("compression", name, ALGORITHMS)
+    return ALGORITHMS[name]

@@ -11,13 +11,11 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from horovod_sparse.errors import StateMismatchError
-
-State = TypeVar("State")
 
 _TREE = "tree"
 #: whole number, of what arithmetic on floats can take
@@ -109,61 +107,43 @@ def _unflatten(tree: Any, arrays: Any, unread: set[str]) -> Any:
     return {key: _unflatten(item, arrays, unread) for key, item in content}
 
 
-def to_plain(value: Any, array: Callable[[np.ndarray], Any] = np.copy, path: str = "") -> Any:
-    """A state dataclass as nested dicts that share nothing with it."""
-    path = path or type(value).__name__
-    if dataclasses.is_dataclass(value):
-        return {
-            item.name: to_plain(getattr(value, item.name), array, f"{path}.{item.name}")
-            for item in dataclasses.fields(value)
-        }
-    if isinstance(value, np.ndarray):
-        return array(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item, array, f"{path}.{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item, array, f"{path}[{i}]") for i, item in enumerate(value)]
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    raise StateMismatchError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy, *, shared: bool = False) -> Any:
+    """A state dataclass as nested dicts that share nothing with it; `shared`: less what is marked `LOCAL`."""
+
+    def plain(value: Any, path: str) -> Any:
+        if dataclasses.is_dataclass(value):
+            return {
+                item.name: plain(getattr(value, item.name), f"{path}.{item.name}")
+                for item in dataclasses.fields(value)
+                if not (shared and item.metadata.get("local"))
+            }
+        if isinstance(value, np.ndarray):
+            return array(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, Mapping):
+            return {str(key): plain(item, f"{path}.{key}") for key, item in sorted(value.items())}
+        if isinstance(value, (list, tuple)):
+            return [plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            return value
+        raise StateMismatchError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+    return plain(state, type(state).__name__)
 
 
 def shared_digest(states: Mapping[str, Any]) -> str:
     """A digest of what is equal on all ranks in the states of buckets: all but the fields marked `LOCAL`."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(states):
-        digest.update(repr((name, _shared(states[name]))).encode())
+        plain = to_plain(states[name], lambda own: (str(own.dtype), own.shape, own.tobytes()), shared=True)
+        digest.update(repr((name, plain)).encode())
     return digest.hexdigest()
 
 
-def _shared(value: Any) -> Any:
-    """Plain values that print alike where they are equal, bit for bit."""
-    if dataclasses.is_dataclass(value):
-        return [
-            (item.name, _shared(getattr(value, item.name)))
-            for item in dataclasses.fields(value)
-            if not item.metadata.get("local")
-        ]
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return [(str(key), _shared(item)) for key, item in sorted(value.items())]
-    if isinstance(value, (list, tuple)):
-        return [_shared(item) for item in value]
-    return value
-
-
-def from_plain(fresh: State, plain: Mapping[str, Any], path: str = "") -> State:
+def from_plain(fresh: Any, plain: Any, path: str = "") -> Any:
     """A state as `to_plain` saved it."""
-    state: State = _from_plain(fresh, plain, path or type(fresh).__name__)
-    return state
-
-
-def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
+    path = path or type(fresh).__name__
     if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type):
         names = {item.name for item in dataclasses.fields(fresh)}
         # what older checkpoints have not got says so itself
@@ -178,7 +158,7 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
         fields = {name: getattr(fresh, name) for name in names}
         loaded = type(fresh)(
             **{
-                name: _from_plain(value, plain[name], f"{path}.{name}") if name in plain else value
+                name: from_plain(value, plain[name], f"{path}.{name}") if name in plain else value
                 for name, value in fields.items()
             }
         )
@@ -192,7 +172,7 @@ def _from_plain(fresh: Any, plain: Any, path: str) -> Any:
         return fresh.dtype.type(_number_like(fresh.item(), plain, path))
     if isinstance(fresh, Mapping) and isinstance(plain, Mapping):
         if set(fresh) == set(plain):
-            return {key: _from_plain(fresh[key], plain[key], f"{path}.{key}") for key in fresh}
+            return {key: from_plain(fresh[key], plain[key], f"{path}.{key}") for key in fresh}
         return {str(key): _number_like(0.0, item, f"{path}.{key}") for key, item in plain.items()}
     if isinstance(fresh, (list, tuple)) and isinstance(plain, (list, tuple)):
         # containers that grow while training goes on hold the numbers that were saved

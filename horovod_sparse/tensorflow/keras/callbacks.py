@@ -161,10 +161,6 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         super().__init__()
         allowed = "the optimizer's learning rate at the start"
         check_number("initial_lr", initial_lr, allowed, low=0.0, high=math.inf)
-        if not callable(multiplier):
-            check_number(
-                "multiplier", multiplier, "a function of the epoch, or a number", low=0.0, high=math.inf
-            )
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction = staircase, momentum_correction
         self.steps_per_epoch = steps_per_epoch
@@ -172,7 +168,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         if callable(multiplier):
             self.multiplier: Callable[[float], float] = multiplier
         else:
-            factor = multiplier
+            allowed, factor = "a function of the epoch, or a number", multiplier
+            check_number("multiplier", factor, allowed, low=0.0, high=math.inf)
             self.multiplier = lambda epoch: factor ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -83,8 +83,7 @@ class _Displacement:
         return HostEntry(name, view, partial(np.copyto, view))
 
     def to_host(self, name: str) -> np.ndarray:
-        array: np.ndarray = getattr(self, name)
-        return array
+        return np.asarray(getattr(self, name))
 
     def from_host(self, name: str, values: np.ndarray) -> None:
         getattr(self, name)[...] = values
@@ -104,10 +103,8 @@ class _Part(common.ArrayLayout, common.BucketPart):
         info = BucketInfo(spec.label, self.places[-1][1], *place, self.gradient.start.dtype.name)
         recipe = spec.recipe or rounds.recipe.for_dense()
         members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
-        self.bucket, self.task = (
-            Bucket(info, recipe, make_accumulator(info, recipe), members),
-            Task(spec.label),
-        )
+        self.bucket = Bucket(info, recipe, make_accumulator(info, recipe), members)
+        self.task = Task(spec.label)
 
     def start(self, starter: Any) -> None:
         self.task = starter.start(self.label, self.bucket.step(GradientParts([self.gradient.taken()])))

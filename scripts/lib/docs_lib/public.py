@@ -45,7 +45,7 @@ FIRST = (
 )
 LAST = (
     *("State", "hook", "redistribute", "SparseCompressor", "BucketInfo", "SparseSum", "Sparsifier"),
-    *("SparsifierState", "Traffic", "WholeSum", "Bucket", "Progress", "resumed"),
+    *("SparsifierState", "Traffic", "WholeSum", "Bucket", "Progress"),
 )
 #: packages that export names to the rest of this one, not to users
 INTERNAL = tuple(f"horovod_sparse.{name}" for name in ("kernels", "planning", "tensors", "training"))

@@ -112,18 +112,14 @@ def test_adamw_makes_the_steps_of_its_feedback(rank, size):
 
 
 def test_sgd_keeps_its_momentum_while_all_gradients_are_dense():
-    weight, expected = tf.Variable([1.0, 2.0]), np.array([1.0, 2.0])
-    given = keras.optimizers.SGD(0.1, momentum=0.5)
+    given, weight = keras.optimizers.SGD(0.1, momentum=0.5), tf.Variable([1.0, 2.0])
     optimizer = hvd.DistributedOptimizer(given, compression="best:density=1.0")
-    for whole in (False, True):
-        velocity = 0.0
-        if whole:
+    for number, step in enumerate((0.2, 0.2, 0.1, 0.15, 0.175)):
+        if number == 2:
             optimizer.replan(Plan((), optimizer.plan.names()))
-        for _ in range(3):
-            optimizer.minimize(lambda: tf.reduce_sum(weight), [weight])
-            velocity = 0.5 * velocity - 0.1
-            expected += velocity if whole else -0.2
-    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5)
+        before = weight.numpy()
+        optimizer.minimize(lambda: tf.reduce_sum(weight), [weight])
+        np.testing.assert_allclose(before - weight.numpy(), step, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["new", "legacy"])
@@ -169,13 +165,9 @@ def test_an_optimizer_outside_of_its_process_set(rank):
 
 def test_a_step_is_not_skipped_under_keras_2():
     """Horovod's own method applies gradients there, and nothing can keep it from that; the others work."""
-    compression = hvd.Compression.topk(density=0.5)
     with pytest.raises(UnsupportedError, match="needs an optimizer of Keras 3"):
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression, on_nonfinite="skip")
-    made = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.1), compression=hvd.Compression.topk(density=0.5), on_nonfinite="zero"
-    )
-    assert made.telemetry.num_dropped == 0
+        hvd.DistributedOptimizer(sgd("new"), compression="topk", on_nonfinite="skip")
+    hvd.DistributedOptimizer(sgd("new"), compression="topk", on_nonfinite="zero")
 
 
 def test_dense_training_is_horovods(rank, size):

@@ -184,18 +184,6 @@ def test_velocity_is_masked_where_the_own_value_left_for_good(
     assert num_kept or not masking
 
 
-def test_velocity_of_spardl_by_hand() -> None:
-    """Two ranks, k = 2: what came through is masked at the rank that sent it, and what came back is not."""
-    made = recipe("spardl", density=0.5, feedback=MomentumCorrection(momentum=0.5))
-    cluster = SimulatedCluster(made, num_elements=4, size=2)
-    # As in sparse_allreduce/test_golden.py: rank 0 sends 3 at 3, rank 1 sends 4 at 1; the sum is
-    # 5 at 0 (rank 0's own) and 6 at 2 (rank 1's own). Both have their value at 3, or 1, back.
-    gradients = [np.array([5, 1, 2, 3], np.float32), np.array([1, 4, 6, -1], np.float32)]
-    cluster.synchronize(gradients)
-    velocities = [bucket.accumulator.companions[0].tolist() for bucket in cluster.buckets]
-    assert velocities == [[0, 1, 2, 3], [1, 4, 0, -1]]
-
-
 _STEPS = 8
 _RATES = [0.0, 0.05, 0.1, 0.1, 0.07, 0.003, 1e-5, 0.1]
 

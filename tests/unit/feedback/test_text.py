@@ -68,7 +68,6 @@ _RULES = [
 def test_there_and_back(feedback: Any, schedule: Any, rules: ParameterRules) -> None:
     made = Recipe(DGC(density=0.02, schedule=schedule, threshold="exact"), feedback, rules)
     assert parse_recipe(made.describe()) == made
-    assert hash(parse_recipe(made.describe())) == hash(made)
 
 
 def test_by_hand() -> None:
@@ -225,25 +224,13 @@ def test_the_first_rule_that_holds_decides() -> None:
 
 def test_recipes_of_parameters() -> None:
     made = recipe(
-        "dgc",
-        density=0.001,
-        schedule=Exponential(steps=10),
-        feedback="momentum",
-        dense=("*.bias",),
-        densities={"emb.*": 0.02},
+        "dgc", schedule=Exponential(steps=10), feedback="momentum", dense="*.bias", densities={"emb.*": 0.02}
     )
     plain, dense, other = (made.for_parameter(name, 10) for name in ("w", "a.bias", "emb.weight"))
     assert plain == Recipe(made.sparsifier, made.feedback)
     assert dense == Recipe(Dense(), MomentumCorrection(masking=False))
     assert other.sparsifier == type(made.sparsifier)(density=0.02)
     assert other.feedback == made.feedback
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if not case.quantizes], ids=case_id)
-def test_every_sparsifier_takes_another_density(case: Case) -> None:
-    made = Recipe(case.recipe.sparsifier, case.recipe.feedback, ParameterRules(densities={"e*": 0.5}))  # type: ignore[arg-type]
-    assert made.for_parameter("emb", 1000).sparsifier.density == 0.5
-    assert made.for_parameter("fc", 1000).sparsifier == case.recipe.sparsifier
 
 
 @rows_by("dtype,size", DTYPES, [1, 3])

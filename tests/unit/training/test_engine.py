@@ -52,8 +52,6 @@ class ArrayDense(ArrayLayout, DensePart):
 class ArrayEngine:
     """Buckets of NumPy arrays on one of several simulated ranks."""
 
-    topology = None
-
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
         self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
         self.topology = None
