@@ -35,15 +35,6 @@ class _Engine(LocalEngine, DistributedEngine):
     def advance(self) -> None:
         """A thread carries on what is under way."""
 
-    #: ranks that have the other shards of the same parameters
-    within: Carrier | None = None
-
-    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
-        if self.within is None:
-            return errors
-        failure = carry_out(worst_of_all(worst(errors) if errors else None), self.within)
-        return [] if failure is None else [failure]
-
 
 class LocalSteps(LocalTraining):
     """Lets every rank train alone, and exchanges how far all have come every so many steps.
@@ -107,15 +98,24 @@ class LocalSteps(LocalTraining):
             engine = _Engine(rounds.recipe, None, named, process_group, settings.deadline_seconds)
             engine.named, engine.rounds = named, rounds
             sharded: list[Any] = [one for one in model.parameters() if hasattr(one, "device_mesh")]
-            if sharded:
-                engine.within = Carrier(sharded[0].device_mesh.get_group())
+            #: ranks that have the other shards of the same parameters
+            self._within = Carrier(sharded[0].device_mesh.get_group()) if sharded else None
             super().__init__(optimizer, model, engine, settings)
             trained = [one for name, one in model.named_parameters() if name in named]
             _have_local_steps.update(dict.fromkeys(trained, True))
-            #: what others may train, and what that was
-            self._others = {name: one for name, one in model.named_parameters() if one.requires_grad}
-            self._others = {name: one for name, one in self._others.items() if one not in _have_local_steps}
-            self._known = digests_of(self._others)
+            #: what others may train; and what that is, where training begins
+            others = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+            self._others = {name: one for name, one in others if one not in _have_local_steps}
+
+    def agree(self, *, as_first: bool = False) -> None:
+        super().agree(as_first=as_first)
+        self._known = digests_of(self._others)
+
+    def _of_all(self, errors: list[BaseException]) -> list[BaseException]:
+        if self._within is None:
+            return errors
+        failure = carry_out(worst_of_all(worst(errors) if errors else None), self._within)
+        return [] if failure is None else [failure]
 
     def _begin(self, *, finishing: bool = False) -> None:
         others = {name: one for name, one in self._others.items() if one not in _have_local_steps}

@@ -11,7 +11,6 @@ import torch
 
 from horovod_sparse.arrays import MovedParts
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.kernels.host.scatter import native_bits, step_by_sum
 from horovod_sparse.tensors.flat_gradient import HOST, GradientLayout, host_view, zeros
 from horovod_sparse.tensors.layout import TensorEntry, host_entry, view_into
@@ -79,6 +78,7 @@ class Displacement(GradientLayout):
     def begin(self) -> None:
         """See `Kept`."""
         self._gather(self.start)
+        self.velocity.zero_()
         if self.sent.numel():
             self._gather(self.sent)
 
@@ -201,7 +201,7 @@ class LocalEngine:
         return facts_of(
             [(name, p) for name, p in self.named.items() if name not in known and p.requires_grad],
             None,
-            self.rounds.recipe.rules if self.rounds.recipe.rules else ParameterRules(),
+            self.rounds.recipe.rules,
         )
 
     def make_parts(
@@ -211,10 +211,6 @@ class LocalEngine:
 
     def declared(self) -> Mapping[str, object]:
         return self.rounds.describe()
-
-    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
-        """See `RoundEngine`."""
-        return errors
 
 
 def digests_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -287,7 +283,8 @@ class LocalTraining(Rounds):
         """This rank's entry: common parameters, residuals, and where in its round it is.
 
         Each rank saves its own, beside its optimizer's state and its model's, which differ from rank to rank
-        within a round. All save between the same two steps.
+        within a round. All save between the same two steps, and this first: with a delay it waits for the
+        exchange under way, which moves parameters.
         """
         return self.save()
 

@@ -45,14 +45,9 @@ class LocalSteps(LocalTraining):
         optimizer: any of PyTorch, not made by `DistributedOptimizer`.
         model: the module whose parameters it trains.
         every: H, local steps from one exchange to the next.
-        compression: see `horovod_sparse.ddp.LocalSteps`, as of all that follow.
-        outer: "sgd", "nesterov" or an `OuterStep`.
-        combine: "senders" or "ranks".
-        delay: steps that go on while an exchange is under way.
-        clip: "median", or None.
-        offload: whether what is kept lies on the host.
         process_set: the ranks that exchange.
-        **options: `on_nonfinite`, `check_every`, `on_drift` and `deadline_seconds`.
+        **options: see `horovod_sparse.ddp.LocalSteps`: `compression`, `outer`, `combine`, `delay`, `clip`,
+            `offload`, `on_nonfinite`, `check_every`, `on_drift` and `deadline_seconds`.
 
     Raises:
         ArgumentError: for an argument that is not allowed, or arguments that do not go together.

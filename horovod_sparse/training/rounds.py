@@ -22,7 +22,7 @@ from horovod_sparse.plans.plan import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.training.agreement import kept_share
+from horovod_sparse.training.agreement import differences, kept_share
 from horovod_sparse.training.drift import Entry, brought
 from horovod_sparse.training.engine import Engine, Facts, Starter
 from horovod_sparse.training.local_settings import RoundSettings
@@ -111,9 +111,6 @@ class RoundEngine(Engine, Protocol):
     def advance(self) -> None:
         """Carries on what is under way, without waiting."""
 
-    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
-        """Those of ranks, too, that exchange other shards of the same model."""
-
 
 class Buffers:
     """What a model has beside parameters, and no gradient moves: floats are averaged, others are rank 0's."""
@@ -140,17 +137,24 @@ class Buffers:
         """Names of those whose contents have changed on this rank since the last exchange."""
         return [name for name, sums in self._sums().items() if sums != self._known.get(name)]
 
-    def shared(self, names: Sequence[str], size: int, root: int | None = None) -> Synchronization[None]:
+    def shared(self, names: Sequence[str], root: int | None = None) -> Synchronization[None]:
         """Makes these equal on all ranks; where a root is given, all of them, and what it has."""
         some = [one for one in self.entries() if root is not None or one.name in names]
-        found = {one.name: self.wide(one) for one in some if root is None}
-        floats = {name: wide for name, wide in found.items() if wide is not None}
-        if floats:
-            total = yield AllReduce(np.concatenate(list(floats.values())))
-            means = iter(np.split(np.asarray(total) / size, np.cumsum([*map(len, floats.values())])[:-1]))
+        kinds = yield from shared_lines({one.name: one.kind for one in some})
+        if differing := differences(kinds, "nothing"):
+            what = "; ".join(differing.values())
+            raise StateMismatchError(f"buffer {what}. What differs by rank must be no buffer of the model")
+        sums: dict[str, np.ndarray] = {}
+        for one in some if root is None else ():
+            if (wide := self.wide(one)) is not None:  # who has diverged spoils no other's
+                sums[one.name] = np.append(wide, 1.0) if np.isfinite(wide).all() else np.zeros(wide.size + 1)
+        if sums:
+            total = yield AllReduce(np.concatenate(list(sums.values())))
+            pieces = np.split(np.asarray(total), np.cumsum([*map(len, sums.values())])[:-1])
+            sums = dict(zip(sums, pieces, strict=True))
         for one in some:
-            if one.name in floats:
-                self.assign(one, next(means))
+            if one.name in sums and (count := sums[one.name][-1]):
+                self.assign(one, sums[one.name][:-1] / count)
             else:
                 yield from brought(one, root or 0)
         self._known = self._sums()
@@ -248,9 +252,11 @@ class Rounds(Training):
         if self._flying is not None:  # it was under way when the collectives ended
             self.engine.advance()
             self._give_up()
-        if not self._has_begun:
-            for part in self.parts:
+        for part in self.parts:
+            if not self._has_begun:
                 part.gradient.begin()
+            elif self._if_completed is None:  # parameters may have been loaded since something was sent
+                part.gradient.forget()
         before, old_size = self.step, self.made_for[1]
         super().agree()
         if self.size > 1:
@@ -281,7 +287,7 @@ class Rounds(Training):
                         part.gradient.from_host(what, np.ascontiguousarray(received).view(values.dtype))
                 if own != furthest or not self._has_begun:
                     part.gradient.return_to_start()
-            yield from self._buffers.shared((), self.size, root)
+            yield from self._buffers.shared((), root)
             if self._if_completed is not None and own_step < furthest[1]:
                 size, held = self._if_completed
                 held = shared_out(held, kept_share(size, self.size), self.recipe.feedback)
@@ -350,6 +356,10 @@ class Rounds(Training):
         self.engine.starter.wait(tasks)
         return [task.error for task in tasks if task.error is not None]
 
+    def _of_all(self, errors: list[BaseException]) -> list[BaseException]:
+        """Those of ranks, too, that exchange other shards of the same model."""
+        return errors
+
     def _settle(self) -> bool:
         """Waits for the exchange under way and applies it; whether all ranks are finishing."""
         self._flying, starter = None, self.engine.starter
@@ -358,20 +368,22 @@ class Rounds(Training):
             starter.wait([self._header])
             told = self._header.value()
             errors = self._waited()
-            if any(self.rank in getattr(error, "where", ()) for error in errors):
-                for part in self.parts:
-                    part.gradient.forget()
+            diverged = any(self.rank in getattr(error, "where", ()) for error in errors)
             if errors:
                 errors = self.carried_out_again(errors, lambda _: starter, self._waited)
-            errors = self.engine.of_all(errors)
+            errors = self._of_all(errors)
         except Exception as error:
             if not isinstance(error, DeadlineError):  # after one of these a thread may go on
                 self._give_up()
             raise
         verdict = self.policy.judge(errors, self.host_ranks)
+        for part in self.parts:
+            if verdict.error is not None:
+                part.abandon(drop=verdict.drop)
+            if diverged:  # what it sent has been taken out of its residual, and is needed no more
+                part.gradient.forget()
         if verdict.error is not None:
             for part in self.parts:
-                part.abandon(drop=verdict.drop)
                 part.gradient.return_to_start()
             if verdict.outcome is not Outcome.SKIPPED:
                 raise verdict.error
@@ -381,7 +393,7 @@ class Rounds(Training):
         self.telemetry.record(self.step, reports, starter.idle_seconds - idle)
         changed = sorted({name for _, names in told for name in names})
         if changed:
-            task = starter.start("buffers", self._buffers.shared(changed, self.size))
+            task = starter.start("buffers", self._buffers.shared(changed))
             starter.wait([task])
             task.value()
         if self.step >= self.drift.next_step:

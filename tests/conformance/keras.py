@@ -410,5 +410,7 @@ def test_replicas_are_equal_after_every_exchange_of_local_steps(folder, rank, si
         saved.append((saves.loaded_step, flat(again)))
     assert [step for step, _ in saved] == [None, None, 1]
     np.testing.assert_array_equal(saved[0][1], saved[2][1])
+    with pytest.raises(ArgumentError, match="6 trained variables that the fit before did not train"):
+        fit(again, sgd(), rank, size, callbacks=[local])
     with pytest.raises(ArgumentError, match="distributed"):
         fit(again, hvd.DistributedOptimizer(sgd(), compression=SPARSE), rank, size, callbacks=[resumed])

@@ -51,6 +51,7 @@ class _Displacement:
     def begin(self) -> None:
         for variable, place in self._placed:
             self.start[slice(*place)] = variable.numpy().reshape(-1)
+        self.velocity[...] = 0
 
     def taken(self) -> np.ndarray:
         """[n]: how far the variables are from `start`, as far as their type can hold it."""
@@ -171,10 +172,6 @@ class _Engine(VariablesEngine):
     def advance(self) -> None:
         """Nothing is under way."""
 
-    def of_all(self, errors: list[BaseException]) -> list[BaseException]:
-        """There are no shards."""
-        return errors
-
 
 class _Buffers(Buffers):
     """Statistics of batches."""
@@ -216,7 +213,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
 
     Raises:
         ArgumentError: for an argument that is not allowed; in `fit`, for a distributed optimizer, or a model
-            that is not built.
+            that is not built, or trains other variables than in a `fit` before.
 
     Example:
         >>> LocalSteps(every=30, delay=2)
@@ -250,19 +247,20 @@ class LocalSteps(tf.keras.callbacks.Callback):
         if distributed_in(optimizer) is not None or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
             raise ArgumentError("optimizer", "a distributed one", "Keras' own to compile()")
         self._counted = self._iterations()
+        trained = _by_name(self.model.trainable_weights)
+        named = {
+            name: one for name, one in trained.items() if dtype_name(one.dtype) and one.shape.num_elements()
+        }
         if self.rounds is None:
-            trained = _by_name(self.model.trainable_weights)
-            named = {
-                name: one
-                for name, one in trained.items()
-                if dtype_name(one.dtype) and one.shape.num_elements()
-            }
             label = label_of("horovod_sparse.local", self.process_set, list(named.values()))
             engine = _Engine(self.process_set, self._given, label, self._settings.deadline_seconds)
             facts = facts_of(list(named), list(named.values()), self._given.recipe.rules)
             buffers = _Buffers(_by_name(self.model.non_trainable_weights))
             self.rounds = Rounds(engine, self._given, self._settings, facts, buffers)
             self.load_state_dict(self._waiting)
+        elif new := {*map(id, named.values())} - {id(one) for _, one in self.rounds.facts.values()}:
+            given = f"one with {len(new)} trained variables that the fit before did not train"
+            raise ArgumentError("model", given, "the same; or make another LocalSteps on all ranks")
 
     def _iterations(self) -> int:
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
