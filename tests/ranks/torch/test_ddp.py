@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
-from datetime import timedelta
-
-import horovod.torch as stock
 import pytest
 import torch
-import torch.distributed as dist
 
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel
 from support.optimizers import make, train_step
 
+pytestmark = pytest.mark.usefixtures("process_group")
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
 PLAN = Plan((("one", "second"), ("scalar", "bias"), ("first",)))
 gradients = gradients_for(SHAPES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group() -> Iterator[None]:
-    """Ranks of Horovod as ranks of torch.distributed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = stock.broadcast_object(free.getsockname(), name="ddp.address")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{address[0]}:{address[1]}",
-        rank=stock.rank(),
-        world_size=stock.size(),
-        timeout=timedelta(seconds=60),
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
