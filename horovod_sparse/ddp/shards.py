@@ -97,7 +97,7 @@ class ShardedState(Synchronizer):
     def __init__(
         self,
         model: torch.nn.Module,
-        compression: str | Recipe,
+        compression: str | Recipe | None,
         optimizer: torch.optim.Optimizer | None,
         replicas: dist.ProcessGroup,
         settings: Settings,

@@ -50,18 +50,22 @@ class Synchronizer(Training):
 
     def __init__(
         self,
-        compression: str | Recipe,
+        compression: str | Recipe | None,
         optimizer: torch.optim.Optimizer | None,
         settings: Settings,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         process_group: dist.ProcessGroup | None,
     ) -> None:
+        if compression is None and settings.network_share is not None:
+            compression = "best:density=auto"
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, as text or as a recipe; for dense training leave the hook out"
             raise errors.ArgumentError("compression", compression, allowed)
         if settings.network_share is None and (settings.plan is None or settings.plan.density is None):
             recipe.refuse_auto("torch.distributed's front end")
+        inner = getattr(optimizer, "optimizer", None)  # trainers wrap the one that steps: Accelerate does
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise errors.ArgumentError("optimizer", optimizer, "an optimizer of PyTorch, or None")
         self._named = {} if named_parameters is None else dict(named_parameters)

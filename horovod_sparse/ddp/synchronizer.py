@@ -56,9 +56,7 @@ class State(Synchronizer):
         named_parameters: names for checkpoints and messages, as from ``module.named_parameters()``. Without
             them parameters are called by their place in the first iteration's buckets.
         process_group: of the model; all ranks if left out.
-        **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that
-            of DistributedDataParallel's buckets if left out), `on_nonfinite`, `check_every`, `on_drift`,
-            `levels`, `deadline_seconds` and `network_share`.
+        **options: as of `attach`.
 
     Raises:
         ArgumentError: for an argument that is not allowed.
@@ -71,7 +69,7 @@ class State(Synchronizer):
 
     def __init__(
         self,
-        compression: str | Recipe,
+        compression: str | Recipe | None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -169,6 +167,8 @@ class State(Synchronizer):
         if failure is not None:
             after_backward(partial(throw, failure))
         if self.step == before:  # given up: as if it had not been
+            if self._sharing is not None:
+                self._sharing.following.given_up()
             return
         if isinstance(self.optimizer, SGDWithoutMomentum):
             self.optimizer.keeps_momentum = not self.plan.buckets
@@ -293,7 +293,7 @@ hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.
 
 def attach(
     model: torch.nn.Module,
-    compression: str | Recipe,
+    compression: str | Recipe | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
@@ -304,7 +304,8 @@ def attach(
     Args:
         model: a `DistributedDataParallel` without a communication hook; or, with `replicas`, what
             `fully_shard` has sharded over the ranks of a host alone.
-        compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe.
+        compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe; with `network_share`
+            it may be left out, for ``"best:density=auto"``.
         optimizer: of all its parameters; tells learning rates, which a hook does not see. Without it,
             parameters of all groups share buckets, and a residual does not follow the learning rate
             (``scale_residual``).
@@ -329,7 +330,7 @@ def attach(
 
 def _attached(
     model: torch.nn.Module,
-    compression: str | Recipe,
+    compression: str | Recipe | None,
     optimizer: torch.optim.Optimizer | None,
     replicas: DeviceMesh | dist.ProcessGroup | None,
     options: HookOptions,
@@ -370,7 +371,7 @@ def _attached(
 
 def _attach_buckets(
     model: DistributedDataParallel,
-    compression: str | Recipe,
+    compression: str | Recipe | None,
     optimizer: torch.optim.Optimizer | None,
     options: HookOptions,
 ) -> State:
@@ -384,13 +385,8 @@ def _attach_buckets(
     # a copy lists those of its model, without a state, and has none of them
     if any(one is not hook or state is not None for one, state in model._comm_hooks):
         raise UnsupportedError("the model has a communication hook already, and can have only one")
-    state = State(
-        compression,
-        optimizer,
-        named_parameters=model.module.named_parameters(),
-        process_group=model.process_group,
-        **options,
-    )
+    named, group = model.module.named_parameters(), model.process_group
+    state = State(compression, optimizer, named_parameters=named, process_group=group, **options)
     state.finds_unused = model.find_unused_parameters or model.static_graph
     state.counts_joined = partial(_counts_joined, weakref.ref(model))
     model.register_comm_hook(state, hook)

@@ -7,7 +7,9 @@ import gc
 import logging
 import threading
 import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -19,6 +21,7 @@ from horovod_sparse import ddp
 from horovod_sparse.errors import (
     ArgumentError,
     DriftError,
+    NonFiniteGradientError,
     StateMismatchError,
     UnknownNameError,
     UnsupportedError,
@@ -100,7 +103,7 @@ def test_a_model_of_another_type_is_no_longer_synchronized_and_says_so(rank):
 def test_steps_that_somebody_clips_are_told_of_once(rank, caplog):
     model = DistributedDataParallel(torch.nn.Linear(30, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    ddp.attach(model, "topk:density=0.1,feedback=adam", optimizer)
+    ddp.attach(model, "topk:density=0.1,feedback=adam", SimpleNamespace(optimizer=optimizer))  # a trainer's
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(40):
         optimizer.zero_grad()
@@ -112,21 +115,27 @@ def test_steps_that_somebody_clips_are_told_of_once(rank, caplog):
     assert caplog.text.count("clip_grad_norm_()") == 1
 
 
+def test_a_step_that_is_given_up_is_not_measured(rank):
+    replica = Replica(SHAPES, "topk:density=auto", attached={"network_share": 0.05})
+    for step in range(6):
+        values = gradients(rank, step)
+        if step == 3:
+            with pytest.raises(NonFiniteGradientError):
+                replica.step({**values, "bias": values["bias"] * np.inf})
+        else:
+            replica.step(values)
+    assert replica.sync._sharing.following._recorder.num_measured == 2, "steps 3 and 6 alone"
+
+
 def test_groups_of_parameters_have_buckets_of_their_own(rank):
     replica = Replica(SHAPES, None)
     parameters = dict(replica.net.named_parameters())
-    optimizer = torch.optim.SGD(
-        [
-            {"params": [parameters["one"], parameters["first"]]},
-            {"params": [parameters["bias"], parameters["second"]]},
-        ],
-        lr=0.1,
-    )
+    groups = ("one", "first"), ("bias", "second")
+    optimizer = torch.optim.SGD([{"params": [parameters[one] for one in group]} for group in groups], lr=0.1)
     replica.optimizer, replica.sync = optimizer, ddp.attach(replica.model, "topk:density=0.1", optimizer)
     for step in range(5):
         replica.step(gradients(rank, step))
-    group = {"one": 0, "first": 0, "bias": 1, "second": 1}
-    assert all(len({group[name] for name in bucket}) == 1 for bucket in replica.sync.plan.buckets)
+    assert all(any({*bucket} <= {*group} for group in groups) for bucket in replica.sync.plan.buckets)
     assert same_on_all_replicas(*replica.net.parameters())
 
 
@@ -156,6 +165,7 @@ def test_what_is_no_model_or_no_sparsifier_is_refused(rank, caplog):
     for none in ("none", 0.1, None):
         with pytest.raises(ArgumentError, match="leave the hook out"):
             ddp.attach(plain.model, none)
+    assert ddp.State(None, torch.optim.SGD(plain.net.parameters()), network_share=0.05).recipe.auto
     with pytest.raises(ArgumentError, match="optimizer="):
         ddp.attach(plain.model, "topk:density=0.1", plain.net.parameters())
     with pytest.raises(ArgumentError, match=r"model\._orig_mod"):
