@@ -64,7 +64,7 @@ class Decision:
             f"{name} {1e3 * seconds:.4g} ms" for name, seconds in self.predicted_seconds.items()
         )
         text = f"{self.asked}: {self.plan}; predicted per iteration: {taken}; others: {', '.join(others)}"
-        return f"{text}; {self.density}" if self.density else text
+        return f"{self.density}\n{text}" if self.density else text
 
 
 #: What `merging=` takes by name; `fixed(...)` takes an argument and so is given itself.
@@ -222,6 +222,8 @@ def requested(
     only_one(merging=merging, plan=plan, groups=groups, bucket_bytes=bucket_bytes)
     only_one(tensor_selection=tensor_selection, plan=plan)
     only_one(tensor_selection=tensor_selection, groups=groups)
+    if share is not None and plan is not None and plan.density is not None:
+        raise ArgumentError("network_share", share.limit, "none beside a plan that says its density")
     decides = density is not None or share is not None
     if decides and (groups is not None or (plan is not None and plan.density is None)):
         name = "the plan given" if groups is None else "groups"

@@ -106,10 +106,9 @@ class Settings:
             while less of it takes sparser steps. After 7 dense steps the first of these is taken that fits,
             by measured times: dense gradients; in float16; every step sparse, as densely as the compression's
             ``density="auto(...)"`` allows (without a compression `Compression.best`); so with values of 2
-            bits, where the compression says nothing of them. Three lines of the log say what was chosen, what
-            is predicted, and what is known of its accuracy. Where nothing fits every rank's log has the line
-            of `LocalSteps` that does. Every 20 steps ranks compare what they measure, and choose anew where
-            it is off by half.
+            bits, where the compression says nothing of them. The log says what was chosen, what is predicted,
+            and what is known of its accuracy. Where nothing fits every rank's log has the line of
+            `LocalSteps` that does. Every 12 steps ranks compare measured shares, and may choose anew.
         deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised (a graph
             of TensorFlow quotes it); 0 waits for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS
             says, or 300.

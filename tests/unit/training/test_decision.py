@@ -10,7 +10,7 @@ import pytest
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile, choose_levels
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
-from horovod_sparse.feedback import AutoDensity
+from horovod_sparse.feedback import AutoDensity, Recipe
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.planning.calibration import Extent
@@ -59,6 +59,7 @@ def asked(**arguments):
         ({"groups": 2, "bucket_bytes": 8}, "groups and bucket_bytes"),
         ({"tensor_selection": "cost", "plan": Plan((("a",),))}, "tensor_selection and plan"),
         ({"profile": PROFILE}, "merging='optimal'"),
+        ({"network_share": 0.05, "recipe": Recipe(TOPK), "plan": Plan((), ("a",), 0.1)}, "share=0.05"),
         ({"merging": "optimal", "profile": 7}, "path of a saved"),
     ],
 )
