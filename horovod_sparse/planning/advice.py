@@ -110,7 +110,7 @@ def accuracy(recipe: Recipe, optimizer: str | None) -> str:
         known = f"in small trainings at density 0.01 {_MEASURED['sgd']}"
     else:
         every = "; ".join(_MEASURED.values())
-        known = f"in small trainings at density 0.01 {every}. --optimizer says what to write"
+        known = f"in small trainings at density 0.01 {every}. `plan --optimizer` says what to write"
     return f"unknown for large models; {known}"
 
 
@@ -175,7 +175,7 @@ class LocalRounds(NamedTuple):
     @property
     def accuracy(self) -> str:
         """What is known of it."""
-        return _LOCAL_STEPS.get(self.every, f"unknown; measured at {min(_LOCAL_STEPS)}")
+        return _LOCAL_STEPS.get(self.every, f"unknown at {self.every}; measured at {min(_LOCAL_STEPS)}")
 
     def __str__(self) -> str:
         return f"{self.line}: predicted {self.share:.1%} network; accuracy: {self.accuracy}"
@@ -245,7 +245,8 @@ def by_share(
     dense = {name: (plan, step_of(plan, given.density)) for name, plan in plans.items()}
     words = "every step sparse" + (" at density {:g}" if given.follows_density else "")
     sparse: dict[str, Callable[[float], Plan]] = {words: plan_at}
-    if given.wire == WireFormat(quantum=given.quantum) and not isinstance(recipe.feedback, NoFeedback):
+    exact = given.has_density and given.wire == WireFormat(quantum=given.quantum)
+    if exact and not isinstance(recipe.feedback, NoFeedback):
         short = given.sent_as(given.density, "2bit")
         if not short.diverges and short.rounds(profile.size) == given.rounds(profile.size):
             sparse[f"{words}, values of 2 bits"] = partial(plan_at, values="2bit")

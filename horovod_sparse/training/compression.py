@@ -184,10 +184,10 @@ def refuse_double_momentum(
             "momentum correction is made for SGD without momentum; this optimizer smooths gradients itself"
         )
     if spikes and (momentum or has_moments):
-        told = "moments" if has_moments else "momentum"
+        told = "moments meet" if has_moments else "momentum meets"
         _log.warning(
-            "at density %g this optimizer's %s meet every element as a spike, and training is behind dense "
-            "training (numbers: docs/results.md). Compression.best(density=%g) leaves them to the feedback",
+            "at density %g this optimizer's %s every element as a spike, and training is behind dense "
+            "training (numbers: docs/results.md). Compression.best(density=%g) leaves that to the feedback",
             *(recipe.sparsifier.density, told, recipe.sparsifier.density),
         )
     if scales and (momentum or has_moments):

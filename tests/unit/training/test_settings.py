@@ -259,6 +259,7 @@ def test_another_program_for_one_look_changes_no_plan():
         ("topk:density=0.05", "every step sparse at density 0.05, values of 2 bits"),
         ("topk:density=0.05,values=float16", "every step sparse at density 0.05"),
         ("hard_threshold:threshold=0.1,density=0.05", "every step sparse, values of 2 bits"),
+        ("signsgd", "every step sparse"),
     ],
 )
 def test_too_much_is_said_while_it_is(text, said):
