@@ -117,8 +117,8 @@ def call_roll(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadl
 def _words(missing: list[int], number: int, store: GroupStore) -> str:
     absent = [one for one in missing if store("attached", f"{number}.{one}") is None]
     if absent:
-        return f"ranks {absent}, which have not attached: all ranks call horovod_sparse.ddp.attach"
-    return f"ranks {missing}, which have not come to the end of their first backward pass"
+        return f"ranks {absent}, which have not attached: all ranks call attach, or make LocalSteps"
+    return f"ranks {missing}, which have not come to their first step"
 
 
 #: the parameters of every bucket, in the order in which the buckets come
