@@ -79,14 +79,12 @@ class Displacement(GradientLayout):
         """See `Kept`."""
         self._gather(self.start)
         self.velocity.zero_()
-        if self.sent.numel():
-            self._gather(self.sent)
+        self.forget()
 
     def settle(self) -> None:
         """Of this moment."""
         self._flat = None
-        if self.sent.numel():
-            self._gather(self.sent)
+        self.forget()
 
     @property
     def flat(self) -> torch.Tensor:
@@ -161,6 +159,7 @@ class Displacement(GradientLayout):
     def forget(self) -> None:
         """See `Kept`."""
         if self.sent.numel():
+            self.sent = self.sent.to(self.parameters[0].dtype)  # `model.float()` has changed it
             self._gather(self.sent)
 
     def _follow(self, number: int) -> None:

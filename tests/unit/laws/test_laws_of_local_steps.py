@@ -152,11 +152,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def half_of(parameters: Any) -> torch.optim.Optimizer:
+def half_of(parameters: Any, made: Any = adamw) -> torch.optim.Optimizer:
     parameters = list(parameters)
     for parameter in parameters:
         parameter.data = parameter.data.bfloat16()
-    return adamw(parameters)
+    return made(parameters)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -429,6 +429,15 @@ def test_what_lies_on_the_host_and_half_types_follow_the_same_law(memory, monkey
     )
     assert equal([*plain, *offloaded])
     assert equal(on_ranks(lambda one: trained(one, 3).vector(), 2, inner=half_of, compression=TOPK))
+
+    def body(one):
+        one.train(3)
+        one.model.float()
+        one.train(2)  # the exchange under way ends
+        one.local.finish()
+        return one.vector()
+
+    assert equal(on_ranks(body, 2, inner=lambda some: half_of(some, sgd), compression=TOPK, delay=2))
 
 
 def test_buffers_are_averaged_where_they_are_floats():
