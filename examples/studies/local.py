@@ -33,12 +33,13 @@ from studies.tasks import Task, gpt_task
 __all__ = ["METHODS", "main", "table"]
 
 FILE = results.MEASUREMENTS / "local_steps.json"
-#: of the ranks together 8 pieces of 64 bytes in a step
-SETTING = {"num_steps": 3000, "size": 4, "batch": 2, "length": 64, "width": 128, "warmup": 0.1}
+SETTING: dict[str, Any] = {"num_steps": 3000, "size": 4, "length": 64, "width": 128, "warmup": 0.1}
 SETTING |= {"weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 SEEDS = (0, 1, 2)
 #: of the inner optimizer
 RATES = (7.5e-4, 1.5e-3, 3e-3)
+#: bytes of text, by a rank's pieces of 64 bytes in a step, so that little or nothing comes twice
+TEXT = {2: 2_000_000, 8: 5_000_000}
 #: steps at the end whose loss is the training score: text that the model has not seen before
 LAST = 300
 KEYS = "training_bits", "bits", "bytes_per_step"
@@ -49,7 +50,8 @@ class Method:
     """A row: local steps between exchanges, what they send ("" for everything), and the outer step.
 
     With `accumulate` gradients of so many steps are added up for one step of AdamW instead. With `delay` an
-    exchange arrives so many steps later, and what ranks have learned meanwhile stays.
+    exchange arrives so many steps later, and what ranks have learned meanwhile stays. `batch` is a rank's
+    pieces of text in a step.
     """
 
     every: int = 1
@@ -59,6 +61,7 @@ class Method:
     accumulate: int = 1
     combine: str = "ranks"
     delay: int = 0
+    batch: int = 2
 
 
 METHODS = {
@@ -68,8 +71,13 @@ METHODS = {
     "sparseloco, H = 30": Method(30, "sparseloco"),
     "sparseloco, H = 30, by senders": Method(30, "sparseloco", combine="senders"),
     "sparseloco, H = 30, by senders, outer rate 1.5": Method(30, "sparseloco", lr=1.5, combine="senders"),
-    "sparseloco, H = 30, 5 steps late, by senders": Method(30, "sparseloco", combine="senders", delay=5),
-    "sparseloco, H = 30, 15 steps late, by senders": Method(30, "sparseloco", combine="senders", delay=15),
+    "the same, 5 steps late": Method(30, "sparseloco", lr=1.5, combine="senders", delay=5),
+    "the same, 15 steps late": Method(30, "sparseloco", lr=1.5, combine="senders", delay=15),
+    "AdamW in every step, dense, 8 pieces": Method(batch=8),
+    "DiLoCo, H = 30, dense, 8 pieces": Method(30, lr=0.7, momentum=0.9, batch=8),
+    "sparseloco, H = 30, by senders, outer rate 1.5, 8 pieces": Method(
+        30, "sparseloco", lr=1.5, combine="senders", batch=8
+    ),
 }
 
 
@@ -80,7 +88,9 @@ def measure(
     setting = setting | {"rate": rate}
     torch.manual_seed(seed)
     size, length = setting["size"], setting["length"]
-    task = gpt_task(width=setting["width"], batch_size=setting["batch"], length=length)
+    task = gpt_task(
+        width=setting["width"], batch_size=method.batch, length=length, num_bytes=TEXT[method.batch]
+    )
     model, started = task.make_model(), time.perf_counter()
     streams = [task.batches(rank, size, setting["num_steps"], seed) for rank in range(size)]
     if method.every == 1:
@@ -204,7 +214,8 @@ def table(result: dict[str, Any]) -> str:
         own = best(runs, name)
         if not own:
             continue
-        dense = best(runs, next(iter(METHODS)), own["seeds"])
+        beside = next(other for other, one in METHODS.items() if one == Method(batch=method.batch))
+        dense = best(runs, beside, own["seeds"])
         fewer = dense["bytes_per_step"] / own["bytes_per_step"]
         rows.append(
             [

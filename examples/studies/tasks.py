@@ -119,16 +119,28 @@ def text_task(width: int = 340, batch_size: int = 4, length: int = 32, num_test:
 
 
 def gpt_task(
-    layers: int = 4, width: int = 96, batch_size: int = 8, length: int = 128, num_test: int = 512
+    layers: int = 4,
+    width: int = 96,
+    batch_size: int = 8,
+    length: int = 128,
+    num_test: int = 512,
+    num_bytes: int = 2_000_000,
 ) -> Task:
     """The GPT of examples/gpt_text.py on the same text: 0.48 million parameters at the default width."""
-    return _text("GPT on source text", lambda: GPT(layers, width, 4, length), batch_size, length, num_test)
+    return _text(
+        "GPT on source text", lambda: GPT(layers, width, 4, length), batch_size, length, num_test, num_bytes
+    )
 
 
 def _text(
-    name: str, make_model: Callable[[], nn.Module], batch_size: int, length: int, num_test: int
+    name: str,
+    make_model: Callable[[], nn.Module],
+    batch_size: int,
+    length: int,
+    num_test: int,
+    num_bytes: int = 2_000_000,
 ) -> Task:
-    train, test = source_text.load()
+    train, test = source_text.load(num_bytes)
     pieces = torch.from_numpy(test[: num_test * (length + 1)]).view(num_test, length + 1)
 
     def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

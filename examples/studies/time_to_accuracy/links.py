@@ -34,12 +34,20 @@ from studies import results
 from studies.adamw import rate_at
 
 DENSE, POWER, MARK = "dense", "PowerSGD of rank 4", "finished "
-LOCAL, MORE = "30 local steps, sparseloco", "30 local steps, density 1/8"
+LOCAL, LATE = "30 local steps, sparseloco", "the same, 5 steps late"
 #: of every rank 2 pieces of so many bytes in a step
 LENGTH, PIECES, EVERY, NUM_WARMUP = 64, 2, 30, 33
 SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99, "rate": 3e-3}
 #: the last part of the steps, whose mean is the loss to reach; bits by which seeds and batches move it
 LAST, NOISE = 0.1, 0.02
+
+
+class Local(NamedTuple):
+    """Local steps: the exchange's delay in steps, the inner rate, and how many times a cell's steps."""
+
+    delay: int
+    rate: float = 1.5e-3
+    longer: int = 3
 
 
 class Cell(NamedTuple):
@@ -50,10 +58,15 @@ class Cell(NamedTuple):
     steps: int
     layers: int
     width: int
-    methods: Mapping[str, str]
+    methods: Mapping[str, str | Local]
+
+    def num_steps(self, name: str) -> int:
+        """Of a method's training."""
+        method = self.methods[name]
+        return self.steps * (method.longer if isinstance(method, Local) else 1)
 
 
-_BOTH = {DENSE: "", POWER: "powersgd"}
+_BOTH: dict[str, str | Local] = {DENSE: "", POWER: "powersgd"}
 CELLS = {
     "2 hosts, 1 Gbit/s": Cell(2, "1gbit", 1500, 2, 192, {**_BOTH, "best, 1 %": "best:density=0.01"}),
     "2 hosts, 100 Mbit/s": Cell(
@@ -64,27 +77,28 @@ CELLS = {
         192,
         {**_BOTH, "best, 0.3 %, 2 bits": "best:density=0.003,values=2bit,indices=gaps"},
     ),
-    "4 hosts, 100 Mbit/s": Cell(
-        4, "100mbit", 3000, 4, 128, {DENSE: "", LOCAL: "sparseloco", MORE: "sparseloco:density=0.125"}
-    ),
+    "4 hosts, 100 Mbit/s": Cell(4, "100mbit", 3000, 4, 128, {DENSE: "", LOCAL: Local(0), LATE: Local(5)}),
 }
 
 
-def train(cell: Cell, text: str, num_steps: int) -> dict[str, Any]:
+def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
     """One training by a method on this rank."""
     torch.manual_seed(0)
     net = GPT(cell.layers, cell.width, 4, LENGTH)
     # over Gloo PowerSGD's collectives of several buckets get out of order
-    model = DistributedDataParallel(net, bucket_cap_mb=1024 if text == "powersgd" else None)
+    model = DistributedDataParallel(net, bucket_cap_mb=1024 if method == "powersgd" else None)
     groups = parameter_groups(net, SETTING["weight_decay"])
     optimizer = torch.optim.AdamW(groups, betas=(0.9, SETTING["beta2"]), fused=True)
-    local: Any = None
-    if text == "powersgd":  # from the earliest step that it can
+    local, top_rate = None, SETTING["rate"]
+    if method == "powersgd":  # from the earliest step that it can
         model.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
-    elif text.startswith("sparseloco"):
-        local = ddp.LocalSteps(optimizer, model, every=EVERY, compression=text, combine="senders")
-    elif text:
-        ddp.attach(model, text, optimizer)
+    elif isinstance(method, Local):
+        outer, top_rate = ddp.OuterStep(lr=1.5), method.rate
+        local = ddp.LocalSteps(
+            optimizer, model, every=EVERY, compression="sparseloco", outer=outer, delay=method.delay
+        )
+    elif method:
+        ddp.attach(model, method, optimizer)
     rank, size, clock = dist.get_rank(), dist.get_world_size(), time.perf_counter
     setting, (text_bytes, _) = {**SETTING, "num_steps": num_steps}, source_text.load()
     batches = source_text.batches(text_bytes, rank, size, PIECES, LENGTH, num_steps)
@@ -93,7 +107,7 @@ def train(cell: Cell, text: str, num_steps: int) -> dict[str, Any]:
     before, ended = int(sent.read_text()), clock()
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, SETTING["rate"], setting)
+            group["lr"] = rate_at(step, top_rate, setting)
         inputs, targets = map(torch.from_numpy, batch)
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
@@ -131,9 +145,13 @@ def measure(options: argparse.Namespace) -> None:
 
     With `sample` instead so many more seconds of each, for its time where a training had company.
     """
-    for cell, (size, rate, steps, _, _, methods) in CELLS.items():
+    for cell, one in CELLS.items():
         runs = results.load(options.json).get("runs", {})
-        todo = {name: options.steps or steps for name in methods if options.links in f"{cell}/{name}"}
+        todo = {
+            name: options.steps or one.num_steps(name)
+            for name in one.methods
+            if options.links in f"{cell}/{name}"
+        }
         if options.sample:
             known = {name: runs[f"{cell}/{name}"]["seconds"] for name in todo}
             todo = {name: round(options.sample / np.median(known[name]) / EVERY) * EVERY for name in todo}
@@ -156,7 +174,7 @@ def measure(options: argparse.Namespace) -> None:
                 print(f"{cell}, {name}: {np.mean(run['bits'][-100:]):.3f}", file=sys.stderr)
 
         settings = {"cell": cell, "steps": todo}
-        with cluster_for(size, rate, "links") as hosts:
+        with cluster_for(one.size, one.rate, "links") as hosts:
             _launch(hosts, settings, options.timeout, keep)
 
 
