@@ -26,7 +26,7 @@ def _mpi_here() -> bool:
     return shutil.which("mpirun") is not None and hvd.mpi_built()
 
 
-@pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_allreduce_across_hosts(slow: str, kind: str) -> None:
     if kind == "mpi" and not _mpi_here():
         pytest.skip("Horovod here is built without MPI, or there is no mpirun")

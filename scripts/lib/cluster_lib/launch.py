@@ -64,7 +64,7 @@ def mpi_command(cluster: Cluster, num_ranks: int, command: list[str]) -> list[st
     if not re.search(r"Open MPI\) 4\.", version):
         raise ClusterError(f"--mpi needs Open MPI 4, and this is {version}", "Use --gloo.")
     source = '. "$0/common.sh" && . "$0/launch.sh" && mpirun_options'
-    options = run_command("bash", "-c", source, str(HERE.parent / "lib")).split()
+    options = run_command("bash", "-c", source, str(HERE.parent)).split()
     parameters = {
         "plm_rsh_agent": str(HERE / "rsh_agent"),
         "plm_rsh_no_tree_spawn": "1",
