@@ -116,10 +116,10 @@ def test_plan_says_of_local_steps_what_was_measured():
 
 def test_simulated_ranks_of_local_steps_have_parameters_of_their_own():
     """After the first exchange they were views of one vector, and trained one model by turns."""
-    setting = local.SETTING | {"num_steps": 4, "width": 8, "batch": 1, "length": 8}
+    setting = local.SETTING | {"num_steps": 4, "width": 8, "length": 8}
     losses = local.measure(local.Method(2, lr=0.0), 0.1, 0, setting, range(4))["losses"]
     torch.manual_seed(0)
-    task = gpt_task(width=8, batch_size=1, length=8)
+    task = gpt_task(width=8, batch_size=2, length=8)
     model = task.make_model()
     third = [list(task.batches(rank, 4, 4, 0))[2] for rank in range(4)]
     expected = [float(task.loss(model, *map(torch.from_numpy, batch))) for batch in third]
