@@ -136,17 +136,6 @@ PERFORMANCE = (
         ("bandwidth", "train"),
     ),
     Section(
-        "Predicted and measured",
-        "What `plan` says after `horovod-sparse calibrate` on the same hosts, beside iterations there.",
-        ("predictions",),
-    ),
-    Section(
-        "Density by measured times",
-        'Iterations at five densities, and at the one that `density="auto"` took; best is the largest that '
-        "is at most 5 % longer than the smallest.",
-        ("density",),
-    ),
-    Section(
         "All budgets",
         "Of one rank's work, and of 8 hosts at 1 Gbit/s with 25.6 million parameters at density 0.001. The "
         "best dense: the fastest dense allreduce of all, whatever carried it.",

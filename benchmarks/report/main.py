@@ -23,13 +23,11 @@ from benchmarks.report.plans import hosts_table, loss_table, paper_table, random
 from benchmarks.report.tables import (
     account_table,
     bandwidth_table,
-    density_table,
     drift_table,
     frameworks_table,
     growth_table,
     launch_tables,
     local_table,
-    predictions_table,
     tape_table,
     wire_table,
 )
@@ -67,8 +65,6 @@ _RENDERERS = {
     "tape": tape_table,
     "drift": drift_table,
     "wire": wire_table,
-    "predictions": predictions_table,
-    "density": density_table,
 }
 #: by file: title, the page that says what it means, sections
 _PAGES = {

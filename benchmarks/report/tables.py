@@ -7,9 +7,6 @@ from typing import Any
 
 from benchmarks.rounds import main as rounds
 
-#: part of the measured time that a prediction may be off
-_PREDICTION_ALLOWED = 0.15
-
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; the first column holds words, the others numbers.
@@ -175,43 +172,6 @@ def bandwidth_table(result: Mapping[str, Any], predicted: Sequence[tuple[float, 
         rows.append([launch["rate"], *cells, str(launch["load_before"])])
     header = ["", "dense ms", f"{name} ms", "times faster", "dense, predicted", f"{name}, predicted"]
     return f"{circumstances(result)}\n\n{markdown([*header, 'times, predicted', 'load before'], rows)}"
-
-
-def predictions_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench predictions`: a row per model, rate and method."""
-    rows = [
-        [
-            f"{one['model']}, {one['rate']}, {row['method']}"
-            + (f" ({row['recipe']})" if row["method"] == "worth-it" else ""),
-            milliseconds(row["predicted_seconds"]),
-            milliseconds(row["seconds"]["median"]),
-            f"{milliseconds(row['seconds']['low'])} to {milliseconds(row['seconds']['high'])}",
-            f"{row['error']:+.1%}",
-            "met" if abs(row["error"]) <= _PREDICTION_ALLOWED else "**missed**",
-        ]
-        for one in result["comparisons"]
-        for row in one["rows"]
-    ]
-    header = ["", "predicted ms", "measured ms", "quartiles", "off by", f"{_PREDICTION_ALLOWED:.0%} allowed"]
-    return f"{circumstances(result)}\n\n{markdown(header, rows)}"
-
-
-def density_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench density`: a row per model and rate, a table for each list of densities."""
-    lists: dict[tuple[float, ...], list[list[str]]] = {}
-    for one in result["comparisons"]:
-        seconds = {name: value["median"] for name, value in one["seconds"].items()}
-        times = [milliseconds(seconds[f"{density:g}"]) for density in one["densities"]]
-        chosen = [f"{one['auto']:g}", milliseconds(seconds["auto"]), f"{one['best']:g}"]
-        verdict = "met" if one["met"] else "**missed**"
-        row = [f"{one['model']}, {one['rate']}", *times, *chosen, f"{one['longer']:+.1%}", verdict]
-        lists.setdefault(tuple(one["densities"]), []).append(row)
-    blocks = [circumstances(result)]
-    for densities, rows in lists.items():
-        columns = [f"ms at {density:g}" for density in densities]
-        header = ["", *columns, "auto takes", "ms", "best", "longer than it", ""]
-        blocks.append(markdown(header, rows))
-    return "\n\n".join(blocks)
 
 
 def growth_table(result: Mapping[str, Any]) -> str:

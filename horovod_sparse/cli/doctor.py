@@ -21,11 +21,10 @@ from horovod_sparse.carriers.shared_memory import why_not_shared
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import is_launched, show
 from horovod_sparse.cli.doctor_checks import Case, Finding, cycle_of, examine
-from horovod_sparse.cli.options import density, read_recipe
 from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, bindings, start, usable_framework
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import HorovodMissingError
-from horovod_sparse.planning.advice import OPTIMIZERS
+from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.planning.calibration.collectives import Stopwatch
 from horovod_sparse.training.deadline import seconds_of_horovod
 from horovod_sparse.training.host_topology import own_place
@@ -41,16 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = "Exit code 1 if there is a problem. Run it as the training is run: mpirun -np 4 ..."
     add("--framework", choices=FRAMEWORKS, help="to look at (default: torch if it is there)")
-    text = "of the training, as are the following: for its rounds and accuracy (default: %(default)s)"
+    text = "of the training, for its rounds (default: %(default)s)"
     add("--sparsifier", default="exdyna", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
-    add("--density", type=density, default=0.001, help="default: %(default)s")
-    add("--levels", choices=LEVELS, default="flat", help="default: %(default)s")
-    add("--optimizer", choices=OPTIMIZERS, help="for what it costs in accuracy")
+    add("--levels", choices=LEVELS, default="flat", help="of the training (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Looks and prints; under a launch rank 0 prints."""
-    recipe = read_recipe(options.sparsifier, options.density)
+    recipe = parse_recipe(options.sparsifier)
     recipe.refuse_auto("doctor")
     ranks: Ranks | None = None
     missing, facts = "", local_facts()
@@ -70,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     finally:
         if ranks is not None:
             ranks.end()
-    findings = examine(Case(everyone, options.framework, recipe, options.optimizer, options.levels))
+    findings = examine(Case(everyone, options.framework, recipe, options.levels))
     if missing and not any(one.topic == "Horovod" and one.level != "good" for one in findings):
         do = "scripts/setup in a clone of horovod_sparse builds it"  # it is there, and cannot be loaded
         findings.append(Finding("problem", "Horovod", missing, "nothing can be synchronized", do))

@@ -11,7 +11,6 @@ from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning.advice import accuracy, loses
 from horovod_sparse.training.host_topology import RANKS_VARIABLE
 from horovod_sparse.training.settings import EVERY_VARIABLE, POLICIES, POLICY_VARIABLE
 
@@ -59,7 +58,6 @@ class Case:
     everyone: Sequence[Facts]
     asked: str | None = None
     recipe: Recipe | None = None
-    optimizer: str | None = None
     levels: str = "flat"
 
     @property
@@ -252,8 +250,8 @@ def _levels(case: Case) -> Found:
             yield "problem", what, why, "start as many ranks on each, or levels='flat'"
     elif case.levels == "flat":
         why = "the ranks of a host share its network card, and each sends and selects for itself"
-        do = "levels='host', which sums gradients within hosts first, where the network there is faster; "
-        yield "advice", what, why, f"{do}horovod-sparse plan --per-host says what it is worth"
+        do = "levels='host', which sums gradients within hosts first, where the network there is faster"
+        yield "advice", what, why, do
     else:
         yield "good", what
         for facts in case.everyone:
@@ -359,14 +357,6 @@ def _cycle(case: Case) -> Found:
     yield "good", what
 
 
-def _accuracy(case: Case) -> Found:
-    if case.recipe is None:
-        return
-    if told := loses(case.recipe, case.optimizer):
-        yield ("advice", *told)
-    yield "good", accuracy(case.recipe, case.optimizer)
-
-
 _TOPICS: dict[str, Callable[[Case], Found]] = {
     "versions": _versions,
     "Horovod": _horovod,
@@ -381,5 +371,4 @@ _TOPICS: dict[str, Callable[[Case], Found]] = {
     "threads": _threads,
     "ranks differ": _differences,
     "cycle time": _cycle,
-    "accuracy": _accuracy,
 }

@@ -1,4 +1,4 @@
-"""The command `horovod-sparse`: measure a cluster, plan for it or for others, and look for mistakes."""
+"""The command `horovod-sparse`: measure a cluster, and look for mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from horovod_sparse.errors import HorovodSparseError
 #: name -> (module, one line); a module is imported only if it is the one that runs
 SUBCOMMANDS = {
     "calibrate": ("calibrate", "measure the time of collectives and of selection, under a launch"),
-    "plan": ("plan.command", "whether sparse gradients are faster, by how much, and with which buckets"),
     "doctor": ("doctor", "what this installation and its settings have wrong"),
 }
 

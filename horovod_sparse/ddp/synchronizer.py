@@ -346,8 +346,6 @@ def _attached(
     for name, value in options.items():
         if name not in ("plan", "deadline_seconds") and value not in (None, "raise", "flat"):
             allowed = "nothing with replicas: it is for DistributedDataParallel"
-            if name == "network_share":
-                allowed += f"; `horovod-sparse plan --network-share {value}` names a density to write here"
             raise ArgumentError(name, value, allowed)
     try:
         from torch.distributed.device_mesh import DeviceMesh

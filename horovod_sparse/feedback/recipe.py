@@ -233,8 +233,7 @@ class Recipe:
         """Refuses a density that would have to be decided where nothing is measured."""
         if self.auto is not None:
             raise UnsupportedError(
-                f"density='auto' is decided by measured times, which {where} does not take: give a number "
-                "(horovod-sparse plan --density auto names one)"
+                f"density='auto' is decided by measured times, which {where} does not take: give a number"
             )
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:

@@ -221,8 +221,6 @@ def _unknown(front_end: str, given: str, known: Collection[str]) -> UnknownNameE
     nearest = difflib.get_close_matches(given, known, 1)
     if given in {field.name for field in fields(Settings)}:
         hint = "it is for other front ends. "
-        if given == "network_share":
-            hint = "it is for PyTorch; `horovod-sparse plan --network-share` names a density to write here. "
     else:
         hint = f"did you mean {nearest[0]}? " if nearest else ""
     return UnknownNameError(f"argument of {front_end}", given, known, hint)

@@ -203,17 +203,3 @@ def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
     assert all("cannot be seen" in reason for reason in run_lockstep(ranks))
     monkeypatch.setenv("HOROVOD_SPARSE_SHARED_MEMORY", "0")
     assert run_lockstep([why_not_shared("a")])[0] == SWITCHED_OFF
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "text", "level"),
-    [
-        ("adamw", "topk:density=0.01", "advice"),
-        ("momentum", "topk:density=0.01,feedback=momentum", "good"),
-        ("adamw", "signsgd", "good"),
-        ("adamw", "micro:density=0.01,feedback=best", "advice"),
-        (None, "topk:density=0.01", "good"),
-    ],
-)
-def test_what_an_optimizer_loses_is_said(optimizer, text, level):
-    assert levels(facts(), recipe=parse_recipe(text), optimizer=optimizer)["accuracy"] == level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from functools import cache
 import pytest
 import yaml
 
-from horovod_sparse.cli.main import main as horovod_sparse_command
 from support.documents import PRELUDES, ROOT, Block, blocks
 
 BLOCKS = list(blocks())
@@ -127,21 +125,6 @@ def test_commands_exist_and_take_their_options(block: Block) -> None:
     assert found
     for words in found:
         check(words)
-
-
-def test_what_a_command_printed_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where that takes a moment only: the answers of `plan --verdict`."""
-    found = 0
-    for block, printed in itertools.pairwise(BLOCKS):
-        words = commands(block)[0] if block.language == "sh" else []
-        if words[:3] == ["horovod-sparse", "plan", "--verdict"] and (printed.page, printed.language) == (
-            block.page,
-            "",
-        ):
-            assert horovod_sparse_command(words[1:]) == 0
-            assert capsys.readouterr().out.split() == printed.text.split(), printed.place
-            found += 1
-    assert found
 
 
 def test_yaml_can_be_read() -> None:

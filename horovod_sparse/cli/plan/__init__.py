@@ -1,1 +1,0 @@
-"""`horovod-sparse plan`: buckets, what stays dense and why, and predicted iterations."""
