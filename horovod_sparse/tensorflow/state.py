@@ -5,6 +5,7 @@ Variables are known by name, or by their order where names differ but shapes agr
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -198,13 +199,14 @@ def _fitting(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> Ma
         )
     here, plan = dict(zip(saved, known, strict=True)), Plan.from_dict(entry["plan"])
     buckets = tuple(tuple(here[name] for name in bucket) for bucket in plan.buckets)
+    dense = tuple(here[name] for name in plan.dense)
     held = [
         {here[name]: values for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
     return {
         **entry,
-        "plan": Plan(buckets, tuple(here[name] for name in plan.dense), plan.density).to_dict(),
+        "plan": dataclasses.replace(plan, buckets=buckets, dense=dense).to_dict(),
         "residuals": held[0],
         "companions": held[1:],
     }

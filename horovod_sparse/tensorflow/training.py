@@ -191,7 +191,8 @@ class VariablesTraining(Training):
             return True
         before, self.facts = self.plan, {**self.facts, **facts}
         self.parts += self._made(plan, facts, first=len(before.buckets))
-        self.plan = Plan(before.buckets + plan.buckets, before.dense + plan.dense, before.density)
+        buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
+        self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
         return True
 
     def _agreed(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
@@ -209,7 +210,7 @@ class VariablesTraining(Training):
         parameters = [fact for fact, _ in facts.values()]
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
-            plan = dataclasses.replace(plan, density=self.plan.density)
+            plan = dataclasses.replace(plan, density=self.plan.density, values=self.plan.values)
         else:
             yield from check_agreement(request)
 
