@@ -172,9 +172,9 @@ class Sparsifier(abc.ABC):
     Args:
         density: kept fraction in (0, 1]. Whether of each rank's accumulator or of the union of all
             ranks is said by `density_scope`.
-        values: how values travel: "exact" (as the accumulator has them), "float16", "bfloat16", "int8" or
-            "2bit" (see `WireFormat`). The rounding error stays in the residual.
-        indices: how indices travel: "int32", "block16", or "gaps" (bit-packed).
+        values: how values travel: "exact" (as the accumulator has them), "float16", "bfloat16" or "2bit"
+            (see `WireFormat`). The rounding error stays in the residual.
+        indices: how indices travel: "int32", or "gaps" (bit-packed).
         quantum: message lengths are rounded up to this many elements.
         schedule: of the density over the steps, where it is not always `density` (warm-up).
     """

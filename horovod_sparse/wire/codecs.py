@@ -1,4 +1,4 @@
-"""How indices and values are written: 32 or fewer bits an index, 64, 32, 16, 8 or 2 bits a value.
+"""How indices and values are written: 32 or fewer bits an index, 64, 32, 16 or 2 bits a value.
 
 The length of each is a function of the count (and of n) alone, which never falls when the count grows. So a
 message of a fixed count has a fixed length, a declared cost is exact, and a corrupted length is noticed.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,32 +56,6 @@ class Int32:
         return int(find_outside(out, num_elements)) < 0
 
 
-class Block16:
-    """The lower 16 bits of ascending indices, after the number of indices in each block of 65 536.
-
-    ``words = ceil(n / 65536) + ceil(count / 2)``
-
-    Decodes fastest: half a nanosecond per index.
-    """
-
-    code = 1
-
-    def num_words(self, count: int, num_elements: int) -> int:
-        return _num_blocks(num_elements) + (count + 1) // 2 if count else 0
-
-    def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        _check_ascending(indices, num_elements, "block16")
-        if indices.size:
-            words[:] = 0
-            kernels.encode_blocks(indices, *_split_blocks(words, num_elements))
-
-    def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
-        if out.size == 0:
-            return True
-        counts, offsets = _split_blocks(words, num_elements)
-        return bool(kernels.decode_blocks(counts, offsets, num_elements, out))
-
-
 class Gaps:
     """Ascending indices in Elias-Fano code: about 2 + log2(n / count) bits each, 12 at density 0.001.
 
@@ -106,7 +80,7 @@ class Gaps:
         ['0b11001', '0b100110']
     """
 
-    code = 2
+    code = 1
 
     def num_words(self, count: int, num_elements: int) -> int:
         """The smallest length over all l; one word more, because both parts begin with a word."""
@@ -143,15 +117,6 @@ def _low_words(count: int, low: int) -> int:
     return -(-count * low // 32)
 
 
-def _num_blocks(num_elements: int) -> int:
-    return -(-num_elements >> kernels.BLOCK_BITS)
-
-
-def _split_blocks(words: Words, num_elements: int) -> tuple[Words, NDArray[Any]]:
-    blocks = _num_blocks(num_elements)
-    return words[:blocks], words[blocks:].view(np.uint16)
-
-
 def _check_ascending(indices: Indices, num_elements: int, name: str) -> None:
     position = int(kernels.find_descent(indices, num_elements))
     if position >= 0:
@@ -164,9 +129,7 @@ def _check_ascending(indices: Indices, num_elements: int, name: str) -> None:
 
 
 #: The ways by name.
-INDEX_CODECS: Mapping[str, IndexCodec] = MappingProxyType(
-    {"int32": Int32(), "block16": Block16(), "gaps": Gaps()}
-)
+INDEX_CODECS: Mapping[str, IndexCodec] = MappingProxyType({"int32": Int32(), "gaps": Gaps()})
 
 
 class ValueCodec(Protocol):
@@ -207,11 +170,12 @@ class Floats:
         words.view(self._dtype)[: values.size] = narrow(values.astype(wider, copy=False), self._dtype)
 
     def decode(self, words: Words, out: Values) -> None:
-        numbers = words.view(self._dtype)  # float64 may begin in the middle of eight bytes; NumPy copies that
-        if self._dtype.itemsize == 2:
-            kernels.decode_half(numbers, out)
-        else:
-            out[:] = numbers
+        numbers = words.view(self._dtype)[: out.size]  # float64 may begin in the middle of eight bytes
+        if self._dtype == np.int16:
+            numbers = numbers.view(np.float16)
+        elif self._dtype == np.uint16:
+            numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+        out[:] = numbers
 
 
 #: the largest finite bfloat16
@@ -224,38 +188,8 @@ _FLOATS = {
 }
 
 
-class Int8:
-    """One byte each, and one float32 scale per 64 values.
-
-    ``scale = max |value| / 127,  code = round(value / scale)`` (ties to even)
-
-    Scales are rounded up to 17 significant bits, so that code * scale is exact in float32: every rank
-    decodes the same, and rounding twice changes nothing. A block of zeros has scale 0; so has one whose
-    scale would be subnormal (below 1.2e-38), which then stays in the residual.
-
-    Example:
-        By hand: the largest is 127 * 0.5, so the scale is 0.5, and 3.2 = 6.4 * 0.5 becomes 6 * 0.5.
-
-        >>> words = np.zeros(Int8().num_words(2), np.uint32)
-        >>> Int8().encode(np.array([-63.5, 3.2], np.float32), words)
-        >>> words[:1].view(np.float32), words[1:].view(np.int8)[:2]
-        (array([0.5], dtype=float32), array([-127,    6], dtype=int8))
-    """
-
-    code = 5
-
-    def num_words(self, count: int) -> int:
-        return -(-count // kernels.INT8_BLOCK) + (count + 3) // 4
-
-    def encode(self, values: Values, words: Words) -> None:
-        words[-1:] = 0
-        blocks = -(-values.size // kernels.INT8_BLOCK)
-        scales = words[:blocks]
-        kernels.encode_int8(values, scales, scales.view(np.float32), words[blocks:].view(np.int8))
-
-    def decode(self, words: Words, out: Values) -> None:
-        blocks = -(-out.size // kernels.INT8_BLOCK)
-        kernels.decode_int8(words[blocks:].view(np.int8), words[:blocks].view(np.float32), out)
+#: values that share two magnitudes
+TWO_BIT_BLOCK = 64
 
 
 class TwoBit:
@@ -278,28 +212,44 @@ class TwoBit:
         (array([  2.,  -2.,   2., -10.], dtype=float32), ['0b1010', '0b1000'])
     """
 
-    code = 6
+    code = 5
 
     def num_words(self, count: int) -> int:
-        """A word for two magnitudes per block, a bit for a sign and one for a magnitude per value."""
-        return -(-count // kernels.TWO_BIT_BLOCK) + 2 * (-(-count // 32))
+        """Returns one word per block for two magnitudes, and two bits per value."""
+        return -(-count // TWO_BIT_BLOCK) + 2 * (-(-count // 32))
 
     def encode(self, values: Values, words: Words) -> None:
-        sizes, signs, larges = self._split(words, values.size)
-        means = np.empty(sizes.size, np.float32)
-        kernels.encode_2bit(values, means, signs, larges)
-        _FLOATS["bfloat16"].encode(means, sizes)
+        blocks, planes = self._split(words, values.size)
+        rows = np.zeros((blocks.size, TWO_BIT_BLOCK))
+        counts = np.full(blocks.size, TWO_BIT_BLOCK)
+        counts[-1:] -= rows.size - values.size
+        sizes = rows.reshape(-1)[: values.size]
+        np.minimum(np.abs(values), _LARGEST_BFLOAT16, out=sizes)
+        sizes[sizes != sizes] = 0.0
+        large = rows > (rows.sum(1) / counts)[:, None]
+        several = large.sum(1)
+        means = np.empty((blocks.size, 2), np.float32)
+        means[:, 0] = (rows * ~large).sum(1) / np.maximum(counts - several, 1)
+        means[:, 1] = (rows * large).sum(1) / np.maximum(several, 1)
+        _FLOATS["bfloat16"].encode(means.reshape(-1), blocks)
+        bits = np.zeros((2, 32 * planes.shape[1]), bool)
+        bits[0, : values.size] = values < 0
+        bits[1] = large.reshape(-1)[: bits.shape[1]]
+        planes[:] = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
 
     def decode(self, words: Words, out: Values) -> None:
-        sizes, signs, larges = self._split(words, out.size)
-        means = np.empty(sizes.size, np.float32)
-        kernels.decode_half(sizes, means)
-        kernels.decode_2bit(means, signs, larges, out)
+        blocks, planes = self._split(words, out.size)
+        means = np.empty(2 * blocks.size, np.float32)
+        _FLOATS["bfloat16"].decode(blocks, means)
+        negative, large = np.unpackbits(planes.view(np.uint8), axis=1, count=out.size, bitorder="little")
+        sizes = means[np.arange(out.size) // TWO_BIT_BLOCK * 2 + large]
+        out[:] = np.where(negative, 0 - sizes, sizes)
 
-    def _split(self, words: Words, count: int) -> tuple[NDArray[Any], Words, Words]:
-        blocks, per_plane = -(-count // kernels.TWO_BIT_BLOCK), -(-count // 32)
-        return words[:blocks].view(np.uint16), words[blocks:][:per_plane], words[blocks + per_plane :]
+    def _split(self, words: Words, count: int) -> tuple[Words, Words]:
+        """Returns the words of magnitudes, one per block, and those of bits: a row of signs, one of sizes."""
+        blocks = -(-count // TWO_BIT_BLOCK)
+        return words[:blocks], words[blocks:].reshape(2, -1)
 
 
 #: The ways by name.
-VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType({**_FLOATS, "int8": Int8(), "2bit": TwoBit()})
+VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType({**_FLOATS, "2bit": TwoBit()})

@@ -24,8 +24,8 @@ class WireFormat:
 
     Args:
         values: "exact" (or None; as the accumulator has them), "float64", "float32", "float16",
-            "bfloat16", "int8" (with a float32 scale per 64 values), or "2bit" (with two magnitudes per 64).
-        indices: "int32" (any order), or for ascending ones "block16" or "gaps" (bit-packed).
+            "bfloat16", or "2bit" (with two magnitudes per 64 values).
+        indices: "int32" (any order), or for ascending ones "gaps" (bit-packed).
         quantum: elements that the payload is rounded up to. A length that repeats from step to step
             stays in Horovod's response cache; a changed one costs an extra negotiation.
         capacity: elements that the payload has room for at least, whatever is in it.

@@ -19,7 +19,7 @@ from support.sampling import rows_by
 
 @pytest.mark.hosts
 @pytest.mark.needs("levels")
-@pytest.mark.parametrize("case", on_ranks("topk", "exdyna", "cltk-values=int8", "oktopk", "qsgd"))
+@pytest.mark.parametrize("case", on_ranks("topk", "exdyna", "cltk-values=bfloat16", "oktopk", "qsgd"))
 def test_two_levels_equal_the_simulators(engine: Engine, case: Any, hosts: Topology) -> None:
     recipe = case.at(0.1)
     training = engine.train(recipe, levels="host")

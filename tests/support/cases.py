@@ -36,23 +36,17 @@ class Case:
     @property
     def value_rounding(self) -> float:
         """Relative error of a value that is written for the wire; 0 where values are exact."""
-        return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-6, "2bit": 1.0}.get(
-            self.recipe.sparsifier.values, 0.0
-        )
+        return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "2bit": 1.0}.get(self.recipe.sparsifier.values, 0.0)
 
     @property
     def stays_dyadic(self) -> bool:
         """Whether numbers of few bits stay so.
 
-        int8 divides by 127 and two bits by counts, which leaves residuals of full length; several teams share
-        out what they drop; a quantizer's units are means and norms.
+        Two bits divide by counts, which leaves residuals of full length; several teams share out what they
+        drop; a quantizer's units are means and norms.
         """
         sparsifier = self.recipe.sparsifier
-        return (
-            not self.quantizes
-            and sparsifier.values not in ("int8", "2bit")
-            and getattr(sparsifier, "teams", 1) == 1
-        )
+        return not self.quantizes and sparsifier.values != "2bit" and getattr(sparsifier, "teams", 1) == 1
 
     @property
     def quantizes(self) -> bool:
@@ -123,14 +117,14 @@ CASES: tuple[Case, ...] = (
     _case("randomk", shared=False, quantum=1024, promises=_EXACT),
     _case("randomk", values="float16", promises=_SHARED),
     _case("cltk", promises=_SHARED),
-    _case("cltk", values="int8", promises=_SHARED),
+    _case("cltk", values="bfloat16", promises=_SHARED),
     _case("hard_threshold", threshold=0.5),
-    _case("hard_threshold", threshold=0.5, values="bfloat16", indices="block16"),
+    _case("hard_threshold", threshold=0.5, values="bfloat16", indices="gaps"),
     _case("dgc"),
     _case("dgc", threshold="exact", values="float16", indices="gaps", promises=_EXACT),
     _case("sidco"),
     _case("sidco", distribution="pareto"),
-    _case("sidco", distribution="gamma", values="int8", indices="gaps"),
+    _case("sidco", distribution="gamma", values="float16", indices="gaps"),
     _case("mstopk", promises=_EXACT),
     _case("dragonn"),
     _case("dragonn", slots_per_selected=0.5, values="float16", indices="gaps"),
@@ -140,12 +134,12 @@ CASES: tuple[Case, ...] = (
     _case("spardl", values="float16", indices="gaps", promises=_SHARED),
     # a slow network: as many teams as ranks, R-SAG or B-SAG as their number is
     _case("spardl", teams="auto", latency_seconds=1.0),
-    _case("spardl", teams="auto", latency_seconds=1.0, values="int8", gather="allgather"),
+    _case("spardl", teams="auto", latency_seconds=1.0, values="float16", gather="allgather"),
     _case("gtopk", values="float16", indices="gaps", promises=_SHARED),
     _case("oktopk"),
-    _case("oktopk", threshold_steps=2, region_steps=3, values="int8", indices="gaps"),
+    _case("oktopk", threshold_steps=2, region_steps=3, values="float16", indices="gaps"),
     _case("topk_dsa"),
-    _case("topk_dsa", values="int8", indices="block16"),
+    _case("topk_dsa", values="bfloat16", indices="gaps"),
     _case("signsgd", **_ALL),
     _case("signsgd", group=64, **_ALL),
     _case("signsgd", vote="majority", **_LOSES),
@@ -160,7 +154,7 @@ CASES: tuple[Case, ...] = (
     _case("chunk_topk", chunk=9, values="2bit", indices="gaps", promises=_EXACT),
     _case("spardl", teams="auto", latency_seconds=1.0, values="2bit", indices="gaps"),
     _case("oktopk", values="2bit"),
-    _case("exdyna", values="bfloat16", indices="block16", promises=_SKETCH),
+    _case("exdyna", values="bfloat16", indices="gaps", promises=_SKETCH),
 )
 
 #: one row per kind of request: what real ranks can do differently from the simulator
@@ -170,7 +164,7 @@ REPRESENTATIVES = tuple(
         "topk",  # one gather
         "exdyna",  # a gather, then sums at what was gathered
         "randomk",  # sums at positions that all ranks know
-        "cltk-values=int8",  # a leader's broadcast; sums in parts, since the codec rounds
+        "cltk-values=bfloat16",  # a leader's broadcast; sums in parts, since the codec rounds
         "gtopk",  # pairs, one of which has nothing to say
         "spardl",  # pairs, then a gather
         "oktopk",  # all to all

@@ -60,7 +60,7 @@ def wire() -> tuple[Callable[[bytes], None], list[bytes]]:
     from horovod_sparse.wire import message
     from horovod_sparse.wire.format import WireFormat
 
-    formats = [WireFormat(), WireFormat(indices="gaps"), WireFormat(indices="block16")]
+    formats = [WireFormat(), WireFormat(indices="gaps")]
     formats += [WireFormat(values=name) for name in ("float16", "bfloat16")]
     indices = np.array([0, 3, 17, 18, 200, 399], np.int32)
     seeds = []

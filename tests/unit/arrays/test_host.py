@@ -365,7 +365,7 @@ def test_a_refusal_stands_in_the_report():
         assert accumulator.report.square_norm == pytest.approx(N)
 
 
-@pytest.mark.parametrize("text", ["spardl:density=0.05", "oktopk:density=0.05", "topk:values=int8"])
+@pytest.mark.parametrize("text", ["spardl:density=0.05", "oktopk:density=0.05", "topk:values=bfloat16"])
 def test_what_was_put_back_is_selected_from_without_reading_all(text, monkeypatch):
     monkeypatch.setattr(HostKernels, "scan_maxima", lambda *_: pytest.fail("a pass over n elements"))
     cluster, generator = SimulatedCluster(parse_recipe(text), 2000, 4), np.random.default_rng(0)

@@ -125,9 +125,9 @@ def test_recipes_can_be_given_as_they_stand(text: str) -> None:
 
 def test_bytes_per_element() -> None:
     rows = re.findall(r"^\| `values=(\w+)`[^|]*\|(.*)\|$", _TEXT, re.MULTILINE)
-    assert [name for name, _ in rows] == ["exact", "float16", "int8", "2bit"]
+    assert [name for name, _ in rows] == ["exact", "float16", "2bit"]
     for values, cells in rows:
-        for indices, cell in zip(("int32", "block16", "gaps"), cells.split("|"), strict=True):
+        for indices, cell in zip(("int32", "gaps"), cells.split("|"), strict=True):
             found = [float(number) for number in re.findall(r"[\d.]+", cell)]
             counts = (25_600, 256_000)
             wire = WireFormat(values, indices)

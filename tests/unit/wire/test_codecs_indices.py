@@ -17,7 +17,6 @@ from horovod_sparse.wire.codecs import INDEX_CODECS, VALUE_CODECS, low_bits
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 LARGEST = 2**31 - 1
-PACKED = ["block16", "gaps"]
 ALL = sorted(INDEX_CODECS)
 
 
@@ -95,12 +94,6 @@ def test_gaps_across_a_word_by_hand():
     assert words.tolist() == [7 << 29 | 1, 1, 0b10010]
 
 
-def test_block16_by_hand():
-    # n = 70 000 is two blocks; 3 and 65 535 lie in the first, 65 536 + 9 in the second
-    words = encode("block16", np.array([3, 65_535, 65_545], np.int32), 70_000)
-    assert words.tolist() == [2, 1, 65_535 << 16 | 3, 9]
-
-
 @quick
 @given(n=st.integers(1, LARGEST), count=st.integers(1, LARGEST))
 def test_low_bits_are_the_best(n, count):
@@ -118,14 +111,13 @@ def test_lengths_never_fall(name, n, count, step):
     assert num_words(count, n) <= num_words(count + step, n)
 
 
-@pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize(
     ("indices", "position"),
     [([3, 3], 1), ([1, 5, 4, 8], 2), ([-1, 2], 0), ([2, 10], 1), ([0, 1, LARGEST], 2), ([7, -(2**31)], 1)],
 )
-def test_what_cannot_be_packed_is_named(name, indices, position):
-    with pytest.raises(ArgumentError, match=rf"{indices[position]}\b.*position {position}\).*{name}.*int32"):
-        encode(name, np.array(indices, np.int32), 10)
+def test_what_cannot_be_packed_is_named(indices, position):
+    with pytest.raises(ArgumentError, match=rf"{indices[position]}\b.*position {position}\).*gaps.*int32"):
+        encode("gaps", np.array(indices, np.int32), 10)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -152,7 +144,7 @@ def test_an_index_at_n_is_refused(name):
     assert not decode(name, words, 2, 43)[0]
 
 
-LOSSY = ["float32", "float16", "bfloat16", "int8"]
+LOSSY = ["float32", "float16", "bfloat16"]
 DTYPES = ["float32", "float64"]
 FLOAT32 = np.finfo(np.float32)
 SPECIAL = [0.0, 1.0, 1e-45, 1e-40, 2.9e-8, 2.0**-25, 3 * 2.0**-25, 6e-8, 6.1e-5, 65504.0, 65519.99, 65520.0]
@@ -219,24 +211,12 @@ def test_bfloat16_of_every_float32_near_every_bfloat16(sign):
         )
 
 
-def test_int8_by_hand():
-    # the largest is 127 / 4, so the scale is 1 / 4; 2.5 and 3.5 steps go to the even neighbours 2 and 4
-    values = np.array([31.75, -31.75, 0.625, 0.875, -0.625, 0.1], np.float32)
-    words = np.zeros(VALUE_CODECS["int8"].num_words(6), np.uint32)
-    VALUE_CODECS["int8"].encode(values, words)
-    assert words.size == 1 + 2
-    assert words[:1].view(np.float32)[0] == 0.25
-    assert words[1:].view(np.int8).tolist() == [127, -127, 2, 4, -2, 0, 0, 0]
-    assert WireFormat("int8").round(values).tolist() == [31.75, -31.75, 0.5, 1.0, -0.5, 0.0]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "largest"),
     [
         ("float16", 65504.0),
         ("bfloat16", (2 - 2.0**-7) * 2.0**127),
-        ("int8", None),
         ("2bit", (2 - 2.0**-7) * 2.0**127),
         ("float32", float(FLOAT32.max)),
     ],
@@ -245,11 +225,8 @@ def test_huge_values_saturate(name, largest, dtype):
     huge = float(np.finfo(dtype).max)
     rounded = WireFormat(name).round(np.array([huge, -huge, 1.0], dtype))
     assert rounded[0] == -rounded[1]
-    if largest is not None:
-        assert rounded[0] == min(largest, huge)
-        assert rounded[2] == 1.0
-    else:
-        assert float(FLOAT32.max) * 0.999 < rounded[0] <= float(FLOAT32.max)
+    assert rounded[0] == min(largest, huge)
+    assert rounded[2] == 1.0
     if name not in ("float32", "2bit"):
         # the fold takes out what is not finite; should it come here, the message stays finite
         rounded = WireFormat(name).round(np.array([np.nan, np.inf, -np.inf, -np.nan, 2.0], dtype))
