@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import CheckpointError, HorovodSparseError, StateMismatchError
+from horovod_sparse.errors import CheckpointError
 from horovod_sparse.training import checkpoint_folder as folder
 from horovod_sparse.training.agreement import compared
-from horovod_sparse.training.collective_errors import raise_together
 
-#: by directory: whose state this process has saved there, or loaded from there, last
-_owners: dict[Path, weakref.ref[Any]] = {}
+#: by directory: the training that this process has saved there, or loaded from there, last
+_owners: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 
 
 def save_together(
@@ -47,7 +46,7 @@ def save_together(
     yield from folder.write_checkpoint(
         root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks
     )
-    _owners[root] = weakref.ref(owner)
+    _owners[root] = owner
     return step
 
 
@@ -66,17 +65,9 @@ def load_together(
     `loaded` says what is loaded beside the optimizer. All ranks load the same.
     """
     yield from compared({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
-    entry, failure = (yield from folder.read_checkpoint(directory, rank=rank, size=size, step=step)), None
-    try:
-        check(entry)
-    except HorovodSparseError as error:
-        failure = error
-    except Exception as error:  # of whatever type: others would wait for this rank
-        failure = StateMismatchError(
-            f"the checkpoint is damaged ({type(error).__name__}: {str(error)[:200]})"
-        )
-    yield from raise_together(failure)
-    _owners[folder.root_of(directory)] = weakref.ref(owner)
+    entry = yield from folder.read_checkpoint(directory, rank=rank, size=size, step=step)
+    yield from folder.done_by_all(lambda: check(entry), f"load {directory}")
+    _owners[folder.root_of(directory)] = owner
     return entry
 
 
@@ -91,22 +82,12 @@ def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
     """Whether the newest checkpoint is of ranks without this one, and was not loaded here."""
-    if _owner_of(root) is owner:
-        return False
-    if _owner_of(root) is not None:
+    if _owners.get(root, owner) is not owner:
         gc.collect()  # an optimizer that nobody has any more may lie in a circle
-        if _owner_of(root) is not None:
-            raise CheckpointError(
-                f"{root} holds checkpoints of another optimizer or sparsifier of this process. "
-                f"{folder.ONE_EACH}"
-            )
-    found = folder.survey(root)
-    if not found:
-        return False
-    ranks = found[max(found, key=folder.age)].manifest.get("ranks")
+    if _owners.get(root, owner) is not owner:
+        raise CheckpointError(
+            f"{root} holds checkpoints of another optimizer or sparsifier of this process. {folder.ONE_EACH}"
+        )
+    found = {} if root in _owners else folder.survey(root)
+    ranks = found[max(found, key=folder.age)][0].get("ranks") if found else None
     return isinstance(ranks, list) and world_rank not in ranks
-
-
-def _owner_of(root: Path) -> Any:
-    last = _owners.get(root)
-    return None if last is None else last()

@@ -28,7 +28,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import as_array, from_plain, is_number, to_plain
 from horovod_sparse.training.parts import Part, assign_residuals, held_residuals, shared_out
 
-_FORMAT = 1
+FORMAT = 2
 #: far more than there will ever be; beyond, arithmetic on them would overflow
 _MOST_RANKS, _MOST_STEPS = 2**31 - 1, 2**53
 _LIST = list, tuple
@@ -70,7 +70,7 @@ def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **
     (rank, size), levels = engine.rank_and_size, _levels_of(engine)
     residuals, *companions = held_residuals(engine.parts, engine.recipe.feedback.num_companions)
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "algorithm": engine.recipe.sparsifier.name,
         "recipe": engine.recipe.describe(),
         "rank": rank,
@@ -93,9 +93,9 @@ def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
     """Refuses what was saved of another algorithm or feedback, by another version, or is damaged."""
     if not isinstance(entry, Mapping):
         raise StateMismatchError(f"the saved state is {_words(entry)}, not a mapping")
-    if type(entry.get("format")) is not int or entry["format"] != _FORMAT:
+    if type(entry.get("format")) is not int or entry["format"] != FORMAT:
         raise StateMismatchError(
-            f"the saved state has format {_words(entry.get('format'))}, this version reads format {_FORMAT}"
+            f"the saved state has format {_words(entry.get('format'))}, this version reads format {FORMAT}"
         )
     for name, (kind, wanted, *default) in _FIELDS.items():
         value = entry.get(name, *default)
@@ -296,16 +296,16 @@ def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) ->
     return joined([by_rank[old] for old in old_ranks_of(rank, old_size, size)], rank, size)
 
 
-def old_ranks_of(rank: int, old_size: int, size: int) -> list[int]:
+def old_ranks_of(rank: int, old_size: int, size: int) -> range:
     """Whose entries a rank goes on with at another number of ranks.
 
     Example:
-        >>> old_ranks_of(0, 5, 2), old_ranks_of(3, 2, 4)
+        >>> list(old_ranks_of(0, 5, 2)), list(old_ranks_of(3, 2, 4))
         ([0, 2, 4], [1])
     """
     if not 0 <= rank < size:
         raise ArgumentError("rank", rank, f"a rank of {size}, from 0")
-    return [rank % old_size] if size >= old_size else list(range(rank, old_size, size))
+    return range(rank % old_size, old_size, size)
 
 
 def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:

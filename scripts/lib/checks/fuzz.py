@@ -112,7 +112,7 @@ def checkpoint() -> tuple[Callable[[bytes], None], list[bytes]]:
     from horovod_sparse.training.state import check_entry
 
     part = {"learning_rate": 0.1, "largest_rate": 0.1, "scale": 1.0, "state": {"step": 3}}
-    entry = {"format": 1, "algorithm": "topk", "recipe": "topk:density=0.1", "rank": 0, "size": 2, "step": 3}
+    entry = {"format": 2, "algorithm": "topk", "recipe": "topk:density=0.1", "rank": 0, "size": 2, "step": 3}
     entry |= {"plan": {"buckets": [["w"]], "dense": ["b"]}, "companions": [], "feedback": "error"}
     entry |= {"residuals": {"w": np.ones((3, 4), np.float32)}, "buckets": [part]}
     check_entry(copy.deepcopy(entry), None, "{}")

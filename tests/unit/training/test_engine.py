@@ -110,8 +110,8 @@ def test_entries_of_another_algorithm_or_format_are_refused() -> None:
     entry = saved_entry(engine)
     with pytest.raises(StateMismatchError, match=r"the saved state is of topk.*, now dgc"):
         check_entry(entry, RECIPES[1], "now {} is used")
-    with pytest.raises(StateMismatchError, match="format 2"):
-        check_entry({**entry, "format": 2}, RECIPES[0], "{}")
+    with pytest.raises(StateMismatchError, match="format 1"):
+        check_entry({**entry, "format": 1}, RECIPES[0], "{}")
 
 
 def test_what_cannot_be_saved_or_read_is_refused():
