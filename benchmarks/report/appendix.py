@@ -98,7 +98,7 @@ PERFORMANCE = (
     ),
     Section(
         "Two levels",
-        "Gradients summed within hosts of two ranks, by shared memory or by messages, and sparsified "
+        "Gradients summed within hosts of two ranks, by messages over the loopback device, and sparsified "
         "between hosts.",
         ("levels_gloo",),
     ),

@@ -97,17 +97,15 @@ def _levels(measurements: Mapping[str, Any]) -> Iterator[list[str]]:
     for launch in measurements.get("levels_gloo", {}).get("launches", []):
         found = _by_name(launch)
         (name,) = launch["sparsifiers"]
-        for way in ("", ", pairs"):
-            flat, two = found[f"{name}{way}"], found[f"{name}, two levels{way}"]
-            start = f"two levels by one, {name}{way}"
-            payload = two["facts"]["bytes_sent"] / flat["facts"]["bytes_sent"]
-            yield _row(f"{start}: payload between hosts", payload, 0.55 if name == "topk" else 0.6)
-            yield _row(f"{start}: bytes that left the hosts", two["bytes_sent"] / flat["bytes_sent"], 1.0)
-            work = [sum(item["parts"][part] for part in ("fold", "select")) for item in (two, flat)]
-            yield _row(f"{start}: fold and selection", work[0] / work[1], 0.55)
-            memory = two["facts"]["residual_bytes"] / flat["facts"]["residual_bytes"]
-            yield _row(f"{start}: memory of the residual", memory, 0.5)
-            yield _row(f"{start}: one synchronization", _median(two) / _median(flat), 0.7)
+        flat, two, start = found[name], found[f"{name}, two levels"], f"two levels by one, {name}"
+        payload = two["facts"]["bytes_sent"] / flat["facts"]["bytes_sent"]
+        yield _row(f"{start}: payload between hosts", payload, 0.55 if name == "topk" else 0.6)
+        yield _row(f"{start}: bytes that left the hosts", two["bytes_sent"] / flat["bytes_sent"], 1.0)
+        work = [sum(item["parts"][part] for part in ("fold", "select")) for item in (two, flat)]
+        yield _row(f"{start}: fold and selection", work[0] / work[1], 0.55)
+        memory = two["facts"]["residual_bytes"] / flat["facts"]["residual_bytes"]
+        yield _row(f"{start}: memory of the residual", memory, 0.5)
+        yield _row(f"{start}: one synchronization", _median(two) / _median(flat), 0.7)
 
 
 def _small(measurements: Mapping[str, Any]) -> Iterator[list[str]]:

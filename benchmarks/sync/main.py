@@ -36,15 +36,13 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 _BASELINES = ("dense", "dense float16", "naive")
 #: behind the name of a sparsifier that is synchronized on two levels
 LEVELS_SUFFIX = ", two levels"
-#: behind that, where ranks of a host sum up by messages though they could share memory
-MESSAGES_SUFFIX = ", messages"
 #: of DistributedDataParallel: its own allreduce, and what it has of compression
 _OF_DDP = ("dense", "powersgd 1", "powersgd 4")
 #: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
 #: sparsifier on top, and by each other one
 _GRADIENT_SHARE, _NAIVE_SHARE, _SPARSIFIER_SHARE = 16, 20, 9
-#: and by one on two levels, once in memory that ranks share, and once with messages
-_LEVELS_SHARE = 18
+#: and by one on two levels
+_LEVELS_SHARE = 9
 _PROCESS_BYTES = 400_000_000
 
 
@@ -71,8 +69,7 @@ def parser() -> argparse.ArgumentParser:
         type=count,
         default=1,
         metavar="L",
-        help="with more than one (default %(default)s) each sparsifier is measured on two levels, too, whose "
-        "ranks sum up within a host in memory that they share, and by messages",
+        help="with more than one (default %(default)s) each sparsifier is measured on two levels, too",
     )
     add_pairs(made)
     add_common(made, list(ALGORITHMS), _BASELINES)
@@ -108,7 +105,7 @@ def split_for_memory(
         [['topk'], ['micro', 'exdyna']]
     """
     base = num_ranks * (_PROCESS_BYTES + (_GRADIENT_SHARE + naive * _NAIVE_SHARE) * elements)
-    each = num_ranks * (_SPARSIFIER_SHARE * ways + levels * _LEVELS_SHARE * (1 + ways) // 2) * elements
+    each = num_ranks * (_SPARSIFIER_SHARE * ways + levels * _LEVELS_SHARE * ways) * elements
     most = int((0.85 * available - base) // each)
     if most < 1:
         needed = (base + each) / 0.85 / 2**30
@@ -145,7 +142,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     own = ["dense"] if options.engine == "ddp" else [*references, *names]
                     if options.engine == "horovod" and options.ranks_per_host > 1:
                         two = [name + LEVELS_SUFFIX for name in names if name != "hard_threshold"]
-                        own += [name + way for name in two for way in ("", MESSAGES_SUFFIX)]
+                        own += two
                         own += [name + PAIRS_SUFFIX for name in two if options.pairs]
                     if options.pairs:
                         own += [name + PAIRS_SUFFIX for name in names]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +15,7 @@ from benchmarks.common.gradients import GradientSource
 from benchmarks.common.options import PAIRS_SUFFIX
 from benchmarks.common.transports import ASKED, travel_by
 from benchmarks.common.wire import Round, rounds_of
-from benchmarks.sync.main import LEVELS_SUFFIX, MESSAGES_SUFFIX
-from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE, lends
+from benchmarks.sync.main import LEVELS_SUFFIX
 
 
 class Synthetic:
@@ -244,7 +242,6 @@ class Sparse(Method):
             "bytes_sent": last.bytes_sent,
             "bytes_inside": last.bytes_inside,
             "residual_bytes": held,
-            "shares_memory": float(lends(self._synchronizer.parts)),
         }
 
 
@@ -272,10 +269,8 @@ def make_method(
         return Naive(name, model, density)
     transport = "pairs" if name.endswith(PAIRS_SUFFIX) else None
     name_of = name.removesuffix(PAIRS_SUFFIX)
-    plain = name_of.removesuffix(MESSAGES_SUFFIX)
-    if plain.endswith(LEVELS_SUFFIX):
-        text = settings[plain.removesuffix(LEVELS_SUFFIX)]
-        os.environ[MEMORY_VARIABLE] = str(int(plain == name_of))
+    if name_of.endswith(LEVELS_SUFFIX):
+        text = settings[name_of.removesuffix(LEVELS_SUFFIX)]
         made = Sparse(name, model, text, {**options, "levels": "host"}, transport)
         made.settle()
         return made

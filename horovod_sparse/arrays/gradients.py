@@ -1,4 +1,4 @@
-"""What a host accumulator folds: arrays, parts of a bucket, sums of other ranks; scaled, or taken out."""
+"""Gradients as a host accumulator folds them: arrays, parts of a bucket, displacements; and their scaling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import FoldRule
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host.fold import Pair, sum_into
+from horovod_sparse.kernels.host.fold import Pair
 from horovod_sparse.kernels.host.scatter import narrow, native_bits, wide
 
 Array = NDArray[Any]
@@ -22,8 +22,8 @@ _LARGE = 1 << 16
 _AT_ONCE = 1 << 20
 #: elements that are widened for a norm at a time: they stay in the cache between their uses
 _WIDENED = 1 << 16
-#: elements that are added up at a time: they stay in the cache until they are folded
-_SUMMED = 1 << 17
+#: elements of a difference that are computed at a time: they stay in the cache until they are folded
+_SUBTRACTED = 1 << 17
 
 
 class GradientParts:
@@ -64,21 +64,10 @@ class GradientParts:
         self.whole = self._flat[0] if len(given) == 1 else None
         self.size = sum(array.size for array in self._flat)
 
-    def put_into(self, memory: Array) -> None:
-        """Copies all elements to memory of the parts' own type, half types as their bits."""
-        start = 0
-        for array in self._flat:
-            memory[start : start + array.size] = array
-            start += array.size
-
     @property
     def native(self) -> np.dtype[Any]:
         """The type in which kernels get the parts: that of a half type's bits."""
         return self._flat[0].dtype
-
-    def lies_at(self, address: int) -> bool:
-        """Whether all elements lie one behind the other from an address on."""
-        return self.whole is not None and self.whole.ctypes.data == address
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
         """All elements as one array of float32 or float64, not to be written to: its own memory if it can be.
@@ -126,81 +115,6 @@ def joined_pieces(
         yield start, buffer[:filled]
 
 
-class SummedParts(GradientParts):
-    """The sum of arrays of other ranks, in their order; nothing of n elements is written for it.
-
-    Args:
-        arrays: two or more, shape (m,) each, as kernels get them: half types as their bits. Only read.
-        factors: of each array.
-        num_elements: n, from m; elements behind the arrays' last are 0.
-        dtype: of the sum, float32 or float64.
-
-    Example:
-        >>> parts = SummedParts([np.array([1.0, 2.0]), np.array([0.5, 0.5])], [1.0, 2.0], 3, np.float64)
-        >>> parts.joined(np.dtype(np.float64))
-        array([2., 3., 0.])
-    """
-
-    def __init__(
-        self, arrays: Sequence[Array], factors: Sequence[float], num_elements: int, dtype: Any
-    ) -> None:
-        self.dtype, self.size = np.dtype(dtype), num_elements
-        self._arrays = list(arrays)
-        self._factors = np.array(factors, self.dtype)
-        self._settled: GradientParts | None = None
-
-    def settle(self) -> None:
-        """Keeps the sum, of n elements, instead of the arrays that it is made of."""
-        if self._settled is None:
-            self._settled = GradientParts([self.joined(self.dtype)])
-            self._arrays = []
-
-    def joined(self, dtype: np.dtype[Any]) -> Array:
-        if self._settled is not None:
-            return self._settled.joined(dtype)
-        whole = np.empty(self.size, self.dtype)
-        for start, stop in self._bounds(_SUMMED):
-            self._add(whole[start:stop], start)
-        return whole.astype(dtype, copy=False)
-
-    def pieces(self, size: int, block: int = 1, first: int = 0) -> Iterator[tuple[int, Array]]:
-        if self._settled is not None:
-            yield from self._settled.pieces(size, block)
-            return
-        chunk = max(1, min(size, _SUMMED) // block) * block
-        buffer = np.empty(min(chunk, self.size), self.dtype)
-        for start, stop in self._bounds(chunk, first):
-            piece = buffer[: stop - start]
-            self._add(piece, start)
-            yield start, piece
-
-    def pairs(self, block: int) -> Iterator[tuple[int, Array | Pair]]:
-        """As `pieces`, but the last two summands are left to who folds them: memory is read once, by all."""
-        whole = 0 if self._settled is not None else self._arrays[0].size // block * block
-        chunk = whole if len(self._arrays) == 2 else max(1, _SUMMED // block) * block
-        buffer = np.empty(0 if chunk == whole else chunk, self.dtype)
-        for start in range(0, whole, max(1, chunk)):
-            parts = [array[start : min(start + chunk, whole)] for array in self._arrays]
-            factors = self._factors
-            if len(parts) > 2:
-                one = buffer[: parts[0].size]
-                sum_into(one, parts[:-1], factors[:-1])
-                parts, factors = [one, parts[-1]], np.array([1, factors[-1]], self.dtype)
-            yield start, Pair(parts[0], parts[1], factors)
-        yield from self.pieces(_SUMMED, block, whole)
-
-    def _bounds(self, chunk: int, first: int = 0) -> Iterator[tuple[int, int]]:
-        for start in range(first, self.size, chunk):
-            yield start, min(start + chunk, self.size)
-
-    def _add(self, piece: Array, start: int) -> None:
-        """Elements from `start` on."""
-        count = max(0, min(piece.size, self._arrays[0].size - start))
-        if count:
-            sum_into(piece[:count], [array[start : start + count] for array in self._arrays], self._factors)
-        piece[count:] = 0
-
-
 class MovedParts(GradientParts):
     """``start - array``, where arrays lie one behind the other; nothing of n elements is written for it.
 
@@ -232,7 +146,7 @@ class MovedParts(GradientParts):
 
     def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
         buffer = np.empty(min(size, self.size), self.dtype)
-        for at, common, one in self._beside(min(size, _SUMMED), block):
+        for at, common, one in self._beside(min(size, _SUBTRACTED), block):
             yield at, np.subtract(common, one, out=buffer[: one.size])
 
     def pairs(self, block: int) -> Iterator[tuple[int, Pair]]:
@@ -260,7 +174,7 @@ def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterable[
     if isinstance(array, GradientParts):
         parts = array.pieces(size, block)
         # of a small gradient one piece, in a buffer of its own
-        return list(parts) if array.size <= min(size, _SUMMED, _LARGE - 1) // block * block else parts
+        return list(parts) if array.size <= min(size, _SUBTRACTED, _LARGE - 1) // block * block else parts
     if array.flags.carray and array.dtype.isnative:
         return [(0, native_bits(array))]
     return _copied(array, size)

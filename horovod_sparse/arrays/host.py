@@ -14,7 +14,6 @@ from horovod_sparse.arrays.accumulator import Accumulator
 from horovod_sparse.arrays.gradients import (
     GradientParts,
     MovedParts,
-    SummedParts,
     accumulating,
     clip_factor,
     pieces,
@@ -113,7 +112,7 @@ class HostKernels(Kernels):
         parts = pieces(gradient, 1024 * block, block) if whole is None else [(0, whole)]
         if rule.clip_norm is not None:
             parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=kept)
-        elif isinstance(gradient, (SummedParts, MovedParts)) and companion is None:
+        elif isinstance(gradient, MovedParts) and companion is None:
             parts = gradient.pairs(block)
         both = (companion, None) if rule.moment is None else (None, companion)
         folded = folding.fold(values, parts, maxima, self.layout, factors, *both, keep_gradient=kept)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from horovod_sparse.carriers.shared_memory import why_not_shared
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import is_launched, show
 from horovod_sparse.cli.doctor_checks import Case, Finding, cycle_of, examine
@@ -27,7 +26,6 @@ from horovod_sparse.errors import HorovodMissingError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.planning.calibration.collectives import Stopwatch
 from horovod_sparse.training.deadline import seconds_of_horovod
-from horovod_sparse.training.host_topology import own_place
 from horovod_sparse.training.settings import LEVELS
 
 _PACKAGES = (
@@ -124,7 +122,6 @@ def local_facts() -> dict[str, Any]:
         "mpi_threads": None,
         "thread_level": None,
         "latency_seconds": None,
-        "no_shared_memory": "",
     }
 
 
@@ -170,7 +167,6 @@ def rank_facts(ranks: Ranks) -> dict[str, Any]:
             facts["thread_level"] = ("single", "funneled", "serialized", "multiple")[level]
     if ranks.size > 1:
         facts["latency_seconds"] = ranks.carry_out(latency_of(ranks))
-        facts["no_shared_memory"] = ranks.carry_out(why_not_shared(own_place(ranks.place)[0]))
     return facts
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, WAYS
-from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE
 from horovod_sparse.checks import whole_number
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.training.host_topology import RANKS_VARIABLE
@@ -20,7 +19,7 @@ Facts: TypeAlias = Mapping[str, Any]
 _KNOWN = """
 AUTOTUNE CACHE_CAPACITY CPU_OPERATIONS CYCLE_TIME DYNAMIC_PROCESS_SETS FUSION_THRESHOLD HIERARCHICAL_ALLGATHER
 HIERARCHICAL_ALLREDUCE LOG_LEVEL NUM_NCCL_STREAMS SPARSE_CHECK_EVERY SPARSE_DEADLINE_SECONDS SPARSE_ON_DRIFT
-SPARSE_RANKS_PER_HOST SPARSE_SHARED_MEMORY SPARSE_TENSOR_SELECTION SPARSE_TRANSPORT STALL_CHECK_DISABLE
+SPARSE_RANKS_PER_HOST SPARSE_TENSOR_SELECTION SPARSE_TRANSPORT STALL_CHECK_DISABLE
 STALL_CHECK_TIME_SECONDS STALL_SHUTDOWN_TIME_SECONDS THREAD_AFFINITY TIMELINE TIMELINE_MARK_CYCLES
 """
 SETTINGS = tuple(f"HOROVOD_{name}" for name in _KNOWN.split())
@@ -226,7 +225,6 @@ def _settings(case: Case) -> Found:
         EVERY_VARIABLE: (lambda text: whole_number(text) >= 0, "a number of steps, or 0 for never"),
         POLICY_VARIABLE: (POLICIES.__contains__, ", ".join(POLICIES)),
         RANKS_VARIABLE: (lambda text: whole_number(text) > 0, "a number of ranks, from 1"),
-        MEMORY_VARIABLE: (("0", "1").__contains__, "1, or 0 for messages within a host, too"),
         TRANSPORT_VARIABLE: (WAYS.__contains__, ", ".join(WAYS)),
     }
     for name, text in case.facts["settings"].items():
@@ -254,13 +252,6 @@ def _levels(case: Case) -> Found:
         yield "advice", what, why, do
     else:
         yield "good", what
-        for facts in case.everyone:
-            if facts["no_shared_memory"]:
-                why = "each gradient then goes through the loopback interface, several times slower"
-                do = f"unset {MEMORY_VARIABLE}, and start the ranks of a host in one container"
-                reason = facts["no_shared_memory"]
-                yield "advice", f"gradients are summed within hosts by messages: {reason}", why, do
-                return
 
 
 def _threads(case: Case) -> Found:

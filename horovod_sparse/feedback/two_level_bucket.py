@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,22 +52,6 @@ def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
     """A host's sum of a shard, as an accumulator of so many elements folds it, and leaves it as it is."""
     short = num_elements - shard.size
     return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
-
-
-class Shared(Protocol):
-    """Memory in which the ranks of a host see each other's gradients of a bucket.
-
-    Attributes:
-        factor: by which this rank's next gradient is to be multiplied.
-    """
-
-    factor: float
-
-    def offer(self, gradient: Any) -> Words:
-        """Puts a gradient where the others see it, until they have this step's sum; what to tell them."""
-
-    def summed(self, told: Words, shard: tuple[int, int], num_elements: int) -> Any:
-        """The host's sum of a shard, as an accumulator of so many elements folds it; `told` by `offer`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +155,6 @@ class TwoLevelBucket(Bucket):
         #: what this rank holds of others' shards, [n] each as `held` gives them: loaded, or of another plan.
         #: It waits until all ranks bring such to whose it is
         self.elsewhere: list[np.ndarray] | None = None
-        #: where gradients are summed in memory that the ranks of a host share; None for messages
-        self.shared: Shared | None = None
         #: [start, stop) of this rank's shard in the whole
         self.shard = part(whole.num_elements, self.local, topology.per_host)
 
@@ -220,12 +202,8 @@ class TwoLevelBucket(Bucket):
         scale: float | None = None,
     ) -> Synchronization[SparseSum]:
         """See `Bucket.step`; `gradient` is that of the whole, and the sum, too."""
-        if self.shared is None:
-            summed = self._summable(gradient, self.whole)
-            shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
-        else:
-            told = yield AllGather(self.shared.offer(gradient), level="host")
-            shard = self.shared.summed(told, self.shard, self.info.num_elements)
+        summed = self._summable(gradient, self.whole)
+        shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
         of_shard = self._synchronized(shard, learning_rate, refused, scale)
         num_bytes = self.whole.num_elements * self.whole.value_dtype.itemsize
         return (yield from self._of_whole(of_shard, {"ReduceScatter": num_bytes}))

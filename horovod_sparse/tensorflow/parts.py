@@ -56,8 +56,6 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
         dense: bool = False,
     ) -> None:
         self.name, self.names, self.dense = name, tuple(names), dense
-        #: see `horovod_sparse.carriers.shared_memory`: gradients are TensorFlow's, and copied
-        self.lends, self.on_host = None, True
         #: see `Bucket.step`
         self._scale = scale
         self.shapes, self.dtype = [tuple(facts[one][1].shape) for one in names], facts[names[0]][0].dtype

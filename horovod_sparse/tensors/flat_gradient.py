@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
-from horovod_sparse.carriers.shared_memory import Arena
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe, two_level_bucket
@@ -159,8 +158,6 @@ def memory_of(device: torch.device, name: str) -> GradientMemory:
 class GradientLayout:
     """Where the gradients of some parameters lie, one behind the other."""
 
-    #: the arena that other ranks of the host read, and the number of the region; see `carriers.shared_memory`
-    lends: tuple[Arena, int] | None = None
     flat: torch.Tensor
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
@@ -209,14 +206,9 @@ class FlatGradient(GradientLayout):
     touches all of a gradient (weight decay added in place), not a change of a few elements.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], name: str = "a bucket", arena: Arena | None = None
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str = "a bucket") -> None:
         super().__init__(parameters, name)
-        if arena is not None:
-            self.lends = arena, arena.take()
-        memory = None if self.lends is None else self.lends[0].region(self.lends[1])
-        self.flat = zeros(self.num_elements, self.parameters[0], memory)
+        self.flat = zeros(self.num_elements, self.parameters[0])
         self.views = [self._view(number) for number in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self.views]
         self._probes = np.concatenate(
@@ -385,10 +377,8 @@ class FlatGradient(GradientLayout):
         self._mark(_NOWHERE)
 
 
-def zeros(num_elements: int, like: torch.Tensor, memory: np.ndarray | None = None) -> torch.Tensor:
+def zeros(num_elements: int, like: torch.Tensor) -> torch.Tensor:
     """Zeros. On the host NumPy's, which asks for huge pages: large folds miss the TLB less."""
     if like.device.type != "cpu" or not num_elements:
         return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
-    if memory is None:
-        memory = np.zeros(num_elements * like.element_size(), np.uint8)
-    return torch.from_numpy(memory).view(like.dtype)
+    return torch.from_numpy(np.zeros(num_elements * like.element_size(), np.uint8)).view(like.dtype)

@@ -21,7 +21,7 @@ from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.adoption import element, feedback_of, note_step
-from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient, GradientMemory
+from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory
 from horovod_sparse.tensors.layout import dtype_name, shaped, unscaled, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
@@ -135,8 +135,6 @@ class SparseBucket(common.BucketPart, Part):
         self._num_steps = 0
         self._noted: list[torch.Tensor] = []
         whole = BucketInfo(label, self.gradient.num_elements, *place, self.dtype)
-        #: see `horovod_sparse.carriers.shared_memory`
-        self.lends, self.on_host = self.gradient.lends, parameters[0].device.type in HOST_DEVICES
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         if topology is None:
             self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
@@ -149,16 +147,12 @@ class SparseBucket(common.BucketPart, Part):
             )
 
     def _step(self, refused: bool) -> Synchronization[Any]:
-        loss_scale = self._loss_scale
-        shared = self.bucket.shared if isinstance(self.bucket, TwoLevelBucket) else None
-        if shared is not None:  # who sums up divides by the loss's scale
-            shared.factor, loss_scale = 1.0 / loss_scale, 1.0
         group, feedback = self.group(), self.bucket.recipe.feedback
         if getattr(feedback, "applies_rate", False):
             self.bucket.feedback = feedback_of(feedback, group)
         rate = group.get("lr")
         rate = None if rate is None else float(rate)
-        foldable = self.gradient.foldable(loss_scale)
+        foldable = self.gradient.foldable(self._loss_scale)
         return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
 
     def again(self, driver: Starter, *, drop: bool) -> None:

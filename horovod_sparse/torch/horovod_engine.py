@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.carriers.shared_memory import Arena, may_share
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts
-from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, FlatGradient
-from horovod_sparse.tensors.parts import MakeGradient, Part, facts_of, groups_of, make_parts
+from horovod_sparse.tensors.parts import Part, facts_of, groups_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver, carry_out_together
@@ -140,8 +138,6 @@ class HorovodEngine:
         self._named: list[tuple[str, torch.Tensor]] | None = list(named_parameters)
         self.process_set, self._deadline_seconds = optimizer.process_set, deadline_seconds
         self.driver = HorovodDriver(self.process_set, deadline_seconds)
-        #: why gradients do not lie where the other ranks of the host see them
-        self.why_not_shared = ""
 
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
@@ -175,40 +171,10 @@ class HorovodEngine:
         """
         if self.optimizer._adopted:
             specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
-        make_gradient = self._make_gradient(specs, facts, topology)
-        parts = make_parts(specs, facts, place, topology, self.optimizer, make_gradient)
+        parts = make_parts(specs, facts, place, topology, self.optimizer)
         for part in parts:
             part.gradient.gather_existing()
         return parts
-
-    def _make_gradient(
-        self, specs: Sequence[PartSpec], facts: Facts, topology: Topology | None
-    ) -> MakeGradient:
-        """What makes the memory of gradients: of buckets, where the other ranks of the host see it."""
-        self.why_not_shared = ""
-        if topology is None or topology.per_host == 1 or not may_share():
-            return FlatGradient
-        buckets = [[facts[name][1] for name in spec.names] for spec in specs if not spec.dense]
-        sizes = [
-            sum(parameter.numel() * parameter.element_size() for parameter in bucket)
-            for bucket in buckets
-            if bucket[0].device.type in HOST_DEVICES
-        ]
-        if not sizes:
-            return FlatGradient
-        try:
-            arena = Arena(sizes)
-        except OSError as error:
-            self.why_not_shared = f"no memory: {error}"
-            return FlatGradient
-        left = len(sizes)
-
-        def make_gradient(parameters: Sequence[torch.Tensor], name: str) -> FlatGradient:
-            nonlocal left
-            left -= (lends := left > 0 and parameters[0].device.type in HOST_DEVICES)
-            return FlatGradient(parameters, name, arena if lends else None)
-
-        return make_gradient
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         """See `Engine`; under one name whatever it is about, so that ranks which differ meet there."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from horovod_sparse import errors
-from horovod_sparse.carriers.shared_memory import lends, meeting
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensors.adoption import SGDWithoutMomentum
@@ -109,9 +108,6 @@ class GradientSynchronizer(PlannedTraining):
         self.claim(self.facts)
         watch_scalers()
         keep_out_of_graphs()
-
-    def _share_memory(self, parts: Sequence[Any], why_not: str = "") -> None:
-        super()._share_memory(parts, self.engine.why_not_shared)
 
     def build(self, plan: Plan) -> None:
         self._part_of, self._kinds = {}, []
@@ -371,14 +367,11 @@ class GradientSynchronizer(PlannedTraining):
         verdict = self.policy.judge(failures, self.host_ranks, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:
-            self.give_up(drop=drop, together=True, alike=True)
+            self.give_up(drop=drop, alike=True)
             self.parts[0].gradient.overflow()
             self.overflow = error
             return
-        if lends(self.parts) and any(isinstance(one, errors.EditedGradientError) for one in failures):
-            drop = False  # what lies there now is not what was folded, so it cannot be taken out again
-        together = any(isinstance(one, errors.NonFiniteGradientError) for one in failures)
-        self.give_up(drop=drop, together=together, alike=isinstance(error, _ALIKE))
+        self.give_up(drop=drop, alike=isinstance(error, _ALIKE))
         if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
             return
@@ -387,18 +380,14 @@ class GradientSynchronizer(PlannedTraining):
             error.where[self.rank] = some_of(edited)
         raise error
 
-    def give_up(self, *, drop: bool = False, together: bool = False, alike: bool = False) -> None:
+    def give_up(self, *, drop: bool = False, alike: bool = False) -> None:
         """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
         self.driver.clear(forget=not alike)
         for part in self.parts:
             if part.task is not None:
                 part.abandon(drop=drop)
-        try:
-            if together and lends(self.parts):  # others read this rank's gradients to take them out again
-                self.driver.wait([self.driver.start("given_up", meeting())])
-        finally:
-            for part in self.parts:
-                part.gradient.reset()
+        for part in self.parts:
+            part.gradient.reset()
         self._make_ready()
         if self.warmup is not None:
             self.warmup.given_up()

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from horovod_sparse.carriers.pairs import transport_asked
-from horovod_sparse.carriers.shared_memory import may_share
 from horovod_sparse.checks import check_count, check_number, whole_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.plans.plan import Plan
@@ -180,8 +179,7 @@ class Settings:
         every, policy = _drift_check(self.check_every, self.on_drift)
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
-        may_share()  # refuses what the environment says of memory, if it cannot be,
-        transport_asked()  # and of the transport
+        transport_asked()  # refuses what the environment says of the transport, if it cannot be
         resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0, "network_share": share}
         for name, value in {**resolved, "check_every": every, "on_drift": policy}.items():
             object.__setattr__(self, name, value)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.carriers.shared_memory import agreed_memory
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress, Recipe
@@ -244,8 +243,6 @@ class Training:
             status = RankStatus(self.step, "", self.made_for, plan, parameters, label=self.label)
             plan = self._together(agreed_status(status)).plan
         parts = self._made(plan, new, first=len(self.plan.buckets))
-        if together:
-            self._share_memory(parts)
         before = self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
@@ -268,16 +265,10 @@ class Training:
             self.start_anew(start)
         if self.topology is not None and start.elsewhere:
             self._together(gathered_shards(self.parts))
-        self._share_memory(self.parts)
         self._agreed_under = under
         self.drift.restart(self.step)
         if not start.measures:
             self._stop_measuring()
-
-    def _share_memory(self, parts: Sequence[Any], why_not: str = "") -> None:
-        """Lets the ranks of a host read each other's gradients, where all can."""
-        if self.topology is not None:
-            self._together(agreed_memory(parts, self.rank, self.topology, why_not))
 
     def _together(self, coroutine: Synchronization[Any]) -> Any:
         return self.engine.carry_out(coroutine, self.topology)

@@ -209,7 +209,6 @@ GRAPH_BY_NIGHT = (
     "test_feedback_equals_the_simulators[dgc:density=0.1,feedback=momentum(momentum=0.5,nesterov",
     "test_two_levels_equal_the_simulators[oktopk",
     "test_two_levels_equal_the_simulators[qsgd",
-    "test_shared_memory_gives_the_bits_of_messages[topk",
     "test_what_was_saved_loads_at_other_levels[host-host",
     "test_a_bad_rank_is_left_out_or_the_step_is_skipped[topk:density=0.1,dense_below",
     "test_other_types_lose_no_more_than_their_last_unit[float",

@@ -221,7 +221,7 @@ ENVIRONMENT = {
     "HOROVOD_SPARSE_ON_DRIFT=warn": "on_drift differs: .* raise, .* warn",
     **{
         f"HOROVOD_SPARSE_{name}=nonsense": f"{name}.*nonsense"
-        for name in ("CHECK_EVERY", "ON_DRIFT", "DEADLINE_SECONDS", "SHARED_MEMORY", "TRANSPORT")
+        for name in ("CHECK_EVERY", "ON_DRIFT", "DEADLINE_SECONDS", "TRANSPORT")
     },
 }
 #: of all ranks but one, of that one, what is said of it, and what an engine has that takes such arguments

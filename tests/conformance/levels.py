@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.engine import SHAPES, ZEROS, Engine, Ledger, Simulated, given, replicas_agree, run, same
+from conformance.engine import SHAPES, ZEROS, Engine, Ledger, Simulated, given, replicas_agree, run
 from conformance.failures import refused
-from horovod_sparse.carriers.shared_memory import MEMORY_VARIABLE, lends
 from horovod_sparse.errors import NonFiniteGradientError, UnknownNameError
 from horovod_sparse.topology import Topology
 from support.cases import on_ranks
@@ -30,26 +29,6 @@ def test_two_levels_equal_the_simulators(engine: Engine, case: Any, hosts: Topol
     simulated.check_held(training, engine.rank)
     assert replicas_agree(engine, training)
     assert training.telemetry.last.bytes_inside > 0
-    assert lends(training.parts)
-
-
-@pytest.mark.hosts
-@pytest.mark.needs("levels")
-@rows_by("text,dtype", ["topk:density=0.1", "exdyna:density=1.0"], ["float32", "bfloat16"])
-def test_shared_memory_gives_the_bits_of_messages(
-    engine: Engine, text: str, dtype: str, hosts: Topology, monkeypatch: Any
-) -> None:
-    """Of any numbers: what is summed is so in the order of ranks, and half types in float32."""
-    trainings = []
-    for memory in ("0", "1"):
-        monkeypatch.setenv(MEMORY_VARIABLE, memory)
-        types = {} if dtype == "float32" or "types" not in engine.has else {"dtype": dtype}
-        trainings.append(engine.train(text, levels="host", **types))
-        for step in range(3):
-            generator = np.random.default_rng([engine.rank, step])
-            trainings[-1].step({name: generator.standard_normal(shape) for name, shape in SHAPES.items()})
-        assert lends(trainings[-1].parts) == (memory == "1")
-    assert same(*trainings)
 
 
 @pytest.mark.hosts

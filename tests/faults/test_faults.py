@@ -94,20 +94,6 @@ def test_a_rank_that_dies_ends_the_job(mode, tmp_path):
             assert "can't allocate memory" in run.log.read_text()
 
 
-def test_a_rank_that_dies_while_it_reads_shared_memory_ends_the_job(tmp_path):
-    """In words, and nothing is left behind: not in /dev/shm, nor in a process that goes on."""
-    files = sorted(Path("/dev/shm").glob("*sparse*"))
-    with job("summing", tmp_path) as run:
-        run.until(RANKS - 1, what="summing", dies=True)
-        assert run.ended(ENDS) != 0
-        assert [max(steps) for steps in run.digests("summing")] == [4, 4]
-        pids = [run.entries(rank)[0]["pid"] for rank in range(RANKS)]
-        assert not any(is_alive(pid) for pid in pids)
-        told = [entry["error"] for entry in run.entries(0) if "error" in entry]
-        assert told in (["HorovodInternalError"], []), "it is told, or the launcher has ended it before"
-    assert sorted(Path("/dev/shm").glob("*sparse*")) == files
-
-
 def test_an_interrupt_ends_the_job(tmp_path):
     with job("interrupted", tmp_path) as run:
         for rank in range(RANKS):

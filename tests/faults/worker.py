@@ -117,21 +117,9 @@ def interrupted(folder: Path) -> None:
 
 
 def in_the_sum(training: Training, act) -> None:
-    """On the last rank, when it is about to read what the other has in memory that they share."""
+    """On the last rank, when it has its host's sum of its shard."""
     if training.rank == hvd.size() - 1:
-        shared = training.optimizer._synchronizer.parts[0].bucket.shared
-        shared.summed = lambda *_arguments: act()
-
-
-def summing(folder: Path) -> None:
-    """Two ranks of a host, one of which is killed while it sums up."""
-    training = begun(folder, "summing", levels="host")
-    in_the_sum(training, lambda: (training.note(dies=True), os.kill(os.getpid(), signal.SIGKILL)))
-    try:
-        training.steps(FAULT_STEP, STEPS)
-    except BaseException as error:
-        training.note(error=type(error).__name__)
-        raise
+        training.optimizer._synchronizer.parts[0].bucket._foldable = lambda *_arguments: act()
 
 
 def until_told(folder: Path, what: str) -> None:
@@ -205,5 +193,5 @@ if __name__ == "__main__":
     without_dynamo()
     torch.set_num_threads(1)
     hvd.init()
-    modes = (killed, failed, starved, interrupted, summing, survived, networked, misspelt, caught, variable)
+    modes = (killed, failed, starved, interrupted, survived, networked, misspelt, caught, variable)
     {mode.__name__: mode for mode in modes}[sys.argv[1]](Path(sys.argv[2]))

@@ -210,37 +210,6 @@ def refresh_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-d
             done = j
 
 
-@kernel
-def sum_two(total, one, other, factors):  # type: ignore[no-untyped-def]
-    """total = factors[0] * one + factors[1] * other."""
-    n = total.size
-    whole = n // v.LANES * v.LANES
-    of_one, of_other = v.splat(factors[0]), v.splat(factors[1])
-    for i in range(0, whole, v.LANES):
-        left, right = v.multiply(of_one, v.load(one, i)), v.multiply(of_other, v.load(other, i))
-        v.store(total, i, v.add(left, right))
-    for i in range(whole, n):
-        total[i] = factors[0] * read(one, i) + factors[1] * read(other, i)
-
-
-@kernel
-def add_more(total, more, factor):  # type: ignore[no-untyped-def]
-    n = total.size
-    whole = n // v.LANES * v.LANES
-    factors = v.splat(factor)
-    for i in range(0, whole, v.LANES):
-        v.store(total, i, v.add(v.load(total, i), v.multiply(factors, v.load(more, i))))
-    for i in range(whole, n):
-        total[i] += factor * read(more, i)
-
-
-def sum_into(total: Array, arrays: list[Array], factors: Array) -> None:
-    """Adds two or more arrays up in their order, each times its factor, a few elements at a time."""
-    sum_two(total, arrays[0], arrays[1], factors[:2])
-    for array, factor in zip(arrays[2:], factors[2:], strict=True):
-        add_more(total, array, factor)
-
-
 class Pair(NamedTuple):
     """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other."""
 

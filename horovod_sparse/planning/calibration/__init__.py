@@ -18,7 +18,6 @@ from horovod_sparse.planning.calibration.collectives import (
     Stopwatch,
     TrainingWork,
     collective_times,
-    shared_sum_times,
     training_times,
 )
 from horovod_sparse.planning.cost_model import Fit, fit_selection, fit_time
@@ -93,7 +92,6 @@ def calibration(
     if where.size == 1:
         kinds = ()
     memory = HostBucketMemory() if memory is None else memory
-    on_host = isinstance(memory, HostBucketMemory)
     per_sparsifier = 2 * len(extent.bucket_elements)
     of_levels = _kinds_of_levels(sparsifiers, topology)
     num_kinds = len(kinds) + len(of_levels)
@@ -120,14 +118,8 @@ def calibration(
     for level, kind in of_levels:
         group = topology.group(level, where.rank) if topology is not None else ()
         place = group.index(where.rank), len(group)
-        found, sizes = None, extent.summed_bytes if kind == "reducescatter" else extent.message_bytes
-        if (level, kind) == ("host", "reducescatter") and topology is not None and on_host:
-            # as a training sums up: by messages only where the ranks of a host do not share memory
-            copied = where.framework != "torch"
-            found = yield from shared_sum_times(watch, topology, sizes, share, copied=copied)
-        if found is None:
-            found = yield from collective_times(kind, watch, sizes, share, level, place)
-        amounts, seconds = found
+        sizes = extent.summed_bytes if kind == "reducescatter" else extent.message_bytes
+        amounts, seconds = yield from collective_times(kind, watch, sizes, share, level, place)
         levels[level][kind] = fit_time(amounts, seconds, what=f"{kind} of level {level}")
     selection: dict[str, Fit] = {}
     decoding: dict[str, Fit] = {}

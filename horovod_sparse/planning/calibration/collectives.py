@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays import GradientParts, HostAccumulator
-from horovod_sparse.carriers.shared_memory import Arena, agreed_memory
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
@@ -22,15 +19,11 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
-    part,
 )
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.feedback import Recipe, TwoLevelBucket, shard_of
 from horovod_sparse.planning.cost_model import Fit, fit_time
 from horovod_sparse.planning.profile import ALLREDUCE, START, UPDATE
 from horovod_sparse.plans.network import COLLECTIVES
-from horovod_sparse.sparsifiers import BucketInfo, TopK
-from horovod_sparse.topology import Topology
 
 #: sizes that are measured whatever time they take: fewer fix no line
 _FEWEST_SIZES = 3
@@ -175,48 +168,6 @@ def collective_times(
 
     where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
     return (yield from _times(carried, watch, message_bytes, budget_seconds, f"{kind} of {{}} bytes{where}"))
-
-
-def shared_sum_times(
-    watch: Stopwatch,
-    topology: Topology,
-    message_bytes: Sequence[int],
-    budget_seconds: float,
-    *,
-    copied: bool = False,
-) -> Synchronization[tuple[list[float], list[float]] | None]:
-    """Seconds of a host's sum in memory that its ranks share, at several sizes of gradients in float32."""
-    most = max(1, message_bytes[-1] // 4)
-    whole = BucketInfo("calibration", most, watch.rank, watch.size)
-    longest = shard_of(whole, topology)
-    bucket = TwoLevelBucket(whole, Recipe(TopK()), HostAccumulator(longest.num_elements), (), topology)
-    try:
-        arena = Arena([4 * most])
-    except OSError as error:
-        lends, why_not = None, str(error)
-    else:
-        lends, why_not = (arena, arena.take()), ""
-    part_ = SimpleNamespace(bucket=bucket, lends=lends, on_host=True)
-    yield from agreed_memory([part_], watch.rank, topology, why_not)
-    shared = bucket.shared
-    if shared is None or lends is None:
-        return None
-    lent = lends[0].region(lends[1]).view(np.float32)
-
-    def carried(num_bytes: int) -> tuple[type[Request], Callable[[], Synchronization[Any]]]:
-        count = max(1, num_bytes // 4)
-        given = np.ones(count if copied else 0, np.float32)
-
-        def once() -> Synchronization[Any]:
-            if copied:
-                lent[:count] = given
-            told = yield AllGather(shared.offer(GradientParts([lent[:count]])), level="host")
-            start, stop = part(count, bucket.local, topology.per_host)
-            shared.summed(told, (start, stop), stop - start).settle()
-
-        return AllGather, once
-
-    return (yield from _times(carried, watch, message_bytes, budget_seconds, "sum of {} bytes within hosts"))
 
 
 def _times(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from pathlib import Path
 
 import horovod.torch as stock
 import numpy as np
@@ -14,7 +12,6 @@ import horovod_sparse.torch as hvd
 from conformance.engine import Ledger
 from conformance.engines_torch import ENGINES
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
-from horovod_sparse.merging import Plan
 from horovod_sparse.planning import by_cost
 from horovod_sparse.topology import Topology
 from support.dyadic import gradients_for
@@ -41,29 +38,8 @@ def made(model, compression, **arguments):
     return make(model, compression, **arguments)
 
 
-def test_memory_is_given_back(rank):
-    """Of an optimizer that is gone, and of other plans; where another rank reads until the end."""
-
-    def mapped():
-        gc.collect()
-        return Path("/proc/self/maps").read_text().count("/memfd:horovod_sparse")
-
-    before, files = mapped(), sorted(Path("/dev/shm").glob("*sparse*"))
-    model = LinearModel(SHAPES)
-    optimizer = made(model, "topk:density=0.1")
-    train_step(model, optimizer, gradients(rank, 0))
-    held = mapped()
-    assert held > before
-    for names in (tuple(SHAPES), tuple(reversed(SHAPES))):
-        optimizer.replan(Plan((names,)))
-        train_step(model, optimizer, gradients(rank, 1))
-        assert mapped() == held
-    del optimizer, model
-    assert mapped() <= before and sorted(Path("/dev/shm").glob("*sparse*")) == files
-
-
 def test_a_nan_beside_a_changed_gradient_gets_into_no_residual(rank, size):
-    """Both on one host, in memory that its ranks share."""
+    """Both on one host."""
     model = LinearModel(SHAPES)
     optimizer = made(model, "topk:density=0.2")
     train_step(model, optimizer, gradients(rank, 0))

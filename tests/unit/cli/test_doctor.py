@@ -2,14 +2,11 @@
 
 import pytest
 
-from horovod_sparse.carriers import shared_memory
-from horovod_sparse.carriers.shared_memory import why_not_shared
 from horovod_sparse.cli import doctor
 from horovod_sparse.cli.doctor import local_facts
 from horovod_sparse.cli.doctor_checks import Case, examine
 from horovod_sparse.cli.main import main
 from horovod_sparse.feedback import parse_recipe
-from horovod_sparse.simulation import run_lockstep
 
 
 def facts(**changes) -> dict:
@@ -35,7 +32,6 @@ def facts(**changes) -> dict:
         "thread_level": "multiple",
         "cuda": None,
         "latency_seconds": 0.0011,
-        "no_shared_memory": "",
     }
     return {**usual, **changes}
 
@@ -87,7 +83,6 @@ def test_a_healthy_launch_has_no_problem():
         (settings(SPARSE_DEADLINE_SECOND="9"), "settings", "advice"),
         (settings(STALL_CHECK_DISABLE="1", STALL_SHUTDOWN_TIME_SECONDS="9"), "stall check", "advice"),
         (settings(SPARSE_TRANSPORT="tcp"), "settings", "problem"),
-        (settings(SPARSE_SHARED_MEMORY="2"), "settings", "problem"),
         (settings(SPARSE_CHECK_EVERY="often"), "settings", "problem"),
         (settings(SPARSE_ON_DRIFT="ignore"), "settings", "problem"),
         (settings(SPARSE_RANKS_PER_HOST="0"), "settings", "problem"),
@@ -171,35 +166,17 @@ def test_the_command_ends_with_1_only_for_problems(alone, capsys, monkeypatch):
     assert "HOROVOD_CYCLE_TIME=0" in capsys.readouterr().out
 
 
-UNSEEN, SWITCHED_OFF = "the memory of rank 1 cannot be seen", "HOROVOD_SPARSE_SHARED_MEMORY=0"
-
-
 @pytest.mark.parametrize(
-    ("hosts", "asked", "reason", "level"),
+    ("hosts", "asked", "level"),
     [
-        ("aabb", "flat", "", "advice"),
-        ("aabb", "auto", "", "good"),
-        ("aaaa", "flat", "", None),
-        ("aaab", "host", "", "problem"),
-        ("aaab", "auto", "", None),
-        ("aabb", "host", "", "good"),
-        ("aabb", "host", UNSEEN, "advice"),
-        ("aabb", "host", SWITCHED_OFF, "advice"),
+        ("aabb", "flat", "advice"),
+        ("aabb", "auto", "good"),
+        ("aaaa", "flat", None),
+        ("aaab", "host", "problem"),
+        ("aaab", "auto", None),
+        ("aabb", "host", "good"),
     ],
 )
-def test_hosts_of_several_ranks_and_of_no_shared_memory_are_found(hosts, asked, reason, level):
+def test_hosts_of_several_ranks_are_found(hosts, asked, level):
     everyone = [facts(host=host) for host in hosts]
-    everyone[2]["no_shared_memory"] = reason
     assert levels(*everyone, levels=asked).get("levels") == level
-    told = [one.what for one in examine(Case(everyone, levels=asked)) if one.topic == "levels"]
-    assert any(reason in what for what in told) or level is None
-
-
-def test_what_ranks_of_a_host_see_of_each_other(monkeypatch):
-    ranks = [why_not_shared(host) for host in "aabb"]
-    assert run_lockstep(ranks) == [""] * 4
-    monkeypatch.setattr(shared_memory.os, "getpid", lambda: 2**22 + 1)
-    ranks = [why_not_shared(host) for host in "aabb"]
-    assert all("cannot be seen" in reason for reason in run_lockstep(ranks))
-    monkeypatch.setenv("HOROVOD_SPARSE_SHARED_MEMORY", "0")
-    assert run_lockstep([why_not_shared("a")])[0] == SWITCHED_OFF
