@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from horovod_sparse import __version__
 from horovod_sparse.cli.console import LAUNCHERS
@@ -16,16 +17,23 @@ from horovod_sparse.errors import HorovodSparseError
 #: name -> (module, one line); a module is imported only if it is the one that runs
 SUBCOMMANDS = {
     "calibrate": ("calibrate", "measure the time of collectives and of selection, under a launch"),
+    "worth-it": ("worth_it", "what a step takes dense, in float16 and sparse, by arithmetic"),
     "doctor": ("doctor", "what this installation and its settings have wrong"),
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong argument with the error and where help is, in place of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        _refuse(self.prog, message)
+        self.exit(2, f"see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
-        prog="horovod-sparse", description=__doc__, epilog="Every subcommand has --help."
-    )
+    parser = _Parser(prog="horovod-sparse", description=__doc__, epilog="Every subcommand has --help.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     chosen = next((word for word in words if word in SUBCOMMANDS), None)
@@ -38,17 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(subcommand.run(options))
     except HorovodSparseError as error:
-        return _refuse(chosen, f"{type(error).__name__}: {error}")
+        return _refuse(f"horovod-sparse {chosen}", f"{type(error).__name__}: {error}")
     except BrokenPipeError:  # whoever read this has gone, as `head` does
         return 0
     except (OSError, UnicodeDecodeError) as error:
-        return _refuse(chosen, f"a file cannot be read or written: {error}")
+        return _refuse(f"horovod-sparse {chosen}", f"a file cannot be read or written: {error}")
 
 
-def _refuse(subcommand: str | None, reason: str) -> int:
-    """Says what is wrong, with the rank under a launch, and gives the exit code."""
+def _refuse(command: str, reason: str) -> int:
+    """Prints what is wrong, with the rank under a launch, and returns the exit code."""
     rank = next((f"rank {os.environ[name]}: " for name in LAUNCHERS if name in os.environ), "")
-    print(f"{rank}horovod-sparse {subcommand}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+    print(f"{rank}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -11,6 +11,8 @@ import horovod_sparse
 from horovod_sparse.cli import calibrate
 from horovod_sparse.cli.main import main
 
+WORTH = ["worth-it", "--params", "1M", "--step-ms", "100", "--nodes", "4", "--bandwidth", "1gbit"]
+
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
     text = capsys.readouterr().err
@@ -23,6 +25,20 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     [
         ([], "SUBCOMMAND"),
         (["plan"], "invalid choice"),
+        ([*WORTH, "--bandwidth", "10"], "'10' has no unit"),
+        ([*WORTH, "--bandwidth", "10GB/s"], "in bytes"),
+        ([*WORTH, "--bandwidth", "10parsec"], "25gbit"),
+        ([*WORTH, "--bandwidth", "1e400bit"], "no number above 0"),
+        ([*WORTH, "--latency", "50"], "'50' has no unit"),
+        ([*WORTH, "--params", "124X"], "124M"),
+        ([*WORTH, "--params", "nan"], "--params"),
+        ([*WORTH, "--params", "0.5"], "from 1"),
+        ([*WORTH, "--nodes", "0"], "--nodes"),
+        ([*WORTH, "--nodes", "1"], "two nodes"),
+        ([*WORTH, "--step-ms", "-1"], "--step-ms"),
+        ([*WORTH, "--step-ms", "inf"], "--step-ms"),
+        ([*WORTH, "--optimizer", "lion"], "adamw"),
+        (["worth-it"], "--params"),
         (["doctor", "--levels", "two"], "invalid choice"),
         (["doctor", "--sparsifier", "topk:densty=0.1"], "densty"),
         (["calibrate", "--density", "0"], "(0, 1]"),
@@ -32,18 +48,19 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         (["calibrate", "--device", "cuda", "--framework", "tensorflow"], "cpu"),
     ],
 )
-def test_wrong_arguments_are_named_in_the_last_line_and_end_with_2(
+def test_wrong_arguments_are_named_in_one_line_and_end_with_2(
     arguments, words, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(calibrate, "start", lambda framework: pytest.fail("Horovod was started"))
     try:
         code = main(arguments)
-    except SystemExit as ended:  # from argparse, after the usage
+    except SystemExit as ended:  # from argparse
         code = ended.code
-    *before, last = said(capsys).strip().splitlines()
-    assert code == 2 and words in last
-    assert not before or before[0].startswith("usage: ")
+    error, *more = said(capsys).strip().splitlines()
+    assert code == 2 and words in error and error.startswith("horovod-sparse")
+    command = error.partition(":")[0]
+    assert more in ([], [f"see {command} --help"])
 
 
 _SCRIPT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from functools import cache
 import pytest
 import yaml
 
+from horovod_sparse.cli.main import main as horovod_sparse_command
 from support.documents import PRELUDES, ROOT, Block, blocks
 
 BLOCKS = list(blocks())
@@ -125,6 +127,20 @@ def test_commands_exist_and_take_their_options(block: Block) -> None:
     assert found
     for words in found:
         check(words)
+
+
+def test_what_worth_it_printed_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    found = 0
+    for block, printed in itertools.pairwise(BLOCKS):
+        words = commands(block)[0] if block.language == "sh" else []
+        if words[:2] == ["horovod-sparse", "worth-it"] and (printed.page, printed.language) == (
+            block.page,
+            "",
+        ):
+            assert horovod_sparse_command(words[1:]) == 0
+            assert capsys.readouterr().out.split() == printed.text.split(), printed.place
+            found += 1
+    assert found
 
 
 def test_yaml_can_be_read() -> None:
