@@ -14,7 +14,7 @@ from horovod_sparse.arrays import FoldReport, FoldRule, GradientParts, HostAccum
 from horovod_sparse.collectives import AllGather, Request, part
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.kernels import apply_scaled_sum, apply_sum, clear_all
-from horovod_sparse.kernels.host.quantize import encode
+from horovod_sparse.kernels.quantization import encode
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
@@ -105,7 +105,7 @@ class StepWorks:
         if quantizer.name not in self._quantized:
             code = quantizer.quantization
             message = blank(code, self._n, np.dtype(np.float32), FoldReport())
-            encode(self._source, code, 0, message[HEADER:], 0.0)
+            encode(self._source, code, 0, message[HEADER:])
             self._quantized[quantizer.name] = message
         return self._quantized[quantizer.name]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Memory, Moments, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import bits_of, float_of
-
-if TYPE_CHECKING:
-    from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.kernels.quantization import Quantization
 
 _PLAIN = FoldRule()
 
@@ -94,8 +92,8 @@ class Accumulator:
         self._norm = self._norm_at_fold = kernels.number(0.0)
         #: of the last fold, and the companion that it changed
         self._folded: tuple[FoldRule, Memory | None] = _PLAIN, None
-        #: words that have left the values, but are still in them
-        self._sent: tuple[Quantization, Memory] | None = None
+        #: what `quantize` leaves of the values
+        self._rest: Memory | None = None
         self._maxima: Memory = None
         self._maxima_known = False
         #: whether a magnitude may be above its bound: seen to where some algorithm selects once more
@@ -149,7 +147,7 @@ class Accumulator:
         given = self._kernels.checked(gradient)
         if rule.keep_residual:
             self._settle()
-        self._sent = None
+        self._rest = None
         self._folded = rule, companion
         cleared = self._companions if rule.masking else ()
         self._journal = Journal(self._kernels, (self._values, *cleared))
@@ -199,11 +197,10 @@ class Accumulator:
         self._has_grown = False
 
     def _settle(self) -> None:
-        """Takes away what `subtract` was told: it cannot be abandoned any more."""
-        if self._sent is not None:
-            code, words = self._sent
-            self._sent = None
-            self._kernels.less(self._values, code, words, in_place=True)
+        """Carries out what `quantize` has begun: it cannot be abandoned any more."""
+        if self._rest is not None:
+            self._values[...] = self._rest
+            self._rest = None
             self._maxima_known = False
             self._journal.forget()
 
@@ -356,42 +353,30 @@ class Accumulator:
             for companion in companions:
                 self._kernels.zero(companion, where)
 
-    def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> float:
-        """Writes all values as codes of few bits, and leaves them as they are.
+    def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> None:
+        """Writes all values as codes of few bits, and subtracts what the codes stand for; companions stay.
+
+        The last change of a step. `abandon` takes no copy: the values stay until they are needed.
 
         Args:
-            code: how.
+            code: how many bits, and of what.
             key: 64 bits, of the random numbers by which values are rounded.
             words: int32, `code.num_words` of them; overwritten.
-
-        Returns:
-            Sum of squares of what the words lose.
         """
         self._settle()
-        return self._kernels.quantize(self._values, code, key, words, self._norm)
+        self._replace(self._kernels.quantize(self._values, code, key, words))
 
-    def subtract(self, code: Quantization, words: NDArray[np.int32], left: float | None = None) -> None:
-        """What these words stand for leaves all values; companions stay.
+    def subtract(self, sent: Values) -> None:
+        """Subtracts n values instead of what `quantize` has written."""
+        self._replace(self._values - self._kernels.numbers(sent))
 
-        Once a step, and the last change in it. It is carried out when the values are needed, so `abandon`
-        takes no copy of them.
-
-        Args:
-            code: how they were written.
-            words: as `quantize` wrote them; not to be changed until the next fold.
-            left: sum of squares of the values then, where it is known.
-        """
-        self._settle()
-        self._sent = code, self._kernels.words(words)
-        if left is None:
-            self._norm = self._kernels.squares(self._kernels.less(self._values, *self._sent))
-        else:
-            self._norm = self._kernels.number(left)
+    def _replace(self, rest: Memory) -> None:
+        self._rest, self._norm = rest, self._kernels.squares(rest)
 
     def abandon(self) -> None:
         """Takes back every change since the last fold, bit for bit."""
-        changed = self._sent is not None
-        self._sent = None
+        changed = self._rest is not None
+        self._rest = None
         for where in (places := self._journal.undo()):
             if self._maxima_known:
                 self._kernels.refresh_maxima(self._values, self._maxima, where)
@@ -417,8 +402,7 @@ class Accumulator:
 
     def values(self) -> Values:
         """All n values as a host array, to be read only: a view where that is possible."""
-        held = self._values if self._sent is None else self._kernels.less(self._values, *self._sent)
-        view = self._kernels.view(held)
+        view = self._kernels.view(self._values if self._rest is None else self._rest)
         view.flags.writeable = False
         return view
 
@@ -446,7 +430,7 @@ class Accumulator:
             ArgumentError: another number of elements, or NaN or Inf among them.
         """
         self._kernels.assign(self._values, values)
-        self._sent = None
+        self._rest = None
         self._start_anew()
 
     def _start_anew(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
 from horovod_sparse.kernels.host import scatter, select, statistics
 from horovod_sparse.kernels.layout import Layout, bits_dtype, block_size
-
-if TYPE_CHECKING:
-    from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.kernels.quantization import Quantization, encode
 
 Array = NDArray[Any]
 
@@ -191,20 +189,8 @@ class HostKernels(Kernels):
         left = max(0.0, norm - _squares(old))
         return left if new is None else left + _squares(new)
 
-    def quantize(
-        self, values: Array, code: Quantization, key: int, words: NDArray[np.int32], norm: float
-    ) -> float:
-        return _quantize().encode(values, code, key, words, norm)
-
-    def words(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
-        return words
-
-    def less(
-        self, values: Array, code: Quantization, words: NDArray[np.int32], *, in_place: bool = False
-    ) -> Array:
-        left = values if in_place else np.empty_like(values)
-        _quantize().take_away(values, words, code, left)
-        return left
+    def quantize(self, values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
+        return encode(values, code, key, words)
 
 
 def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | GradientParts:
@@ -218,13 +204,6 @@ def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | 
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ArgumentError("gradient", "read-only memory", "memory that can be set to 0")
     return array
-
-
-def _quantize() -> Any:
-    """The kernels of quantizers, loaded with the first of them."""
-    from horovod_sparse.kernels.host import quantize
-
-    return quantize
 
 
 def _squares(values: Values) -> float:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import Layout
-
-if TYPE_CHECKING:
-    from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.kernels.quantization import Quantization
 
 Indices: TypeAlias = NDArray[np.int32]
 Values: TypeAlias = NDArray[Any]
@@ -278,13 +276,5 @@ class Kernels(Protocol):
     def renormed(self, norm: Number, old: Memory, new: Memory | None = None) -> Number:
         """A sum of squares after k old values were replaced by new ones, or zeros."""
 
-    def quantize(
-        self, values: Memory, code: Quantization, key: int, words: NDArray[np.int32], norm: Number
-    ) -> float:
-        """Writes words on the host; returns the sum of squares of what they lose."""
-
-    def words(self, words: NDArray[np.int32]) -> Memory:
-        """Words from the host, which the caller leaves alone until the next fold."""
-
-    def less(self, values: Memory, code: Quantization, words: Memory, *, in_place: bool = False) -> Memory:
-        """The values less what the words stand for, as a fresh array if not in place."""
+    def quantize(self, values: Memory, code: Quantization, key: int, words: NDArray[np.int32]) -> Memory:
+        """Writes words on the host; returns the values less what the words stand for."""

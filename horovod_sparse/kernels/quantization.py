@@ -1,16 +1,15 @@
-"""How every element becomes a few bits: where its words lie, and the arithmetic that kernels share."""
+"""Rounds every element to a few bits in NumPy, and adds up what ranks have sent."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import types
+from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.kernels.lanes import LANES, Lanes, alike, broadcast, emitting, size_in, spread
 
 #: elements whose bits of one kind are one word
 WORD = 32
@@ -78,93 +77,141 @@ class Quantization:
 #: x ^= high;  x ^= x >> 15;  x *= C;  x >> 8``
 COUNTER, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
-_INT = ir.IntType(32)
-_INTS = ir.VectorType(_INT, LANES)
+#: elements that are worked on at once: intermediates stay in cache
+_CHUNK = 1 << 14
+
+Array = NDArray[Any]
 
 
-@alike
-def unsigned(builder: Any, lanes: Any) -> Any:
-    return builder.bitcast(size_in(builder, lanes), lanes.type)
+def drawn(words: Any, key: int) -> Any:
+    """Returns 24 random bits per position; NumPy and torch give the same.
+
+    Args:
+        words: int32, of NumPy or torch: ``i A + low`` of `COUNTER`; overwritten.
+        key: 64 bits.
+    """
+    words ^= (words >> 16) & 0xFFFF
+    words *= signed(FIRST)
+    words ^= signed(key >> 32)
+    words ^= (words >> 15) & 0x1FFFF
+    words *= signed(SECOND)
+    words >>= 8
+    words &= 0xFFFFFF
+    return words
 
 
-@emitting(lambda lanes: Lanes(types.float64)(lanes))
-def doubled(builder: Any, lanes: Any) -> Any:
-    if isinstance(lanes.type.element, ir.DoubleType):
-        return lanes
-    return builder.fpext(lanes, ir.VectorType(ir.DoubleType(), LANES))
+def signed(number: int) -> int:
+    """Returns the low 32 bits as an int32 has them."""
+    return ((number & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
-@alike
-def minus(builder: Any, left: Any, right: Any) -> Any:
-    return builder.fsub(left, right)
+def windows(num_elements: int, length: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Yields [start, stop) of at most `chunk` elements: whole groups of a length, or a part of one."""
+    several = max(1, chunk // length) * length
+    for first in range(0, num_elements, several):
+        last = min(first + several, num_elements)
+        for start in range(first, last, chunk):
+            yield start, min(start + chunk, last)
 
 
-@alike
-def ones(builder: Any, lanes: Any) -> Any:
-    return spread(ir.Constant(lanes.type.element, 1.0))
+def spread(by_group: Array, start: int, stop: int, length: int) -> Array:
+    """Returns the number of its group for every element of a window, or one for all."""
+    own = by_group[start // length : -(-stop // length)]
+    if own.size == 1:
+        return own
+    return np.broadcast_to(own[:, None], (own.size, length)).reshape(-1)[: stop - start]
 
 
-@emitting(lambda lanes: types.uint64(lanes))
-def signs(builder: Any, lanes: Any) -> Any:
-    """One bit per float lane, set where it is below 0."""
-    below = builder.fcmp_ordered("<", lanes, ir.Constant(lanes.type, None))
-    return builder.zext(builder.bitcast(below, ir.IntType(LANES)), ir.IntType(64))
+def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
+    """Returns the norms of all groups, with 24 significant bits: no order of sums changes them."""
+    n, length = values.size, code.length_of_group(values.size)
+    found, counts = np.zeros(code.num_units(n)), np.full(code.num_units(n), length)
+    counts[-1:] += n - counts.sum()
+    for start, stop in windows(n, length, _CHUNK):
+        sizes, groups = np.abs(values[start:stop]), slice(start // length, -(-stop // length))
+        starts = np.arange(0, stop - start, length)
+        if code.norm == "max":
+            found[groups] = np.maximum(found[groups], np.maximum.reduceat(sizes, starts))
+        else:
+            wide = sizes.astype(np.float64)
+            found[groups] += np.add.reduceat(wide * wide if code.norm == "l2" else wide, starts)
+    if code.norm == "max":
+        return found
+    found = np.sqrt(found) if code.norm == "l2" else found / counts
+    for group in np.flatnonzero(~np.isfinite(found) | (found == 0.0)).tolist():
+        sizes = np.abs(values[group * length : (group + 1) * length]).astype(np.float64)
+        top = sizes.max(initial=0.0)
+        sizes /= top or 1.0
+        found[group] = top * (np.linalg.norm(sizes) if code.norm == "l2" else sizes.mean())
+    coarse = ((found.view(np.int64) + (1 << 28)) & -(1 << 29)).view(np.float64)
+    return np.where((found > 1e-300) & np.isfinite(found), coarse, found)
 
 
-@emitting(lambda bits, one, other: one(types.uint64, one, one))
-def chosen(builder: Any, bits: Any, one: Any, other: Any) -> Any:
-    """`one` in the lanes whose bit is set among the lowest, `other` in the rest."""
-    few = builder.trunc(bits, ir.IntType(LANES))
-    return builder.select(builder.bitcast(few, ir.VectorType(ir.IntType(1), LANES)), one, other)
+@np.errstate(all="ignore")
+def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
+    """Writes the words of all values; returns the values less what the words stand for."""
+    n, length, at = values.size, code.length_of_group(values.size), code.unit_words(values.size, values.dtype)
+    rest, codes = np.empty_like(values), words[at:].view(np.uint32).reshape(-1, code.planes)
+    largest = float(np.finfo(values.dtype).max)
+    units = np.minimum(_norms(values, code) / max(1, code.levels), largest).astype(values.dtype)
+    inverse = 1 / units
+    if code.levels:  # a unit so small that its inverse is no number: all of it stays
+        units[~np.isfinite(inverse)] = inverse[~np.isfinite(inverse)] = 0
+    words[:at] = units.view(np.int32)
+    counters = np.arange(_CHUNK, dtype=np.int32) * np.int32(signed(COUNTER))
+    for start, stop in windows(n, length, _CHUNK):
+        part = values[start:stop]
+        below = (part < 0).view(np.uint8)
+        planes, numbers = [below], np.ones(part.size, np.uint8)
+        if code.levels:
+            sizes = np.abs(part)
+            sizes *= spread(inverse, start, stop, length)
+            counted = counters[: part.size] + np.int32(signed(start * COUNTER + key))
+            bits = drawn(counted, key).astype(values.dtype)
+            bits *= values.dtype.type(2.0**-24)
+            sizes += bits
+            numbers = sizes.astype(np.uint8)
+            numbers -= numbers > code.levels  # where a norm was rounded down
+            planes += [numbers & np.uint8(1 << place) for place in range(code.planes - 1)]
+        here = codes[start // WORD : -(-stop // WORD)]
+        for place, plane in enumerate(planes):
+            padded = np.pad(plane, (0, -plane.size % WORD)) if plane.size % WORD else plane
+            here[:, place] = np.packbits(padded, bitorder="little").view(np.uint32)
+        np.subtract(part, _signed_floats(numbers, below, units, start, length), out=rest[start:stop])
+    return rest
 
 
-@emitting(lambda like, start, low, high: like(like, types.int64, types.int64, types.int64))
-def drawn(builder: Any, like: Any, start: Any, low: Any, high: Any) -> Any:
-    """Random bits of the positions from start on, over 2^24, as float lanes: see `COUNTER`."""
-
-    def constant(number: int) -> Any:
-        return spread(ir.Constant(_INT, number))
-
-    steps = ir.Constant(_INTS, [ir.Constant(_INT, lane) for lane in range(LANES)])
-    first, low_bits, high_bits = (broadcast(builder, builder.trunc(one, _INT)) for one in (start, low, high))
-    words = builder.add(first, steps)
-    words = builder.add(builder.mul(words, constant(COUNTER)), low_bits)
-    words = builder.xor(words, builder.lshr(words, constant(16)))
-    words = builder.xor(builder.mul(words, constant(FIRST)), high_bits)
-    words = builder.xor(words, builder.lshr(words, constant(15)))
-    words = builder.lshr(builder.mul(words, constant(SECOND)), constant(8))
-    floats = builder.sitofp(words, like.type)  # below 2^24: no sign is lost, and no bit
-    return builder.fmul(floats, spread(ir.Constant(like.type.element, 2.0**-24)))
-
-
-@emitting(lambda lanes, most: Lanes(types.int32)(lanes, types.int64))
-def floored(builder: Any, lanes: Any, most: Any) -> Any:
-    """Whole numbers below float lanes that are 0 or more, at most `most`: int32 lanes."""
-    words, limit = builder.fptosi(lanes, _INTS), broadcast(builder, builder.trunc(most, _INT))
-    return builder.select(builder.icmp_signed("<", words, limit), words, limit)
+@np.errstate(all="ignore")
+def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> NDArray[Any]:
+    """Adds up over ranks [P, words] what their words stand for, in their order; returns units [P, groups]."""
+    n, length, at = out.size, code.length_of_group(out.size), code.unit_words(out.size, out.dtype)
+    units = np.ascontiguousarray(messages[:, :at]).view(out.dtype)
+    codes = messages[:, at:].view(np.uint32).reshape(len(messages), -1, code.planes)
+    for start, stop in windows(n, length, _CHUNK):
+        total = np.zeros(stop - start, out.dtype)
+        for rank, here in enumerate(codes[:, start // WORD : -(-stop // WORD)]):
+            below, *bits = (unpacked(here[:, place], stop - start) for place in range(code.planes))
+            numbers = bits.pop() if bits else np.ones_like(below)
+            for plane in reversed(bits):  # faster than shifts
+                numbers += numbers
+                numbers += plane
+            total += _signed_floats(numbers, below, units[rank], start, length)
+        out[start:stop] = total
+    return units
 
 
-@emitting(lambda words, like: like(words, like))
-def floats_of(builder: Any, words: Any, like: Any) -> Any:
-    return builder.sitofp(words, like.type)
+def unpacked(words: NDArray[np.uint32], count: int) -> NDArray[np.uint8]:
+    """Returns the bits of `count` elements."""
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=count, bitorder="little")
 
 
-@emitting(lambda words, bit: types.uint64(words, types.int64))
-def plane(builder: Any, words: Any, bit: Any) -> Any:
-    """One bit per int32 lane: this one of its bits."""
-    shifted = builder.lshr(words, broadcast(builder, builder.trunc(bit, _INT)))
-    some = builder.trunc(shifted, ir.VectorType(ir.IntType(1), LANES))
-    return builder.zext(builder.bitcast(some, ir.IntType(LANES)), ir.IntType(64))
-
-
-@emitting(lambda bits, like: like(bits, like))
-def bits_as_float(builder: Any, bits: Any, like: Any) -> Any:
-    return builder.bitcast(bits, like.type)
-
-
-@emitting(lambda number: types.float64(types.float64))
-def coarse(builder: Any, number: Any) -> Any:
-    """A float64 with 24 significant bits: what is left of it is the same in whatever order it was summed."""
-    word = ir.IntType(64)
-    bits = builder.add(builder.bitcast(number, word), ir.Constant(word, 1 << 28))
-    return builder.bitcast(builder.and_(bits, ir.Constant(word, -(1 << 29))), ir.DoubleType())
+def _signed_floats(
+    numbers: NDArray[np.uint8], below: NDArray[np.uint8], units: Array, start: int, length: int
+) -> Array:
+    """Returns what numbers of units, with their signs, stand for; overwrites both arrays of bytes."""
+    np.negative(below, out=below)
+    numbers ^= below
+    numbers -= below
+    floats = numbers.view(np.int8).astype(units.dtype)
+    floats *= spread(units, start, start + numbers.size, length)
+    return floats

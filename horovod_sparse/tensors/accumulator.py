@@ -136,8 +136,6 @@ class TensorKernels(Kernels):
         self._room = max(_ROOM, 2 * expected)
         # On the device, where kernels read them in the accumulator's precision: a launch argument has less.
         self._factors: tuple[NDArray[Any], Tensor] = (np.empty(0), torch.empty(0))
-        # words that were written last, and where they are on the host
-        self._written: tuple[NDArray[np.int32], Tensor] | None = None
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.layout.num_elements, dtype=self._kind, device=self._device)
@@ -167,7 +165,6 @@ class TensorKernels(Kernels):
         keep = isinstance(gradient, KeptTensor)
         tensor = gradient.tensor if isinstance(gradient, KeptTensor) else gradient
         factors = rule.factors(self.dtype)
-        self._written = None
         if rule.clip_norm is not None:
             tensor = clip(tensor, rule.clip_norm, keep=keep)
         flat = tensor.reshape(-1)  # a view where strides allow it
@@ -297,23 +294,10 @@ class TensorKernels(Kernels):
         left = (norm - self.squares(old)).clamp_(min=0.0)
         return left if new is None else left + self.squares(new)
 
-    def quantize(
-        self, values: Tensor, code: Quantization, key: int, words: NDArray[np.int32], norm: Tensor
-    ) -> float:
-        written = plain_kernels.encode(values, code, key)
+    def quantize(self, values: Tensor, code: Quantization, key: int, words: NDArray[np.int32]) -> Tensor:
+        written, rest = plain_kernels.encode(values, code, key)
         words[:] = to_host(written)
-        self._written = words, written
-        return self.float_of(self.squares(self.less(values, code, written)))
-
-    def words(self, words: NDArray[np.int32]) -> Tensor:
-        if self._written is not None and self._written[0] is words:
-            return self._written[1]
-        return to_device(words.copy(), self._device)
-
-    def less(self, values: Tensor, code: Quantization, words: Tensor, *, in_place: bool = False) -> Tensor:
-        left = values if in_place else torch.empty_like(values)
-        plain_kernels.take_away(values, words, code, left)
-        return left
+        return rest
 
 
 def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.quantization import COUNTER, FIRST, SECOND, WORD, Quantization
+from horovod_sparse.kernels.quantization import COUNTER, WORD, Quantization, drawn, signed, windows
 
 
 def device_block_size(density: float) -> int:
@@ -285,14 +285,6 @@ def moments(values: Tensor, bits: int) -> Tensor:
 
 #: elements that are worked on at once: what is made on the way takes a few times their memory
 _QUANTIZED = 1 << 20
-_WORD_MASK = 0xFFFFFFFF
-
-
-def _groups(code: Quantization, num_elements: int) -> list[tuple[int, int]]:
-    """[start, stop) of what is worked on at once: whole groups, or parts of one."""
-    length = code.length_of_group(num_elements)
-    step = max(1, _QUANTIZED // length) * length if length < _QUANTIZED else _QUANTIZED
-    return [(start, min(start + step, num_elements)) for start in range(0, num_elements, step)]
 
 
 def _norms(values: Tensor, code: Quantization) -> Tensor:
@@ -322,66 +314,31 @@ def _norms(values: Tensor, code: Quantization) -> Tensor:
     return torch.where((found > 1e-300) & torch.isfinite(found), coarse, found).view(-1)
 
 
-def _packed(bits: Tensor) -> Tensor:
-    """Words of 32 bits: bool [m, 32] to int64 [m], below 2^32."""
-    places = torch.arange(WORD, device=bits.device)
-    return (bits.long() << places).sum(1)
+def encode(values: Tensor, code: Quantization, key: int) -> tuple[Tensor, Tensor]:
+    """Returns units and codes of all values, and the values less what these stand for.
 
-
-def _as_int32(words: Tensor) -> Tensor:
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-
-
-def _drawn(start: int, stop: int, key: int, like: Tensor) -> Tensor:
-    """Random bits as `kernels.quantization.COUNTER` says, over 2^24."""
-    words = torch.arange(start, stop, device=like.device)
-    words = (words * COUNTER + (key & _WORD_MASK)) & _WORD_MASK
-    words = words ^ (words >> 16)
-    words = ((words * FIRST) & _WORD_MASK) ^ (key >> 32)
-    words = words ^ (words >> 15)
-    words = ((words * SECOND) & _WORD_MASK) >> 8
-    return words.to(like.dtype) * 2.0**-24
-
-
-def encode(values: Tensor, code: Quantization, key: int) -> Tensor:
-    """Units and codes of all values, as `kernels.host.quantize.encode` writes them."""
-    n = values.numel()
-    largest = torch.finfo(values.dtype).max
-    units = (_norms(values, code) / max(1, code.levels)).clamp_(max=largest).to(values.dtype)
+    As `kernels.quantization.encode`, bit for bit.
+    """
+    n, length, device = values.numel(), code.length_of_group(values.numel()), values.device
+    units = (_norms(values, code) / max(1, code.levels)).clamp_(max=torch.finfo(values.dtype).max)
+    units = units.to(values.dtype)
+    inverse = 1 / units
     if code.levels:
-        inverse = torch.where(units > 0, 1 / units, torch.zeros_like(units))
-        units = torch.where(torch.isfinite(inverse), units, torch.zeros_like(units))
-        inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(inverse))
-    length, words = code.length_of_group(n), []
-    for start, stop in _groups(code, n):
-        part = values[start:stop]
-        planes = [part < 0]
+        units, inverse = (torch.where(torch.isfinite(inverse), one, 0.0) for one in (units, inverse))
+    rest, codes = torch.empty_like(values), [units.view(torch.int32)]
+    places = torch.arange(WORD, device=device)
+    for start, stop in windows(n, length, _QUANTIZED):
+        part, positions = values[start:stop], torch.arange(start, stop, dtype=torch.int32, device=device)
+        group = positions // length
+        below, sent = part < 0, units[group]
+        planes = [below]
         if code.levels:
-            which = torch.arange(start, stop, device=values.device) // length
-            sizes = part.abs() * inverse[which] + _drawn(start, stop, key, part)
-            numbers = sizes.long().clamp_(max=code.levels)
+            bits = drawn(positions * signed(COUNTER) + signed(key), key).to(values.dtype)
+            numbers = (part.abs() * inverse[group] + bits * 2.0**-24).int().clamp_(max=code.levels)
             planes += [(numbers >> place & 1).bool() for place in range(code.planes - 1)]
-        full = [torch.nn.functional.pad(plane, (0, -part.numel() % WORD)).view(-1, WORD) for plane in planes]
-        words.append(torch.stack([_packed(plane) for plane in full], 1).view(-1))
-    codes = torch.cat(words) if words else torch.empty(0, dtype=torch.int64, device=values.device)
-    return torch.cat([units.view(torch.int32), _as_int32(codes)])
-
-
-def take_away(values: Tensor, words: Tensor, code: Quantization, out: Tensor) -> None:
-    """out = values less what the words stand for."""
-    n = values.numel()
-    at = code.num_units(n) * (values.element_size() // 4)
-    units, codes = words[:at].view(values.dtype), words[at:].view(-1, code.planes)
-    length = code.length_of_group(n)
-    places = torch.arange(WORD, device=values.device, dtype=torch.int32)
-    for start, stop in _groups(code, n):
-        here = codes[start // WORD : -(-stop // WORD)]
-        bits = (here.unsqueeze(2) >> places) & 1  # [words, planes, 32]
-        which = torch.arange(start, stop, device=values.device) // length
-        numbers = units[which]
-        if code.levels:
-            weights = 1 << torch.arange(code.planes - 1, device=values.device)
-            levels = (bits[:, 1:] * weights.view(1, -1, 1)).sum(1).view(-1)[: stop - start]
-            numbers = levels.to(values.dtype) * numbers
-        below = bits[:, 0].reshape(-1)[: stop - start].bool()
-        out[start:stop] = values[start:stop] - torch.where(below, -numbers, numbers)
+            sent = numbers.to(values.dtype) * sent
+        rest[start:stop] = part - torch.where(below, -sent, sent)
+        full = torch.stack([torch.nn.functional.pad(plane, (0, -part.numel() % WORD)) for plane in planes], 1)
+        words = (full.view(-1, WORD, code.planes).long() << places[:, None]).sum(1)
+        codes.append(words.to(torch.int32).view(-1))  # int64 wraps: the low 32 bits
+    return torch.cat(codes), rest

@@ -20,11 +20,20 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import FoldReport, Values
 from horovod_sparse.errors import MessageError
-from horovod_sparse.kernels.host.quantize import decode_sum
-from horovod_sparse.kernels.quantization import NORMS, WORD, Quantization
+from horovod_sparse.kernels.quantization import (
+    NORMS,
+    WORD,
+    Quantization,
+    decode_sum,
+    spread,
+    unpacked,
+    windows,
+)
 from horovod_sparse.wire.format import HEADER_WORDS, tagged
 from horovod_sparse.wire.message import begun, decoded_once
 
+#: elements whose votes are counted at once, in cache
+_CHUNK = 1 << 14
 #: words in front of the units
 HEADER = HEADER_WORDS + 1
 
@@ -46,10 +55,9 @@ def _tag(code: Quantization, num_elements: int) -> int:
 
 @dataclass(frozen=True)
 class QuantizedSum:
-    """What an allgather of such messages brought: as `Gathered`, and units and codes of every rank."""
+    """What an allgather of such messages brought: as `Gathered`, of all elements."""
 
     values: Values
-    words: NDArray[np.int32]
     first_nonfinite: dict[int, int]
     norms: NDArray[np.float64]
 
@@ -82,14 +90,7 @@ def _sum(
             f"{num_elements} elements; all ranks must use the same version, sparsifier, dtype and model"
         )
     values = np.empty(num_elements, dtype)
-    bodies = messages[:, HEADER:]
-    if votes:
-        bodies, code = majority(bodies, code, num_elements, values.dtype), voted(code)
-        decode_sum(bodies.reshape(-1), 1, 0, code, values)
-        units = bodies[:, : code.unit_words(num_elements, values.dtype)].reshape(-1).view(values.dtype)
-        values *= values.dtype.type(size)
-    else:
-        units = decode_sum(words, size, HEADER, code, values)
+    units = (majority if votes else decode_sum)(messages[:, HEADER:], code, values)
     if not ((units >= 0) & np.isfinite(units)).all():
         raise MessageError(
             "a unit of some rank's message is below 0 or no number: it was damaged, or the ranks do not have "
@@ -98,38 +99,21 @@ def _sum(
     marks = messages[:, 2]
     return QuantizedSum(
         values=values,
-        words=bodies,
         first_nonfinite={rank: int(marks[rank]) - 1 for rank in np.flatnonzero(marks).tolist()},
         norms=np.ascontiguousarray(messages[:, 3]).view(np.float32).astype(np.float64),
     )
 
 
-#: words that are counted at once, in cache
-_CHUNK = 8192
-
-
-def voted(code: Quantization) -> Quantization:
-    """How the signs of a majority are written, of which a tie is 0: one level, in the ranks' groups."""
-    return Quantization(levels=1, group=code.group)
-
-
-def majority(
-    bodies: NDArray[np.int32], code: Quantization, num_elements: int, dtype: np.dtype[Any]
-) -> NDArray[np.int32]:
-    """The sign that most ranks have for each element, times the mean of the ranks' units; 0 in a tie."""
-    size, at = bodies.shape[0], code.unit_words(num_elements, dtype)
-    written = voted(code)
-    found = np.empty(written.num_words(num_elements, dtype), np.int32)
-    units = np.ascontiguousarray(bodies[:, :at]).view(dtype).reshape(size, -1)
-    found[:at] = (units / size).sum(0, dtype=dtype).view(np.int32)
-    codes, signs = found[at:].view(np.uint32).reshape(-1, written.planes), bodies[:, at:].view(np.uint32)
-    for start in range(0, signs.shape[1], _CHUNK):
-        ours = np.ascontiguousarray(signs[:, start : start + _CHUNK]).view(np.uint8)
-        below = sum(np.unpackbits(one, bitorder="little").astype(np.int32) for one in ours)
-        for plane, chosen in enumerate((2 * below > size, 2 * below != size)):
-            words = np.packbits(chosen, bitorder="little").view(np.uint32)
-            codes[start : start + _CHUNK, plane] = words
-    filled = -num_elements % WORD
-    if filled:
-        codes[-1] &= np.uint32(0xFFFFFFFF) >> np.uint32(filled)
-    return found.reshape(1, -1)
+def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Values:
+    """Writes the sign that most ranks have, times the sum of their units; 0 in a tie. Returns the units."""
+    size, at, length = len(bodies), code.unit_words(out.size, out.dtype), code.length_of_group(out.size)
+    units: Values = np.ascontiguousarray(bodies[:, :at]).view(out.dtype)
+    # as the mean of units, size times
+    unit = (units / size).sum(0, dtype=out.dtype) * out.dtype.type(size)
+    for start, stop in windows(out.size, length, _CHUNK):
+        words = bodies[:, at + start // WORD : at - (-stop // WORD)].view(np.uint32)
+        ahead = np.full(stop - start, size, np.int32)
+        for one in words:
+            ahead -= 2 * unpacked(one, stop - start).astype(np.int32)
+        out[start:stop] = np.sign(ahead).astype(out.dtype) * spread(unit, start, stop, length)
+    return units

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -91,17 +90,3 @@ def packed(units: np.ndarray, below: np.ndarray, levels: np.ndarray, code: Quant
     padded = [np.pad(np.asarray(plane, np.uint8), (0, -below.size % 32)) for plane in planes]
     words = [np.packbits(plane, bitorder="little").view("<u4") for plane in padded]
     return np.concatenate([units.view(np.int32), np.stack(words, 1).reshape(-1).view(np.int32)])
-
-
-def unpacked(words: np.ndarray, num_elements: int, code: Quantization, dtype: Any) -> np.ndarray:
-    """What a message's words stand for."""
-    at = code.unit_words(num_elements, np.dtype(dtype))
-    planes = words[at:].reshape(-1, code.planes)
-    bits = [
-        np.unpackbits(np.ascontiguousarray(planes[:, plane]).view(np.uint8), bitorder="little")[:num_elements]
-        for plane in range(code.planes)
-    ]
-    levels = np.ones(num_elements, np.int64)
-    if code.levels:
-        levels = sum(bit.astype(np.int64) << place for place, bit in enumerate(bits[1:]))  # type: ignore[assignment]
-    return decoded(words[:at].view(dtype), bits[0].astype(bool), levels, code)

@@ -13,7 +13,7 @@ import numpy as np
 
 from horovod_sparse.arrays import FoldReport, FoldRule, Indices, Moments, Values
 from horovod_sparse.kernels.quantization import Quantization
-from support.quantizers_reference import decoded, packed, quantized, unpacked
+from support.quantizers_reference import decoded, packed, quantized
 
 Array = np.ndarray
 
@@ -228,14 +228,14 @@ class ReferenceAccumulator:
     def put(self, indices: Indices, values: Values) -> None:
         self._values[indices] = values
 
-    def quantize(self, code: Quantization, key: int, words: np.ndarray) -> float:
+    def quantize(self, code: Quantization, key: int, words: np.ndarray) -> None:
         found = quantized(self._values, code, key)
         words[:] = packed(*found, code)
-        return float(np.square(self._values - decoded(*found, code), dtype=np.float64).sum())
+        self._quantized = self._values
+        self._values = self._values - decoded(*found, code)
 
-    def subtract(self, code: Quantization, words: np.ndarray, left: float | None = None) -> None:
-        sent = unpacked(words, self.num_elements, code, self.dtype)
-        self._values = self._values - sent
+    def subtract(self, sent: Values) -> None:
+        self._values = self._quantized - sent
 
     def mask(self, indices: Indices) -> None:
         for array in self._masked:

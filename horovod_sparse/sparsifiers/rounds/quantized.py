@@ -13,7 +13,7 @@ from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.quantization import Quantization
 from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
-from horovod_sparse.wire.quantized import HEADER, blank, quantized_words, sum_quantized, voted
+from horovod_sparse.wire.quantized import HEADER, blank, quantized_words, sum_quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,11 @@ class Quantizer(Sparsifier):
         n, dtype, code, votes = info.num_elements, info.value_dtype, self.quantization, self.votes
         key = self.key(info, state.step)
         message = blank(code, n, dtype, accumulator.report)
-        left = accumulator.quantize(code, key, message[HEADER:])
-        if not votes:
-            accumulator.subtract(code, message[HEADER:], left)
+        accumulator.quantize(code, key, message[HEADER:])
         gathered = yield AllGather(message)
         found = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
         if votes:  # every rank's part of what is applied
-            accumulator.subtract(voted(code), found.words[0])
+            accumulator.subtract(found.values / dtype.type(info.size))
         return WholeSum(found.values, np.full(info.size, n), found.first_nonfinite, found.norms), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
