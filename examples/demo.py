@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ import source_text
 import torch
 import torch.distributed as dist
 from gpt import GPT, parameter_groups
-from studies import results
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional
@@ -184,7 +185,9 @@ def table(result: dict[str, Any]) -> str:
         until = seconds_to(run, dense["bits"])
         rows.append([name, fewer, *times, f"{run['bits']:.2f}", f"{until:.1f}".replace("inf", "never")])
     head = ["AdamW", "times fewer bytes", "ms per pass: predicted", "measured", "bits per byte"]
-    return results.markdown([*head, "seconds to dense's score"], rows)
+    lines = ["| " + " | ".join(line) + " |" for line in ([*head, "seconds to dense's score"], *rows)]
+    lines.insert(1, "|---|" + "---:|" * len(head))
+    return "\n".join(lines)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -232,12 +235,13 @@ def main() -> None:
         runs[name]["predicted_seconds"] = round(predicted(name, shapes, compute, 1e6 * options.rate), 5)
         if dist.get_rank() == 0:
             print(f"{name}: {runs[name]['bits']:.2f} bits per byte", flush=True)
-    result |= {"machine": results.machine(), "seconds": options.seconds, "compute_seconds": round(compute, 5)}
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    result |= {"machine": machine, "seconds": options.seconds, "compute_seconds": round(compute, 5)}
     result |= {"num_elements": sum(shape.numel() for shape in shapes), "runs": runs}
     if dist.get_rank() == 0:
         print(table(result))
         if options.json:
-            results.save(options.json, result)
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
         if options.picture:
             draw(result, options.picture)
     dist.destroy_process_group()

@@ -8,15 +8,13 @@ do not blur.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.hosts import cluster_for, machine_facts, write_json
-from benchmarks.common.options import add_common, command_line, count, launch, named_sparsifiers
-from horovod_sparse.errors import HorovodSparseError
+from benchmarks.common.hosts import cluster_for, machine_facts
+from benchmarks.common.options import add_common, carry_out, count, launch, named_sparsifiers
+from benchmarks.common.pages import markdown
 
 _OTHERS = ("topk", "topk_dsa", "gtopk", "oktopk", "oktopk:threshold_steps=4")
 
@@ -78,23 +76,22 @@ def _milliseconds(spread: dict[str, float]) -> str:
 def _table(one: dict[str, Any]) -> str:
     medians = {item["method"]: item["communication"]["seconds"]["median"] for item in one["results"]}
     best = min((name for name in medians if name.startswith("spardl")), key=medians.__getitem__, default=None)
-    lines = [
-        "| method | communication, ms | to SparDL at best | step, ms | rounds | kB sent | union |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for item in one["results"]:
         name, facts, times = item["method"], item["step"]["facts"], medians[item["method"]]
-        cells = [
-            f"**`{name}`**" if name == best else f"`{name}`",
-            _milliseconds(item["communication"]["seconds"]),
-            "-" if best is None else f"{times / medians[best]:.2f}",
-            f"{1e3 * item['step']['seconds']['median']:.0f}",
-            f"{facts['rounds']:.0f}",
-            f"{item['communication']['bytes_sent'] / 1e3:.0f}",
-            f"{facts['density_union']:.2%}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(
+            [
+                f"**`{name}`**" if name == best else f"`{name}`",
+                _milliseconds(item["communication"]["seconds"]),
+                "-" if best is None else f"{times / medians[best]:.2f}",
+                f"{1e3 * item['step']['seconds']['median']:.0f}",
+                f"{facts['rounds']:.0f}",
+                f"{item['communication']['bytes_sent'] / 1e3:.0f}",
+                f"{facts['density_union']:.2%}",
+            ]
+        )
+    head = ["method", "communication, ms", "to SparDL at best", "step, ms", "rounds", "kB sent", "union"]
+    return markdown(head, rows)
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -111,28 +108,8 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code.
-    """
-    options = parser().parse_args(arguments)
-    try:
-        result = {"command": command_line("allreduce", arguments), **measure(options)}
-    except HorovodSparseError as error:
-        print(f"\nbench allreduce: {error}", file=sys.stderr)
-        return 1
-    if options.add and options.json not in (None, "-") and Path(options.json).exists():
-        before = json.loads(Path(options.json).read_text())
-        result["launches"] = before["launches"] + result["launches"]
-        result["command"] = f"{before['command']}; {result['command']}"
-    print(tables(result), file=sys.stderr if options.json == "-" else sys.stdout)
-    if options.json:
-        write_json(result, options.json)
-    return 0
+    """Measures and prints; returns the exit code."""
+    return carry_out("allreduce", arguments, parser().parse_args(arguments), measure, tables)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.common.hosts import NETWORKS, Hosts
-from horovod_sparse.errors import ArgumentError
+from benchmarks.common.hosts import NETWORKS, Hosts, write_json
+from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import ALGORITHMS
@@ -215,3 +217,42 @@ def launch(
         "sparsifiers": settings["sparsifiers"],
         **result,
     }
+
+
+def carry_out(
+    name: str,
+    arguments: Sequence[str] | None,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Mapping[str, Any]],
+    table: Callable[[dict[str, Any]], str],
+) -> int:
+    """Measures, prints tables, and writes the JSON and the picture that were asked for.
+
+    Args:
+        name: of the measurement.
+        arguments: its own; None takes the process's.
+        options: parsed from them.
+        measure: gives the result.
+        table: makes Markdown of it.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        result = {"command": command_line(name, arguments), **measure(options)}
+    except HorovodSparseError as error:
+        print(f"\nbench {name}: {error}", file=sys.stderr)
+        return 1
+    if getattr(options, "add", False) and options.json not in (None, "-") and Path(options.json).exists():
+        before = json.loads(Path(options.json).read_text())
+        result["launches"] = before["launches"] + result["launches"]
+        result["command"] = f"{before['command']}; {result['command']}"
+    # tables go where they do not mix with JSON
+    print(table(result), file=sys.stderr if options.json == "-" else sys.stdout)
+    if options.json:
+        write_json(result, options.json)
+    if getattr(options, "plot", None):
+        from benchmarks.common.plot import plot_parts
+
+        plot_parts(result, Path(options.plot))
+    return 0

@@ -79,37 +79,3 @@ def _bars(axis: Any, launch: Mapping[str, Any], limit: float) -> None:
     axis.tick_params(labelsize=8)
     axis.legend(fontsize=7, ncols=len(present), loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def plot_growth(result: Mapping[str, Any], target: Path) -> None:
-    """Against the number of ranks: CPU time of a rank's own thread, and density of the union.
-
-    Args:
-        result: of `scripts/bench sync --hosts 2,4,8`.
-        target: file; its ending says the format.
-    """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    lines: dict[str, list[tuple[int, float, float]]] = {}
-    for launch in result["launches"]:
-        for item in launch["results"]:
-            row = (launch["ranks"], item["own_cpu_seconds"]["median"], item["facts"]["density_union"])
-            lines.setdefault(item["method"], []).append(row)
-    for name, points in lines.items():
-        if name.startswith("dense") or name == "naive":
-            continue
-        points.sort()
-        ranks = [point[0] for point in points]
-        left.plot(ranks, [1e3 * point[1] for point in points], marker="o", label=name)
-        right.plot(ranks, [point[2] for point in points], marker="o", label=name)
-    left.set_ylabel("CPU time of the synchronizing thread (ms)")
-    right.set_ylabel("density of the union")
-    right.axhline(result["density"], color="#999999", linestyle="--", linewidth=1)
-    right.annotate("asked", (ranks[0], result["density"]), fontsize=8, va="bottom", color="#666666")
-    for axis in (left, right):
-        axis.set_xlabel("ranks")
-        axis.set_xticks(ranks)
-        axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
-    left.legend(fontsize=7, ncols=2, frameon=False)
-    figure.savefig(target, dpi=130)
-    plt.close(figure)

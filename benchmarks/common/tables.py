@@ -1,80 +1,195 @@
-"""Results of measurements across hosts, as tables for a terminal."""
+"""Measurements as tables in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-_SYNC_PARTS = ("fold", "select", "exchange", "apply", "other")
-_TRAIN_PARTS = ("forward", "backward", "exchange", "step", "other")
+from benchmarks.common.pages import markdown
 
 
-def ratio_to(baseline: Mapping[str, Any] | None, result: Mapping[str, Any]) -> float | None:
-    """How many times faster than a baseline of the same launch; None without one.
-
-    Example:
-        >>> ratio_to({"seconds": {"median": 3.0}}, {"seconds": {"median": 0.1}})
-        30.0
-    """
-    if baseline is None:
-        return None
-    return float(f"{baseline['seconds']['median'] / result['seconds']['median']:.4g}")
+def milliseconds(seconds: float) -> str:
+    """Three digits, and no more than one behind the point."""
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def sync_tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """One table per launch of `scripts/bench sync`."""
-    what = f"n = {result['elements']:,}, density {result['density']}"
-    for launch in result["launches"]:
-        yield _table(what, launch, _SYNC_PARTS, ("dense", "naive"))
-
-
-def train_tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """One table per launch of `scripts/bench train`."""
-    for launch in result["launches"]:
-        what = f"{result['model']} in {result['framework']}, n = {launch['elements']:,}, "
-        yield _table(f"{what}density {result['density']}", launch, _TRAIN_PARTS, ("dense",))
-
-
-def _table(what: str, launch: Mapping[str, Any], parts: Sequence[str], references: Sequence[str]) -> Table:
-    by_name = {item["method"]: item for item in launch["results"]}
-    own = launch["horovod_own"]
-    table = Table(
-        title=f"{launch['ranks']} hosts at {launch['rate']}, {launch['network']}, {what}; ms and kB",
-        caption=f"Horovod by itself: {own['idle_bytes_per_second'] / 1e3:.0f} kB/s per rank, "
-        f"{own['idle_cpu_share']:.1%} of a core; {own['tiny_allgather_bytes'] / 1e3:.1f} kB and "
-        f"{own['tiny_allgather_seconds'] * 1e3:.1f} ms for an allgather of one word; "
-        f"load {launch['load_before']}",
+def circumstances(result: Mapping[str, Any]) -> str:
+    """The command, and what machine it ran on."""
+    machine = result.get("machine", {})
+    where = (
+        f"{machine['cores']} cores, {machine['memory_gib']} GiB"
+        if isinstance(machine, dict)
+        else str(machine)
     )
-    table.add_column("")
-    ratios = [f"{name}/" for name in references]
-    for name in ("median", "quartiles", *parts, "CPU", "own CPU", "sent", "expected", "union", *ratios):
-        table.add_column(name, justify="right", no_wrap=True)
-    for item in launch["results"]:
-        table.add_row(*_row(item, parts), *(_ratio(by_name.get(name), item) for name in references))
-    return table
+    return f"`{result['command']}`; {where}." if "command" in result else f"{where}."
 
 
-def _row(item: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
-    seconds, counted = item["seconds"], item["bytes"]
-    return [
-        item["method"],
-        _ms(seconds["median"]),
-        f"{_ms(seconds['low'])} {_ms(seconds['high'])}",
-        *(_ms(item["parts"].get(name, 0.0)) for name in parts),
-        _ms(item["cpu_seconds"]["median"]),
-        _ms(item["own_cpu_seconds"]["median"]),
-        f"{item['bytes_sent'] / 1e3:,.0f}",
-        f"{(counted['wire_bytes'] + counted['negotiation_bytes']) / 1e3:,.0f}",
-        f"{item['facts'].get('density_union', 1.0):.5f}",
+def local_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench local`."""
+    facts = (
+        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds, "
+        f"{result['clock']} clock; {result['machine']}. Memory beyond residual and gradient: "
+        f"{result['extra_memory']:.1%} (budget 5 %)."
+    )
+    return f"{facts}\n\n{_timings(result, result['baseline'])}"
+
+
+def frameworks_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench frameworks`."""
+    facts = (
+        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds; "
+        f"{result['machine']}."
+    )
+    return f"{facts}\n\n{_timings(result, 'PyTorch')}"
+
+
+def drift_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench drift`."""
+    facts = (
+        f"{result['elements']:,} parameters and Adam's state ({result['compared_bytes'] / 1e6:.0f} MB), "
+        f"{result['sparsifier']}, {result['ranks']} ranks, {result['rounds']} rounds; {result['machine']}. "
+        f"Every {result['check_every']} steps: {result['share']:.3%} of a step."
+    )
+    names = {"step": "synchronizing and stepping, without backward", "check": "comparing all of it"}
+    rows = [
+        [name, f"{values['median']:.2f}", f"{values['low']:.2f} to {values['high']:.2f}"]
+        for name, values in ((names[key], result["ms"][key]) for key in names)
     ]
+    return f"{facts}\n\n{markdown(['', 'median ms', 'quartiles'], rows)}"
 
 
-def _ratio(baseline: Mapping[str, Any] | None, item: Mapping[str, Any]) -> str:
-    ratio = ratio_to(baseline, item)
-    return "-" if ratio is None else f"{ratio:.1f}"
+def _timings(result: Mapping[str, Any], baseline: str) -> str:
+    rows = []
+    for item in result["timings"]:
+        budget = item.get("budget")
+        low, high = item["quartiles_ms"]
+        verdict = "" if budget is None else ("met" if item["ratio"] <= budget else "**missed**")
+        times = f"{low:.2f} to {high:.2f}"
+        limit = "" if budget is None else f"{budget:g}"
+        rows.append([item["name"], f"{item['median_ms']:.2f}", times, f"{item['ratio']:.2f}", limit, verdict])
+    return markdown(["", "median ms", "quartiles", f"by {baseline}", "budget", ""], rows)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
+def launch_tables(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench sync` or `train`: a table per launch."""
+    blocks = [circumstances(result)]
+    for launch in result["launches"]:
+        own = launch["horovod_own"]
+        sent, core = own["idle_bytes_per_second"] / 1e3, own["idle_cpu_share"]
+        blocks.append(
+            f"**{launch['ranks']} hosts, {launch['rate']}, {launch['network']}**, "
+            f"load {launch['load_before']} before. Horovod alone sends {sent:.0f} kB/s and takes "
+            f"{core:.1%} of a core per rank."
+        )
+        blocks.append(_launch_table(launch))
+    return "\n\n".join(blocks)
+
+
+def _launch_table(launch: Mapping[str, Any]) -> str:
+    by_name = {item["method"]: item["seconds"]["median"] for item in launch["results"]}
+    parts = [name for name in launch["results"][-1]["parts"] if name != "other"]
+    references = [name for name in ("dense", "naive") if name in by_name]
+    rows = []
+    for item in launch["results"]:
+        seconds, counted = item["seconds"], item["bytes"]
+        expected = counted["wire_bytes"] + counted["negotiation_bytes"]
+        rows.append(
+            [
+                item["method"],
+                milliseconds(seconds["median"]),
+                f"{milliseconds(seconds['low'])} to {milliseconds(seconds['high'])}",
+                *(milliseconds(item["parts"].get(name, 0.0)) for name in parts),
+                milliseconds(item["cpu_seconds"]["median"]),
+                milliseconds(item["own_cpu_seconds"]["median"]),
+                f"{item['bytes_sent'] / 1e3:,.0f}",
+                f"{item['bytes_sent'] / expected:.2f}",
+                f"{item['facts'].get('density_union', 1.0):.5f}",
+                *(f"{by_name[name] / seconds['median']:.1f}" for name in references),
+            ]
+        )
+    header = ["", "ms", "quartiles", *parts, "CPU", "own CPU", "kB sent", "by expected", "union"]
+    return markdown([*header, *(f"{name} / it" for name in references)], rows)
+
+
+def bandwidth_table(result: Mapping[str, Any], predicted: Sequence[tuple[float, float]]) -> str:
+    """Of `scripts/bench train` at several rates: a row per rate, measured and predicted.
+
+    Args:
+        result: of launches with "dense" and one sparsifier.
+        predicted: seconds of both for every launch.
+    """
+    rows = []
+    for launch, (dense, sparse) in zip(result["launches"], predicted, strict=True):
+        items = {item["method"]: item["seconds"] for item in launch["results"]}
+        (name,) = [method for method in items if method != "dense"]
+        cells = [f"{milliseconds(items[method]['median'])}" for method in ("dense", name)]
+        ratio = items["dense"]["median"] / items[name]["median"]
+        cells += [f"{ratio:.1f}", milliseconds(dense), milliseconds(sparse), f"{dense / sparse:.1f}"]
+        rows.append([launch["rate"], *cells, str(launch["load_before"])])
+    header = ["", "dense ms", f"{name} ms", "times faster", "dense, predicted", f"{name}, predicted"]
+    return f"{circumstances(result)}\n\n{markdown([*header, 'times, predicted', 'load before'], rows)}"
+
+
+def growth_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench sync --hosts 2,4,8`: a row per sparsifier, CPU time and union density against P."""
+    sizes = sorted({launch["ranks"] for launch in result["launches"]})
+    found: dict[str, dict[int, Any]] = {}
+    for launch in result["launches"]:
+        for item in launch["results"]:
+            found.setdefault(item["method"], {})[launch["ranks"]] = item
+    rows = []
+    for name, items in found.items():
+        own = [milliseconds(items[size]["own_cpu_seconds"]["median"]) for size in sizes]
+        every = [milliseconds(items[size]["cpu_seconds"]["median"]) for size in sizes]
+        union = [f"{items[size]['facts'].get('density_union', 1.0):.5f}" for size in sizes]
+        rows.append([name, *own, *every, *union])
+    header = [
+        *(f"own CPU, {size} ranks" for size in sizes),
+        *(f"CPU, {size}" for size in sizes),
+        *(f"union, {size}" for size in sizes),
+    ]
+    return f"{circumstances(result)}\n\n{markdown(['ms', *header], rows)}"
+
+
+def wire_table(result: Mapping[str, Any]) -> str:
+    """Of wire options: one row per option and launch."""
+    rows = [
+        [
+            f"{item['method']}, {launch['rate']}, {launch['network']}",
+            milliseconds(item["seconds"]["median"]),
+            milliseconds(item["seconds"]["low"]) + " to " + milliseconds(item["seconds"]["high"]),
+            milliseconds(item["parts"]["select"]),
+            milliseconds(item["parts"]["exchange"]),
+            milliseconds(item["cpu_seconds"]["median"]),
+            f"{item['bytes_sent'] / 1e3:,.0f}",
+        ]
+        for launch in result["launches"]
+        for item in launch["results"]
+    ]
+    header = ["", "ms", "quartiles", "select", "exchange", "CPU", "kB sent"]
+    return f"{circumstances(result)}\n\n{markdown(header, rows)}"
+
+
+def hosts_table(result: Mapping[str, Any]) -> str:
+    """Predicted and measured iterations, as `scripts/bench merging` found them, and its goals."""
+    rows = []
+    for row in result["results"]:
+        times = row["seconds"]
+        rows.append(
+            [
+                row["method"],
+                str(row["buckets"]),
+                str(row["dense"]),
+                f"{1e3 * row['predicted_seconds']:.1f}",
+                f"{1e3 * times['median']:.1f}",
+                f"{1e3 * times['low']:.1f} to {1e3 * times['high']:.1f}",
+                f"{row['error']:+.1%}",
+            ]
+        )
+    header = ["plan", "buckets", "dense", "predicted ms", "measured ms", "quartiles", "prediction off by"]
+    goals = [
+        [name, f"{goal['allowed']:.0%}", f"{goal['found']:+.1%}", "met" if goal["met"] else "**missed**"]
+        for name, goal in result["goals"].items()
+    ]
+    return f"{markdown(header, rows)}\n\n{markdown(['goal', 'allowed', 'found', ''], goals)}"

@@ -8,12 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common.hosts import NETWORKS, cluster_for, machine_facts, write_json
-from benchmarks.common.options import command_line, count, launch, named_sparsifiers
-from horovod_sparse.errors import HorovodSparseError
+from benchmarks.common.hosts import NETWORKS, cluster_for, machine_facts
+from benchmarks.common.options import carry_out, count, launch, named_sparsifiers
+from benchmarks.common.tables import hosts_table
 from horovod_sparse.planning.workload import LAYER_TABLES
 
 METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "cost, optimal", "all dense")
@@ -33,11 +30,10 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add(
         "--model",
-        choices=(*LAYER_TABLES, "mlp50"),
+        choices=LAYER_TABLES,
         metavar="MODEL",
         default="resnet50",
-        help=f"a layer table ({', '.join(LAYER_TABLES)}), computing time slept through; or mlp50: 50 layers, "
-        "computed by every rank (default %(default)s)",
+        help=f"{', '.join(LAYER_TABLES)}: computing time is slept through (default %(default)s)",
     )
     add(
         "--scale", type=float, default=0.25, help="of the layer table's sizes and times (default %(default)s)"
@@ -170,55 +166,9 @@ def goals(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _table(result: Mapping[str, Any]) -> Table:
-    network = f"{result['rate']}, {result['network']}, {result['model']}"
-    table = Table(
-        title=f"{result['ranks']} ranks, {result['ranks_per_host']} on a host, at {network}, "
-        f"n = {result['elements']:,} in {result['parameters']} parameters; ms per iteration",
-        caption="; ".join(
-            f"{name}: {goal['found']:.1%} of {goal['allowed']:.0%} allowed, "
-            f"{'met' if goal['met'] else 'MISSED'}"
-            for name, goal in result["goals"].items()
-        ),
-    )
-    table.add_column("")
-    for name in ("buckets", "dense", "predicted", "measured", "quartiles", "error", "CPU"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for item in result["results"]:
-        seconds = item["seconds"]
-        table.add_row(
-            item["method"],
-            str(item["buckets"]),
-            str(item["dense"]),
-            f"{1e3 * item['predicted_seconds']:.1f}",
-            f"{1e3 * seconds['median']:.1f}",
-            f"{1e3 * seconds['low']:.1f} {1e3 * seconds['high']:.1f}",
-            f"{item['error']:+.1%}",
-            f"{1e3 * item['cpu_seconds']['median']:.1f}",
-        )
-    return table
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code.
-    """
-    options = parser().parse_args(arguments)
-    try:
-        result = {"command": command_line("merging", arguments), **measure(options)}
-    except HorovodSparseError as error:
-        print(f"\nbench merging: {error}", file=sys.stderr)
-        return 1
-    console = Console(stderr=options.json == "-", width=None if sys.stderr.isatty() else 160)
-    console.print(_table(result))
-    if options.json:
-        write_json(result, options.json)
-    return 0
+    """Measures and prints; returns the exit code."""
+    return carry_out("merging", arguments, parser().parse_args(arguments), measure, hosts_table)
 
 
 if __name__ == "__main__":

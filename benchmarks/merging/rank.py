@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
+from benchmarks.common.iteration import iterate
+from benchmarks.common.replay import Replay
 from benchmarks.common.samples import plain, summarize, timed
 from benchmarks.merging.main import GOES_ON
-from benchmarks.merging.models import make_network
 from horovod_sparse.cost import Profile
 from horovod_sparse.merging import Plan, Timeline, fixed, predict
 from horovod_sparse.planning.calibration.steps import measured_step
@@ -61,7 +61,7 @@ class Training:
         # what ranks compute differs, and so do their weights, which nobody looks at: to make them equal would
         # take longer than many iterations
         torch.manual_seed(hvd.rank())
-        self._model, self._loss = make_network(self._settings["model"], self._settings["scale"])
+        self._model = Replay(self._settings["model"], self._settings["scale"])
         named = list(self._model.named_parameters())
         # small, so that the sleeping network does not run away
         sgd = torch.optim.SGD(self._model.parameters(), lr=1e-6)
@@ -93,26 +93,10 @@ class Training:
 
     def run_once(self) -> None:
         """One iteration."""
-        clock, optimizer = time.perf_counter, self.optimizer
-        started = clock()
-        optimizer.zero_grad()
-        loss = self._loss()
-        forward = clock()
-        loss.backward()
-        backward = clock()
-        optimizer.synchronize()
-        synchronized = clock()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        found = {
-            "forward": forward - started,
-            "backward": backward - forward,
-            "exchange": synchronized - backward,
-            "step": clock() - synchronized,
-        }
+        found = iterate(self.optimizer, self._model)
         for part, seconds in found.items():
             self.parts[part] = self.parts.get(part, 0.0) + seconds / self.iterations
-        self._last = optimizer.telemetry.last
+        self._last = self.optimizer.telemetry.last
 
     def facts(self) -> dict[str, float]:
         """What the last iteration was made of, beside backward."""

@@ -1,57 +1,8 @@
-"""The pages of docs/appendix: titles, a line on how to read each table, and the tables."""
+"""The pages of docs/appendix about time and bytes: sections, and how to read their tables."""
 
-from __future__ import annotations
+from benchmarks.common.pages import Section
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-__all__ = ["FOLDER", "PERFORMANCE", "PLANS", "Section", "page"]
-
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "appendix"
-_FIRST = (
-    "This page is written whole by `scripts/report` from the JSON files in "
-    "[measurements](../measurements): do not edit it."
-)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a page.
-
-    Attributes:
-        title: its heading.
-        note: how its tables are to be read.
-        names: of the tables, in order.
-        command: what measures them again, where the tables do not say it.
-    """
-
-    title: str
-    note: str
-    names: tuple[str, ...]
-    command: str = ""
-
-
-def page(title: str, about: str, sections: Sequence[Section], tables: Mapping[str, str]) -> str:
-    """A page, all of it.
-
-    Args:
-        title: its heading.
-        about: what is said before the first section.
-        sections: what is on it.
-        tables: in Markdown, by name; one that is missing is said to be.
-    """
-    blocks = [_FIRST, f"# {title}", about]
-    for section in sections:
-        blocks += [f"## {section.title}", section.note]
-        if section.command:
-            blocks.append(f"`{section.command}`")
-        for name in section.names:
-            blocks.append(tables.get(name, "Not measured yet.").strip("\n"))
-            if (FOLDER.parent / "measurements" / f"{name}.json").exists():
-                blocks.append(f"[{name}.json](../measurements/{name}.json)")
-    return "\n\n".join(block for block in blocks if block) + "\n"
-
+__all__ = ["PERFORMANCE", "PLANS"]
 
 PERFORMANCE = (
     Section(
@@ -62,11 +13,9 @@ PERFORMANCE = (
     ),
     Section(
         "TensorFlow beside PyTorch",
-        "The same step through both front ends; then what a tape inside `tf.function` adds to backward, "
-        "local work and collectives. The collectives alone are carried out eagerly, one by one, so what is "
-        "left may be below 0.",
-        ("frameworks", "tape"),
-        "scripts/bench frameworks, scripts/bench tape",
+        "The same step through both front ends.",
+        ("frameworks",),
+        "scripts/bench frameworks",
     ),
     Section(
         "Comparing replicas",
@@ -85,16 +34,9 @@ PERFORMANCE = (
         ("sync_gloo", "sync_mpi", "ddp_sync"),
     ),
     Section(
-        "Messages whose lengths repeat",
-        "Lengths as they are (`capacity=exact`, as all are today) beside padded ones. Methods of one "
-        "launch take turns: compare within a table.",
-        ("rounds_gloo", "rounds_mpi"),
-    ),
-    Section(
         "Messages between pairs of ranks",
-        'Rounds by Horovod beside messages from each rank to each ("pairs"). Over Gloo those went through '
-        "ZeroMQ.",
-        ("rounds_pairs", "rounds_pairs_mpi", "rounds_4_hosts", "train_pairs"),
+        'Rounds by Horovod beside messages from each rank to each over MPI ("pairs").',
+        ("rounds_pairs_mpi",),
     ),
     Section(
         "Two levels",
@@ -108,13 +50,6 @@ PERFORMANCE = (
         "messages and sums of eight ranks on two cores. Ok-Topk finds its thresholds anew every four steps.",
         ("sparse_allreduce",),
         "scripts/bench allreduce",
-    ),
-    Section(
-        "Where the time of a small round goes",
-        "A rank's own stamps beside Horovod's timeline, in ms on rank 0: until Horovod's cycle takes the "
-        "request and the waiting thread wakes up; until the last rank has asked; negotiation; transfer. "
-        "Fast way: the share of rounds that Horovod's response cache knew.",
-        ("account",),
     ),
     Section(
         "A small model on one machine",
@@ -134,17 +69,6 @@ PERFORMANCE = (
         "ResNet-50's layer table; computing times are slept through, everything else is real. Alone: "
         "without synchronization.",
         ("bandwidth", "train"),
-    ),
-    Section(
-        "All budgets",
-        "Of one rank's work, and of 8 hosts at 1 Gbit/s with 25.6 million parameters at density 0.001. The "
-        "best dense: the fastest dense allreduce of all, whatever carried it.",
-        ("budgets",),
-    ),
-    Section(
-        "Later goals",
-        "What was asked for later. Of two ways to send rounds the better one counts.",
-        ("goals",),
     ),
 )
 

@@ -11,26 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce.main import tables as allreduce_table
+from benchmarks.common.pages import FOLDER, page
+from benchmarks.common.tables import (
+    bandwidth_table,
+    drift_table,
+    frameworks_table,
+    growth_table,
+    hosts_table,
+    launch_tables,
+    local_table,
+    wire_table,
+)
 from benchmarks.report import appendix
-from benchmarks.report.budgets import budget_table
-from benchmarks.report.goals import goal_table
 from benchmarks.report.pictures import (
     bits_per_second,
     draw,
     predicted_seconds,
 )
-from benchmarks.report.plans import hosts_table, loss_table, paper_table, random_table
-from benchmarks.report.tables import (
-    account_table,
-    bandwidth_table,
-    drift_table,
-    frameworks_table,
-    growth_table,
-    launch_tables,
-    local_table,
-    tape_table,
-    wire_table,
-)
+from benchmarks.report.plans import loss_table, paper_table, random_table
+from benchmarks.studies import appendix as studies
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DOCS = _ROOT / "docs"
@@ -57,12 +56,10 @@ _RENDERERS = {
     "merging_names": hosts_table,
     "levels_merging": hosts_table,
     "sparse_allreduce": allreduce_table,
-    "account": account_table,
     "bandwidth": _bandwidth,
     "local": local_table,
     "frameworks": frameworks_table,
     "growth": growth_table,
-    "tape": tape_table,
     "drift": drift_table,
     "wire": wire_table,
 }
@@ -80,14 +77,13 @@ def tables(measurements: dict[str, Any]) -> dict[str, str]:
         measurements: content of the JSON files by their names without ending.
 
     Returns:
-        Markdown by name of the table: that of the file, "budgets" and "goals". Files of a
-        kind that is not known have one per launch.
+        Markdown by name of the file. Files of a kind that is not known have one per launch.
     """
     made = {}
     for name, result in measurements.items():
         render = _RENDERERS.get(name) or _RENDERERS.get(name.partition("_")[0], launch_tables)
         made[name] = render(result)
-    return {**made, "budgets": budget_table(measurements), "goals": goal_table(measurements)}
+    return made
 
 
 def pages(made: dict[str, str]) -> dict[Path, str]:
@@ -95,7 +91,7 @@ def pages(made: dict[str, str]) -> dict[Path, str]:
     found = {}
     for name, (title, prose, sections) in _PAGES.items():
         about = f"What they mean is in [{prose}](../{prose})."
-        found[appendix.FOLDER / name] = appendix.page(title, about, sections, made)
+        found[FOLDER / name] = page(title, about, sections, made)
     return found
 
 
@@ -145,9 +141,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if something would change")
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(_ROOT / "examples"))
-    from studies import appendix as studies
-
     measurements = read(_DOCS / "measurements")
     made = tables(measurements)
     readme, demo = _ROOT / "README.md", json.loads((_DOCS / "measurements" / "demo.json").read_text())

@@ -1,12 +1,12 @@
-"""Tables of plans: `scripts/bench plans` predicts them, `scripts/bench merging` measures them on hosts."""
+"""Tables of plans: `scripts/bench plans` predicts them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.common.pages import markdown
 from benchmarks.plans import PAPER, SIZES
-from benchmarks.report.tables import markdown
 
 
 def random_table(result: Mapping[str, Any]) -> str:
@@ -50,27 +50,3 @@ def loss_table(result: Mapping[str, Any]) -> str:
             cells.append(f"{loss:.1%} ({greedy['buckets']} : {best['buckets']})")
         rows.append([model, *cells])
     return markdown(["model", *(f"P = {size}" for size in SIZES)], rows)
-
-
-def hosts_table(result: Mapping[str, Any]) -> str:
-    """Predicted and measured iterations, as `scripts/bench merging` found them, and its goals."""
-    rows = []
-    for row in result["results"]:
-        times = row["seconds"]
-        rows.append(
-            [
-                row["method"],
-                str(row["buckets"]),
-                str(row["dense"]),
-                f"{1e3 * row['predicted_seconds']:.1f}",
-                f"{1e3 * times['median']:.1f}",
-                f"{1e3 * times['low']:.1f} to {1e3 * times['high']:.1f}",
-                f"{row['error']:+.1%}",
-            ]
-        )
-    header = ["plan", "buckets", "dense", "predicted ms", "measured ms", "quartiles", "prediction off by"]
-    goals = [
-        [name, f"{goal['allowed']:.0%}", f"{goal['found']:+.1%}", "met" if goal["met"] else "**missed**"]
-        for name, goal in result["goals"].items()
-    ]
-    return f"{markdown(header, rows)}\n\n{markdown(['goal', 'allowed', 'found', ''], goals)}"

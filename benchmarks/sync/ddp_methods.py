@@ -81,14 +81,12 @@ class DdpMethod(Method):
         self._places: dict[Any, torch.Tensor] = dict(zip(module.parameters(), model.views(), strict=True))
 
     def prepare(self) -> None:
-        """See `Method.prepare`."""
         super().prepare()
         for bucket in self._buckets:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 gradient.copy_(self._places[parameter].view_as(gradient))
 
     def run(self) -> None:
-        """See `Method.run`."""
         started = time.perf_counter()
         for future in [self._ddp.reducer._run_comm_hook(bucket) for bucket in self._buckets]:
             future.wait()
@@ -103,13 +101,11 @@ class DdpMethod(Method):
             }
 
     def rounds(self) -> list[Round]:
-        """See `Method.rounds`."""
         if self._sync is None:
             return [Round("AllReduce", self._num_bytes)]
         return [item for part in self._sync.parts for item in rounds_of(part)]
 
     def facts(self) -> dict[str, float]:
-        """See `Method.facts`."""
         if self._sync is None:
             return {"density_selected": 1.0, "density_union": 1.0}
         last = self._sync.telemetry.last

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from benchmarks.common.hosts import (
     BenchmarkError,
@@ -16,20 +13,18 @@ from benchmarks.common.hosts import (
     cluster_for,
     machine_facts,
     parts_of,
-    write_json,
 )
 from benchmarks.common.options import (
     PAIRS_SUFFIX,
     add_common,
     add_pairs,
     baselines,
-    command_line,
+    carry_out,
     count,
     launch,
     named_sparsifiers,
 )
-from benchmarks.common.tables import sync_tables
-from horovod_sparse.errors import HorovodSparseError
+from benchmarks.common.tables import launch_tables
 from horovod_sparse.planning.workload import LAYER_TABLES, layer_table
 from horovod_sparse.sparsifiers import ALGORITHMS
 
@@ -41,8 +36,6 @@ _OF_DDP = ("dense", "powersgd 1", "powersgd 4")
 #: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
 #: sparsifier on top, and by each other one
 _GRADIENT_SHARE, _NAIVE_SHARE, _SPARSIFIER_SHARE = 16, 20, 9
-#: and by one on two levels
-_LEVELS_SHARE = 9
 _PROCESS_BYTES = 400_000_000
 
 
@@ -105,7 +98,7 @@ def split_for_memory(
         [['topk'], ['micro', 'exdyna']]
     """
     base = num_ranks * (_PROCESS_BYTES + (_GRADIENT_SHARE + naive * _NAIVE_SHARE) * elements)
-    each = num_ranks * (_SPARSIFIER_SHARE * ways + levels * _LEVELS_SHARE * ways) * elements
+    each = num_ranks * (_SPARSIFIER_SHARE * ways * (1 + levels)) * elements
     most = int((0.85 * available - base) // each)
     if most < 1:
         needed = (base + each) / 0.85 / 2**30
@@ -142,8 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     own = ["dense"] if options.engine == "ddp" else [*references, *names]
                     if options.engine == "horovod" and options.ranks_per_host > 1:
                         two = [name + LEVELS_SUFFIX for name in names if name != "hard_threshold"]
-                        own += two
-                        own += [name + PAIRS_SUFFIX for name in two if options.pairs]
+                        own += two + [name + PAIRS_SUFFIX for name in two if options.pairs]
                     if options.pairs:
                         own += [name + PAIRS_SUFFIX for name in names]
                     settings = {
@@ -181,31 +173,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints.
-
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code.
-    """
-    options = parser().parse_args(arguments)
-    try:
-        result = {"command": command_line("sync", arguments), **measure(options)}
-    except HorovodSparseError as error:
-        print(f"\nbench sync: {error}", file=sys.stderr)
-        return 1
-    # the tables go where they do not mix with JSON, and are not squeezed where there is no terminal
-    console = Console(stderr=options.json == "-", width=None if sys.stderr.isatty() else 190)
-    for table in sync_tables(result):
-        console.print(table)
-    if options.json:
-        write_json(result, options.json)
-    if options.plot:
-        from benchmarks.common.plot import plot_parts
-
-        plot_parts(result, Path(options.plot))
-    return 0
+    """Measures and prints; returns the exit code."""
+    return carry_out("sync", arguments, parser().parse_args(arguments), measure, launch_tables)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,6 @@ class Dense(Method):
         self._num_bytes = 0
 
     def run(self) -> None:
-        """See `Method.run`."""
         clock = time.perf_counter
         started = clock()
         packed = [self._compression.compress(view) for view in self._views]
@@ -111,11 +110,9 @@ class Dense(Method):
         }
 
     def rounds(self) -> list[Round]:
-        """See `Method.rounds`."""
         return [Round("AllReduce", self._num_bytes)]
 
     def facts(self) -> dict[str, float]:
-        """See `Method.facts`."""
         return {"density_selected": 1.0, "density_union": 1.0}
 
 
@@ -132,7 +129,6 @@ class Naive(Method):
         self._indices = torch.empty(0, dtype=torch.int32)
 
     def run(self) -> None:
-        """See `Method.run`."""
         clock, flat, residual = time.perf_counter, self.model.flat, self._residual
         started = clock()
         residual.add_(flat)
@@ -157,11 +153,9 @@ class Naive(Method):
         }
 
     def rounds(self) -> list[Round]:
-        """See `Method.rounds`."""
         return [Round("AllGather", 4 * self._k), Round("AllGather", 4 * self._k)]
 
     def facts(self) -> dict[str, float]:
-        """See `Method.facts`."""
         n, union = self.model.flat.numel(), np.unique(self._indices.numpy()).size
         return {"density_selected": self._k / n, "density_union": union / n}
 
@@ -205,7 +199,6 @@ class Sparse(Method):
         self._parameters = parameters
 
     def prepare(self) -> None:
-        """See `Method.prepare`."""
         super().prepare()
         travel_by(self._transport)
         for part in self._synchronizer.parts:
@@ -213,12 +206,7 @@ class Sparse(Method):
         for parameter, gradient in zip(self._parameters, self.model.views(), strict=True):
             parameter.grad.copy_(gradient)
 
-    def settle(self) -> None:
-        """Ranks agree, by what the environment says now."""
-        self._synchronizer.agree()
-
     def run(self) -> None:
-        """See `Method.run`."""
         self._optimizer.synchronize()
         last = self._optimizer.telemetry.last
         self.parts = {
@@ -229,11 +217,9 @@ class Sparse(Method):
         }
 
     def rounds(self) -> list[Round]:
-        """See `Method.rounds`."""
         return [item for part in self._synchronizer.parts for item in rounds_of(part)]
 
     def facts(self) -> dict[str, float]:
-        """See `Method.facts`."""
         last = self._optimizer.telemetry.last
         held = sum(part.bucket.accumulator.values().nbytes for part in self._synchronizer.sparse)
         return {
@@ -271,9 +257,7 @@ def make_method(
     name_of = name.removesuffix(PAIRS_SUFFIX)
     if name_of.endswith(LEVELS_SUFFIX):
         text = settings[name_of.removesuffix(LEVELS_SUFFIX)]
-        made = Sparse(name, model, text, {**options, "levels": "host"}, transport)
-        made.settle()
-        return made
+        return Sparse(name, model, text, {**options, "levels": "host"}, transport)
     text = settings[name_of]
     if name_of == "hard_threshold":
         text += f",threshold={_reached_by(model, density)}"

@@ -1,4 +1,4 @@
-"""The studies live beside the examples, and import their data from there."""
+"""The demo is an example: it imports its model and data from beside it."""
 
 import sys
 from pathlib import Path

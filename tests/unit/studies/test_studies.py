@@ -9,30 +9,45 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from studies import convergence, feedback, local, residuals, results, schedules, threshold
-from studies.baselines import BASELINES
-from studies.papers import counts, pictures
-from studies.tasks import Task, digits_task, gpt_task, small_digits_task
-
+from benchmarks.studies import appendix, convergence, feedback, local, residuals, schedules, threshold
+from benchmarks.studies.baselines import BASELINES
+from benchmarks.studies.papers import counts, pictures, trainings
+from benchmarks.studies.study import load
+from benchmarks.studies.tasks import digits_task, gpt_task, small_digits_task
 from horovod_sparse.planning import advice
 
 
-@pytest.fixture(scope="module")
-def tiny_digits() -> Task:
-    return digits_task(width=4, batch_size=2)
-
-
 @pytest.mark.nightly
-def test_every_study_measures_at_a_toy_size(tiny_digits: Task) -> None:
-    setting = {"learning_rate": 0.1, "density": 0.1, "size": 2, "num_steps": 6, "drop_at": 3}
-    for name in threshold.RULES:
-        threshold.measure(threshold.Setting(tiny_digits, 0.02, density=0.1, size=2, num_steps=5), name)
+def test_every_study_measures_at_a_toy_size() -> None:
+    task = digits_task(width=4, batch_size=2)
+    setting = {
+        "learning_rate": 0.1,
+        "density": 0.1,
+        "size": 2,
+        "num_steps": 6,
+        "drop_at": 3,
+        "warmup_steps": 2,
+    }
+    for rule in threshold.RULES:
+        threshold.measure(f"digits/{rule}", task, setting)
     for form in feedback.FORMS:
-        feedback.measure(tiny_digits, "exdyna", form, 0, setting)
+        feedback.measure(f"exdyna, {form}/seed 0", task, setting)
     for mode in residuals.MODES:
-        residuals.measure(tiny_digits, {**setting, "size": 6}, mode, 0.2, 0)
+        residuals.measure(f"digits/{mode}/0.2/seed 0", task, {**setting, "size": 6})
     for schedule in schedules.SCHEDULES:
-        schedules.measure(small_digits_task(width=4, batch_size=2), f"{schedule}/SGD/topk/seed 0", setting)
+        schedules.measure(f"{schedule}/SGD/topk/seed 0", small_digits_task(width=4, batch_size=2), setting)
+    setting |= {"width": 4, "samples": 4, "batch_size": 1, "rate": 0.1, "score_every": 3}
+    trainings.on_ranks("exdyna/2", setting)
+    assert len(trainings.in_teams("2/global/seed 0", {**setting, "size": 4})["scores"]) == 3
+
+
+def test_every_run_has_a_name_that_its_study_knows() -> None:
+    for study in appendix.STUDIES:
+        result = load(study.file)
+        assert study.table(result), study.name
+        assert result["command"] == f"scripts/study {study.name}"
+        unknown = set(result.get("runs", {})) - set(study.names())
+        assert not unknown, (study.name, unknown)
 
 
 def test_baselines_bring_what_all_ranks_mean() -> None:
@@ -86,7 +101,7 @@ def test_committed_numbers_can_be_drawn() -> None:
 
 
 def test_the_sketch_rule_meets_its_target_on_real_gradients() -> None:
-    runs = results.load(threshold.FILE)["runs"]
+    runs = load(threshold.STUDY.file)["runs"]
     promised = [name for name in runs if name.endswith((" sketch", "rebalance=paper"))]
     assert len(promised) >= 4
     for name in promised:
@@ -97,14 +112,14 @@ def test_the_sketch_rule_meets_its_target_on_real_gradients() -> None:
 
 
 def test_what_promises_to_converge_does() -> None:
-    facts = convergence.summary(results.load(convergence.FILE))
+    facts = convergence.summary(load(convergence.STUDY.file))
     for row, fact in facts.items():
         if "," not in row and row not in convergence.UNPROMISING:
             assert fact["mean"] >= facts["none"]["mean"] - 0.01, row
 
 
 def test_plan_says_of_local_steps_what_was_measured():
-    runs = results.load(local.FILE)["runs"]
+    runs = load(local.STUDY.file)["runs"]
     apart = local.best(runs, "sparseloco, H = 30, by senders, outer rate 1.5")
     dense = local.best(runs, "AdamW in every step, dense", apart["seeds"])
     above = 100 * (apart["training_bits"] / dense["training_bits"] - 1)
@@ -117,10 +132,10 @@ def test_plan_says_of_local_steps_what_was_measured():
 def test_simulated_ranks_of_local_steps_have_parameters_of_their_own():
     """After the first exchange they were views of one vector, and trained one model by turns."""
     setting = local.SETTING | {"num_steps": 4, "width": 8, "length": 8}
-    losses = local.measure(local.Method(2, lr=0.0), 0.1, 0, setting, range(4))["losses"]
+    losses = local.measure(local.Method(2, lr=0.0), 0.1, 0, setting)["losses"]
     torch.manual_seed(0)
     task = gpt_task(width=8, batch_size=2, length=8)
     model = task.make_model()
     third = [list(task.batches(rank, 4, 4, 0))[2] for rank in range(4)]
-    expected = [float(task.loss(model, *map(torch.from_numpy, batch))) for batch in third]
+    expected = [float(task.loss(model, *batch)) for batch in third]
     assert losses[2] == pytest.approx(sum(expected) / 4, rel=1e-3)

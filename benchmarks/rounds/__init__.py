@@ -1,1 +1,0 @@
-"""What a round of Horovod's costs, and where its time goes."""

@@ -1,0 +1,318 @@
+"""AdamW, dense and sparse, on a small GPT: bits per byte by method and ranks, at the best of three rates.
+
+Ranks are simulated in one process: each computes the gradient of its share of the batch with the one model
+that all ranks hold, and `SimulatedCluster` synchronizes them and counts what is sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from benchmarks.studies.baselines import BASELINES
+from benchmarks.studies.study import PICTURES, Result, Study, markdown, rounded
+from benchmarks.studies.tasks import gpt_task
+from benchmarks.studies.training import train
+from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.sparsifiers.dense import Dense
+from horovod_sparse.tensors.adoption import adopt
+
+SETTING = {"num_steps": 400, "batch": 16, "warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
+SEEDS = (0, 1, 2)
+RATES = (1.5e-3, 3e-3, 6e-3)
+#: for the larger GPT, too
+SLOWER = (3.75e-4, 7.5e-4)
+#: bits per second between two hosts, of which seconds to a score are calculated, and how near it has to be
+NETWORKS, MARGIN = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}, 0.05
+#: a larger GPT, of 5.0 million parameters, on shorter pieces
+LARGE = {"num_steps": 1500, "batch": 8, "layers": 4, "width": 320, "length": 64}
+#: the last part of the steps, whose loss is the training score: text that the model has not seen before
+LAST = 0.1
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row: ranks; what they send, a recipe or the name of a baseline; where it differs from `SETTING`."""
+
+    size: int
+    text: str
+    setting: dict[str, Any] = field(default_factory=dict)
+
+
+def _methods() -> dict[str, Method]:
+    methods = {"P=2, dense": Method(2, "dense")}
+    methods["P=2, topk 1 %, error"] = Method(2, "topk:density=0.01")
+    for size in (2, 4, 8, 16):
+        methods[f"P={size}, topk 1 %, adam"] = Method(size, "topk:density=0.01,feedback=adam")
+    own = "feedback=adam(whole_batch=false)"  # s = 1
+    for size in (2, 4, 8, 16):
+        methods[f"P={size}, topk 1 %, adam, s = 1"] = Method(size, f"topk:density=0.01,{own}")
+    methods["P=4, topk 1 %, rmsprop"] = Method(4, "topk:density=0.01,feedback=rmsprop")
+    of_rank = "feedback=rmsprop(whole_batch=false)"
+    methods["P=4, topk 1 %, rmsprop, s = 1"] = Method(4, f"topk:density=0.01,{of_rank}")
+    short = "topk:density=0.003,values=2bit,indices=gaps"
+    methods["P=2, topk 0.3 %, 2 bits, gaps, adam"] = Method(2, f"{short},feedback=adam")
+    methods["P=2, topk 0.3 %, 2 bits, gaps, adam, s = 1"] = Method(2, f"{short},{own}")
+    clipped = "topk:density=0.01,feedback=adam(clip_norm=1.0,whole_batch=false)"
+    methods["P=2, topk 1 %, adam, clipped, s = 1"] = Method(2, clipped)
+    methods["P=2, qsgd"] = Method(2, "qsgd")
+    methods |= {f"P=2, {name}": Method(2, name) for name in BASELINES if name != "dense"}
+    for name in ("spardl", "oktopk", "gtopk", "exdyna", "micro"):
+        methods[f"P=8, {name} 1 %, adam"] = Method(8, f"{name}:density=0.01,feedback=adam")
+        methods[f"P=8, {name} 1 %, adam, s = 1"] = Method(8, f"{name}:density=0.01,{own}")
+    for name, text in (
+        ("dense", "dense"),
+        ("topk 1 %, adam, s = 1", f"topk:density=0.01,{own}"),
+        ("topk 0.3 %, 2 bits, gaps, adam, s = 1", f"{short},{own}"),
+    ):
+        methods[f"5 M, P=4, {name}"] = Method(4, text, LARGE)
+    return methods
+
+
+METHODS = _methods()
+
+
+def rate_at(step: int, rate: float, setting: dict[str, Any]) -> float:
+    """A linear rise, then half a cosine down to 0."""
+    steps, warmup = setting["num_steps"], setting["warmup"] * setting["num_steps"]
+    falling = 0.5 * (1 + math.cos(math.pi * max(0.0, step - warmup) / (steps - warmup)))
+    return rate * min(1.0, (step + 1) / warmup) * falling
+
+
+def measure(run: str) -> Result:
+    """Trains once; the sum is clipped, but not what ranks normalize themselves."""
+    name, rate_text, seed = run.rsplit("/", 2)
+    method, rate = METHODS[name], float(rate_text.removeprefix("rate "))
+    setting = SETTING | method.setting
+    shape = {name: setting[name] for name in ("layers", "width", "length") if name in setting}
+    task = gpt_task(batch_size=setting["batch"] // method.size, **shape)
+    baseline = BASELINES.get(method.text)
+    recipe = parse_recipe(method.text) if baseline is None else Recipe(Dense(), ErrorFeedback())
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if baseline is not None and baseline.is_step:  # plain SGD applies a direction, with the same decay
+            return torch.optim.SGD(groups(parameters, setting), lr=rate)
+        if "rmsprop" in method.text:  # which has no decay apart
+            return torch.optim.RMSprop(parameters, lr=rate, alpha=setting["beta2"])
+        return adamw(parameters, rate, setting)
+
+    is_step = getattr(recipe.feedback, "applies_rate", False) if baseline is None else baseline.is_step
+    trace = train(
+        task,
+        recipe,
+        size=method.size,
+        num_steps=setting["num_steps"],
+        learning_rate_at=lambda step: rate_at(step, rate, setting),
+        seed=int(seed.removeprefix("seed ")),
+        make_optimizer=make,
+        edit=None if is_step else lambda _, gradient: clip(gradient, setting["clip_norm"]),
+        exchange=None if baseline is None else lambda shapes: baseline.make(shapes, setting),
+    )
+    last = trace.losses[-round(LAST * setting["num_steps"]) :]
+    return {
+        "bits": round(trace.score, 4),
+        "training_bits": round(float(np.mean(last)) / math.log(2), 4),
+        "bytes_per_step": round(trace.bytes_per_step),
+        "num_elements": trace.num_elements,
+        "losses": rounded(trace.losses),
+    }
+
+
+def adamw(
+    parameters: Sequence[torch.nn.Parameter], rate: float, setting: Mapping[str, Any]
+) -> torch.optim.AdamW:
+    """AdamW as a user would make it."""
+    return torch.optim.AdamW(groups(parameters, setting), lr=rate, betas=(0.9, setting["beta2"]))
+
+
+def groups(parameters: Sequence[torch.nn.Parameter], setting: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Matrices decay, biases and norms do not."""
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": setting["weight_decay"]},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def clip(gradient: torch.Tensor, norm: float) -> None:
+    """Scales a gradient, [n], to at most this norm."""
+    gradient.mul_(min(1.0, norm / (float(gradient.norm()) + 1e-6)))
+
+
+def of(result: Result, name: str) -> dict[float, dict[int, dict[str, Any]]]:
+    """Rate -> seed -> run."""
+    rates: dict[float, dict[int, dict[str, Any]]] = {}
+    for label, run in result["runs"].items():
+        row, _, rest = label.partition("/rate ")
+        if row == name:
+            rate, _, seed = rest.partition("/seed ")
+            rates.setdefault(float(rate), {})[int(seed)] = run
+    return rates
+
+
+def best(result: Result, name: str) -> tuple[float, dict[int, dict[str, Any]]] | None:
+    """The rate with the fewest training bits with the first seed, which all its rates have, and its runs."""
+    rates = of(result, name)
+    if not rates:
+        return None
+    return min(rates.items(), key=lambda item: float(item[1][min(item[1])]["training_bits"]))
+
+
+def compute_seconds(setting: dict[str, Any], num_steps: int = 8) -> float:
+    """CPU time of a gradient of one of two ranks, the median."""
+    task = gpt_task(batch_size=setting["batch"] // 2)
+    model, seconds = task.make_model(), []
+    for batch in task.batches(0, 2, num_steps, 0):
+        started = time.process_time()
+        loss = task.loss(model, *batch)
+        torch.autograd.grad(loss, list(model.parameters()))
+        seconds.append(time.process_time() - started)
+    return float(np.median(seconds))
+
+
+def memory(num_elements: int = 1_000_000) -> dict[str, float]:
+    """Bytes per parameter that AdamW and a recipe keep between two steps, beside parameter and gradient."""
+    parameter = torch.nn.Parameter(torch.zeros(num_elements))
+    parameter.grad = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+    found = {}
+    texts = ("", "topk:density=0.01", "topk:density=0.01,feedback=adam")
+    for text in (*texts, *texts):  # once for what is imported and compiled
+        optimizer, cluster = torch.optim.AdamW([parameter]), None
+        tracemalloc.start()
+        if text:
+            cluster = SimulatedCluster(adopt(optimizer, parse_recipe(text)), num_elements, 1)
+            for _ in range(3):
+                cluster.synchronize([parameter.grad.numpy()], 1e-3)
+            gc.collect()
+        optimizer.step()
+        moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+        found[text or "dense"] = round((tracemalloc.get_traced_memory()[0] + moments) / num_elements, 2)
+        tracemalloc.stop()
+    return found
+
+
+def smooth(runs: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Training bits over the steps, as the mean of the last tenth of them and of all seeds."""
+    bits = np.mean([run["losses"] for run in runs], axis=0) / math.log(2)
+    last = round(LAST * len(bits))
+    return np.convolve(bits, np.full(last, 1 / last), "valid")
+
+
+def seconds_to(result: Result, runs: Sequence[dict[str, Any]], target: float) -> list[float]:
+    """Calculated for each network: steps to a score, times a gradient's CPU time and a message's bits.
+
+    Latency, and what folding and selecting take, are left out; infinite where the score is not reached.
+    """
+    steps = np.flatnonzero(smooth(runs) <= target)
+    count = LAST * len(runs[0]["losses"]) + float(steps[0]) if steps.size else math.inf
+    sent = 8 * float(np.mean([run["bytes_per_step"] for run in runs]))
+    return [count * (result["compute_seconds"] + sent / rate) for rate in NETWORKS.values()]
+
+
+def table(result: Result) -> str:
+    """A row per method, at its best rate, as means over the seeds."""
+    rows = []
+    for name, method in METHODS.items():
+        found = best(result, name)
+        if found is None:
+            continue
+        of_dense = best(result, "5 M, P=4, dense" if method.setting else "P=2, dense")
+        dense = {} if of_dense is None else of_dense[1]
+        rate, runs = found[0], list(found[1].values())
+        means = {
+            key: float(np.mean([run[key] for run in runs]))
+            for key in ("training_bits", "bits", "bytes_per_step")
+        }
+        spread = max(run["training_bits"] for run in runs) - min(run["training_bits"] for run in runs)
+        behind, seconds = "", ["" for _ in NETWORKS]
+        common = sorted(seed for seed in found[1] if seed in dense)
+        if common:
+            base = float(np.mean([dense[seed]["training_bits"] for seed in common]))
+            own = [found[1][seed] for seed in common]
+            behind = f"{float(np.mean([run['training_bits'] for run in own])) - base:+.3f}"
+            if method.size == 2:
+                target = dense[common[0]]["training_bits"] + MARGIN
+                seconds = [f"{found:.0f}" for found in seconds_to(result, own[:1], target)]
+        rows.append(
+            [
+                name,
+                f"{rate:g}",
+                f"{means['training_bits']:.3f}",
+                f"{spread:.3f}",
+                behind,
+                f"{means['bits']:.3f}",
+                f"{means['bytes_per_step'] / 1000:,.1f}",
+                f"{4 * runs[0]['num_elements'] / means['bytes_per_step']:.0f}x",
+                *("never" if found == "inf" else found for found in seconds),
+                str(len(runs)),
+            ]
+        )
+    head = [
+        "method",
+        "rate",
+        "bits, training",
+        "spread",
+        "to dense",
+        "bits, test",
+        "kB per step",
+        "fewer",
+        *(f"s at {name}" for name in NETWORKS),
+        "seeds",
+    ]
+    kept = [[name, f"{value:.2f}"] for name, value in result["memory"].items()]
+    kept_head = ["kept between steps", "bytes per parameter"]
+    return f"{markdown(head, rows)}\n\n{markdown(kept_head, kept)}"
+
+
+def draw(result: Result) -> None:
+    """Training loss of two ranks over the steps at the best rate, mean of the seeds and of forty steps."""
+    figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
+    axes.set_prop_cycle(color=plt.get_cmap("tab20")(np.r_[0:20:2, 1:20:2]))
+    for name in METHODS:
+        found = best(result, name) if METHODS[name].size == 2 else None
+        if found is None:
+            continue
+        bits = smooth(list(found[1].values()))
+        axes.plot(
+            np.arange(len(bits)) + LAST * SETTING["num_steps"], bits, label=f"{name}, rate {found[0]:g}"
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte, training")
+    axes.set_ylim(top=5)
+    axes.grid(True, linewidth=0.3)
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(PICTURES / "adamw.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _complete(result: Result) -> None:
+    result.setdefault("compute_seconds", round(compute_seconds(SETTING), 4))
+    result.setdefault("memory", memory())
+
+
+STUDY = Study(
+    "adamw",
+    lambda: [
+        f"{name}/rate {rate:g}/seed {seed}"
+        for seed, name in itertools.product(SEEDS, METHODS)
+        for rate in (*SLOWER, *RATES)[0 if name.startswith("5 M") else len(SLOWER) :]
+    ],
+    measure,
+    table,
+    facts={"setting": SETTING},
+    complete=_complete,
+    draw=draw,
+)

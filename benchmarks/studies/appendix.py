@@ -1,0 +1,228 @@
+"""The pages of docs/appendix about the studies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import demo
+
+from benchmarks.common.pages import FOLDER, Section, page
+from benchmarks.studies import (
+    adamw,
+    convergence,
+    feedback,
+    gpt,
+    levels,
+    local,
+    residuals,
+    schedules,
+    threshold,
+)
+from benchmarks.studies.papers import counts, sixteen, tables, trainings
+from benchmarks.studies.study import MEASUREMENTS, load
+from benchmarks.studies.time_to_accuracy import curves, links
+
+__all__ = ["STUDIES", "TABLES", "pages", "write"]
+
+STUDIES = (
+    *(module.STUDY for module in (adamw, convergence, feedback, gpt, levels, local, residuals, schedules)),
+    *(threshold.STUDY, sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY, counts.STUDY),
+)
+#: by name of the measurement
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    **{study.file.stem: study.table for study in STUDIES},
+    "demo": demo.table,
+    "time_to_accuracy": lambda result: f"{curves.table(result)}\n\n{links.table(result)}",
+    "paper_workers": tables.workers_on_hosts,
+    "paper_densities": tables.densities,
+    "merging_vgg16_cifar": tables.plans_on_hosts,
+    "train_parts": tables.parts,
+}
+
+_RESULTS = (
+    Section(
+        "Accuracy of every sparsifier",
+        "A CNN of 0.18 million parameters on digits, two real ranks, 8 epochs of 62 steps, density 0.01 "
+        "after one epoch that begins at 0.25, momentum SGD with a cosine to 0, three seeds; 1,000 test "
+        "digits, of which one is 0.1 points. Union: mean density that is applied. Drop-in: Horovod's own "
+        "optimizer with `compression=`. DDP: DistributedDataParallel. Messages of exdyna, micro, dgc, "
+        "sidco and oktopk were padded then, but in rows with other optimizers and schedules, without "
+        "warm-up, and of the drop-in.",
+        ("convergence",),
+        "scripts/study convergence",
+    ),
+    Section(
+        "A small GPT with AdamW",
+        "Four layers of width 128, 1,000 steps of 2 x 8 pieces of 128 bytes of source text, clipping to "
+        "norm 1, products in bfloat16, density falling from 0.25 in 100 steps; two real ranks, one seed.",
+        ("gpt",),
+        "scripts/study gpt",
+    ),
+    Section(
+        "AdamW whose steps are sparsified",
+        "The same GPT at width 96 (0.48 million parameters), 400 steps, 16 pieces of 128 bytes per step in "
+        "all, beta2 0.99, decay 0.1, rate rising for 40 steps and falling to 0 by a cosine; ranks "
+        "simulated in one process. `error` is AdamW behind error feedback, with the sum clipped to norm 1, "
+        "as for dense, fp16, qsgd and PowerSGD, which is PyTorch's hook. That is dense for 40 steps, 1-bit "
+        "Adam for 80; bytes are means of all steps. Each row at the rate that was best with the first "
+        "seed, among those tried, as mean of its seeds, beside dense training with the same ones; "
+        "training: mean of the last tenth of the steps, of text that is new to the model. 5 M: 1,500 steps "
+        "of 8 pieces of 64 bytes. Seconds to within 0.05 "
+        "bits of dense's last training bits, with the first seed, are calculated: steps times CPU time of "
+        "a gradient on one core, and bytes at that rate.",
+        ("adamw",),
+        "scripts/study adamw",
+    ),
+    Section(
+        "Local steps",
+        "The GPT at width 128, 3,000 steps on 4 simulated ranks of 2 pieces of 64 bytes, AdamW at the "
+        "best rate of the first seed, rising for 300 steps, then a cosine, clipping to norm 1; training: "
+        "mean of the last 300.",
+        ("local_steps",),
+        "scripts/study local",
+    ),
+    Section(
+        "Twenty seconds over 100 Mbit/s",
+        "The GPT at width 128 on four emulated hosts that share two cores, 2 pieces of 64 bytes per pass and "
+        "host; AdamW at rate 0.003, which follows the clock; one seed. Sparse: 0.3 % in 2 bits with gaps, "
+        "`feedback=adam`; local steps: `sparseloco`. PowerSGD is PyTorch's hook from the 2nd step. Bytes: "
+        "all that left a host, by dense. Predicted: a pass alone, and the cost model's part.",
+        ("demo",),
+        "scripts/demo --json docs/measurements/demo.json --picture docs/pictures/demo.png",
+    ),
+    Section(
+        "Time to accuracy",
+        "Scores after equally many steps on two real ranks, three seeds, times the median iteration on two "
+        "emulated hosts that share two cores. Density 0.01 (GPT 0.05) from the first step; PowerSGD is "
+        "PyTorch's hook of rank 4 from the 2nd step. In parentheses: times sooner than dense. "
+        "Last table: a GPT with AdamW at rate 0.003, rising for a tenth of the steps, then a cosine, 2 "
+        "pieces of 64 bytes per step and host, one seed. On two hosts 0.95 million parameters (two layers"
+        " of width 192), 1,500 steps; on four 0.83 (four of 128), 3,000. Bits: mean of the last tenth of "
+        "the steps, of text new to the model. Seconds: until the mean of as many steps is within 0.02 "
+        "bits of dense's; a step takes a thirtieth of the median time of 30 in a row. Two hosts at 1 Gbit/s "
+        "were alone on the machine. All else had its highest priority beside other programs: at 100 Mbit/s "
+        "samples of 40 to 60 s of dense and `sparseloco`, whose trainings had no priority. Local steps: "
+        '`combine="senders"`. Computing, as share of the time: by telemetry, and by how much longer '
+        "steps with an exchange take than the median of others.",
+        ("time_to_accuracy",),
+        "scripts/study time_to_accuracy",
+    ),
+    Section(
+        "Schedules and optimizers",
+        "A perceptron of 3,850 parameters on digits, two simulated ranks, 240 steps at density 0.01 without "
+        "a warm-up of it, three seeds; in parentheses points to dense training of the same row; best: "
+        "`feedback=best`. Then remedies for momentum with warm restarts.",
+        ("schedules",),
+        "scripts/study schedules",
+    ),
+    Section(
+        "Two levels",
+        "The CNN on four real ranks, three seeds; 4 x 1: every rank is a host of its own.",
+        ("levels_accuracy",),
+        "scripts/study levels",
+    ),
+    Section(
+        "Thresholds",
+        "A CNN on digits and an LSTM on source text, 4 simulated ranks, 500 steps, density 0.01 after a "
+        "warm-up over 100, the learning rate falling to a tenth at step 301. Error: of the union by what "
+        "was asked. Settled: the first of ten steps in a row within 10 %.",
+        ("threshold",),
+        "scripts/study threshold",
+    ),
+    Section(
+        "The residual when the learning rate falls",
+        "The CNN on 4 simulated ranks, 400 steps, the rate falling to a tenth at step 301, three seeds; "
+        "scaled: `scale_residual=True`.",
+        ("feedback",),
+        "scripts/study feedback",
+    ),
+    Section(
+        "Residuals of SparDL",
+        "Six simulated ranks, density 0.001, one team, plain SGD, 500 steps, three seeds, the better of two "
+        "learning rates. Measured while the residual followed the learning rate, and before discards stayed "
+        "with their rank in one step of 16.",
+        ("residuals",),
+        "scripts/study residuals",
+    ),
+)
+
+_PAPERS = (
+    Section(
+        "Sixteen simulated ranks, and encoding",
+        "A CNN on digits, density 0.01, the learning rate falling to a tenth at step 110. Encoding: fold "
+        "and selection of one gradient on one core that other work shared, density 0.001.",
+        ("papers",),
+        "scripts/study papers",
+    ),
+    Section(
+        "ExDyna on 2 to 16 ranks",
+        "All share out the same 64 samples of a step; one seed.",
+        ("paper_ranks",),
+        "scripts/study paper_ranks",
+    ),
+    Section(
+        "SparDL's residuals in teams",
+        "14 simulated workers, density 0.01, 120 steps of plain SGD.",
+        ("paper_teams",),
+        "scripts/study paper_teams",
+    ),
+    Section(
+        "Counted and predicted",
+        "Words that the busiest of simulated ranks receives (an element is two words), and the time at 50 "
+        "microseconds and 1 Gbit/s for 25.6 million elements, density 0.01; then every number of teams; "
+        "then OMGS's rule with nothing selected, beside its sparse plans, with the paper's constants for 16 "
+        "GPUs.",
+        ("paper_counts",),
+        "scripts/study paper_counts",
+    ),
+    Section(
+        "SparDL on 5 to 14 hosts",
+        "Communication alone of 6.4 million elements at density 0.01, 1 Gbit/s, MPI. Up to fourteen ranks "
+        "share two cores.",
+        ("paper_workers",),
+        "scripts/bench allreduce --mpi --rate 1gbit --elements 6400000 --density 0.01 --hosts 5,8,11,14",
+    ),
+    Section(
+        "SparDL by density",
+        "Communication alone of 6.4 million elements on eight hosts, 1 Gbit/s, MPI.",
+        ("paper_densities",),
+        "scripts/bench allreduce --mpi --rate 1gbit --hosts 8 --elements 6400000 --density D --add",
+    ),
+    Section(
+        "OMGS-SGD's other models on hosts",
+        "Sizes and times at a quarter, four hosts at 1 Gbit/s. The others are in "
+        "[merging_inception_v4.json](../measurements/merging_inception_v4.json) and "
+        "[merging_lstm_ptb.json](../measurements/merging_lstm_ptb.json).",
+        ("merging_vgg16_cifar",),
+        "scripts/bench merging --hosts 4 --rate 1gbit --model MODEL",
+    ),
+    Section(
+        "DRAGONN's parts one by one",
+        "ResNet-50's gradients on four hosts at 1 Gbit/s, density 0.001. Last column: how many times as "
+        "fast the part above computing is as DGC's with dense decoding.",
+        ("train_parts",),
+        "scripts/bench train --hosts 4 --rate 1gbit --gloo --model resnet50 --baselines alone,dense "
+        "--sparsifiers dgc,dragonn --by-default --densely",
+    ),
+)
+
+
+def pages() -> dict[Path, str]:
+    """What the pages have to hold, by file."""
+    made = {name: make(load(MEASUREMENTS / f"{name}.json")) for name, make in TABLES.items()}
+    found = {}
+    for name, title, sections in (
+        ("results.md", "Measurements of accuracy", _RESULTS),
+        ("papers.md", "Measurements beside the papers", _PAPERS),
+    ):
+        found[FOLDER / name] = page(title, f"What they mean is in [{name}](../{name}).", sections, made)
+    return found
+
+
+def write() -> None:
+    """Writes the pages anew."""
+    FOLDER.mkdir(exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text, "utf-8")

@@ -1,0 +1,171 @@
+"""Accuracy of examples/pytorch_mnist.py on two real ranks, for every sparsifier, beside dense training.
+
+With DistributedDataParallel it is that of examples/ddp_digits.py, beside PyTorch's PowerSGD.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.studies.study import PICTURES, ROOT, Result, Study, horovodrun, launched, markdown
+from horovod_sparse.sparsifiers import ALGORITHMS
+
+DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 2
+#: what makes no promise to converge at this density; docs/results.md says why
+UNPROMISING = ("hard_threshold", "randomk", "signsgd")
+#: other trainings, each with a dense one of its own: arguments by what follows the comma
+TRAININGS = {
+    "Adam": ["--optimizer", "adam", "--learning-rate", "0.001"],
+    "restarts": ["--schedule", "restarts"],
+    "restarts, no momentum": ["--schedule", "restarts", "--momentum", "0", "--learning-rate", "0.2"],
+}
+#: also shown without the warm-up, and in Horovod's own optimizer with compression= alone ("drop-in")
+TWO, SMALL = ("exdyna", "topk"), "dense_below=1024"
+#: rows that are trained with DistributedDataParallel, and what is measured of PyTorch's own compression
+DDP, POWER_SGD = "DDP", {f"powersgd rank {rank}": f"powersgd:rank={rank}" for rank in (1, 4)}
+
+
+def variants() -> dict[str, list[str]]:
+    """Rows of the table -> arguments of the example."""
+    rows = {name: ["--compression", name] for name in ("none", "fp16")}
+    for name in ALGORITHMS:
+        # a quantizer has no density, and nothing to warm up
+        given = ["--density", str(DENSITY)] if ALGORITHMS[name].has_density else ["--warmup-epochs", "0"]
+        rows[name] = ["--compression", name, *given]
+    for label, name, arguments in (
+        ("signsgd, groups of 512", "signsgd", "group=512"),
+        ("qsgd, 2 bits", "qsgd", "levels=1"),
+        ("qsgd, no feedback", "qsgd", "feedback=none"),
+        ("randomk, no feedback", "randomk", "feedback=none"),
+    ):
+        rows[label] = ["--compression", f"{name}:{arguments}", *rows[name][2:]]
+    for name in TWO:
+        rows[f"{name}, best"] = ["--compression", f"{name}:feedback=best", *rows[name][2:]]
+        rows[f"{name}, no warm-up"] = [*rows[name], "--warmup-epochs", "0"]
+        rows[f"{name}, drop-in"] = [*rows[name], "--stock"]
+        small = ["--compression", f"{name}:{SMALL}", *rows[name][2:], "--stock"]
+        rows[f"{name}, drop-in, small ones dense"] = small
+    for words, arguments_ in TRAININGS.items():
+        for name in ("none", *TWO):
+            rows[f"{name}, {words}"] = [*rows[name], *arguments_]
+    behind = {name: rows[name] for name in ("none", *TWO)}
+    behind |= {name: ["--compression", text] for name, text in POWER_SGD.items()}
+    for name, given in behind.items():
+        rows[f"{name}, {DDP}"] = given
+        if name not in ("none", "topk"):
+            rows[f"{name}, {DDP}, no warm-up"] = [*given, "--warmup-epochs", "0"]
+    return rows
+
+
+def dense_beside(variant: str) -> str:
+    """The row that a row is compared with: dense training, with the same engine, optimizer and schedule.
+
+    Example:
+        >>> dense_beside("topk, Adam"), dense_beside("topk, drop-in"), dense_beside("exdyna, DDP, no warm-up")
+        ('none, Adam', 'none', 'none, DDP')
+    """
+    _, _, words = variant.partition(", ")
+    if words.startswith(DDP):
+        return f"none, {DDP}"
+    return f"none, {words}" if words in TRAININGS else "none"
+
+
+def measure(run: str) -> Result:
+    """Launches a row with a seed."""
+    variant, _, seed = run.rpartition("/seed ")
+    command = horovodrun(SIZE, "pytorch_mnist")
+    if dense_beside(variant) == f"none, {DDP}":
+        script = str(ROOT / "examples" / "ddp_digits.py")
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(SIZE), script]
+    return launched([*command, *variants()[variant], "--seed", seed])
+
+
+def summary(result: Result) -> dict[str, dict[str, float]]:
+    """Per row: mean, lowest and highest accuracy, number of seeds, how many of them diverged (they are
+    in no mean), and means of bytes and union density."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    diverged: Counter[str] = Counter()
+    for name, run in result["runs"].items():
+        variant = name.rsplit("/", 1)[0]
+        if run.get("diverged"):
+            diverged[variant] += 1
+        else:
+            rows.setdefault(variant, []).append(run)
+    return {
+        variant: {
+            "mean": float(np.mean([run["accuracy"] for run in runs])),
+            "low": min(run["accuracy"] for run in runs),
+            "high": max(run["accuracy"] for run in runs),
+            "seeds": len(runs) + diverged[variant],
+            "diverged": diverged[variant],
+            "bytes": float(np.mean([run["bytes_per_step"] for run in runs])),
+            "union": float(np.mean([run.get("density_union") or 1.0 for run in runs])),
+        }
+        for variant, runs in rows.items()
+    }
+
+
+def table(result: Result) -> str:
+    """Accuracy and traffic of every row."""
+    rows, facts = [], summary(result)
+    known = [name for name in variants() if name in facts]
+    for variant in [*known, *(name for name in facts if name not in known)]:
+        fact = facts[variant]
+        dense = facts.get(dense_beside(variant), facts["none"])
+        rows.append(
+            [
+                variant,
+                f"{fact['mean']:.2%}",
+                f"{fact['low']:.1%} to {fact['high']:.1%}",
+                f"{fact['seeds']:.0f}" + (f", {fact['diverged']:.0f} diverged" if fact["diverged"] else ""),
+                f"{100 * (fact['mean'] - dense['mean']):+.2f}",
+                f"{fact['bytes'] / 1000:.1f}",
+                f"{dense['bytes'] / fact['bytes']:.0f}x",
+                f"{fact['union']:.2%}",
+            ]
+        )
+    head = ["compression", "accuracy", "range", "seeds", "points to dense", "kB per step", "saving", "union"]
+    return markdown(head, rows)
+
+
+def draw(result: Result) -> None:
+    """Accuracy of every row, all seeds, and the band of one point below dense."""
+    facts = summary(result)
+    order = [name for name in variants() if name in facts and dense_beside(name) == "none"][::-1]
+    figure, axes = plt.subplots(figsize=(8, 0.3 * len(order) + 1.2), layout="constrained")
+    dense = 100 * facts["none"]["mean"]
+    axes.axvspan(dense - 1.0, dense, color="#1f5fbf", alpha=0.12, label="within 1 point of dense")
+    for height, variant in enumerate(order):
+        own = [run for name, run in result["runs"].items() if name.startswith(f"{variant}/")]
+        seeds = [100 * run["accuracy"] for run in own if not run.get("diverged")]
+        mean = float(np.mean(seeds))
+        if mean < dense - 3.0:  # far off: said, not drawn, so that the others can be told apart
+            axes.text(dense - 2.9, height, f"{mean:.1f} %", va="center", fontsize=9, color="#c44e00")
+            continue
+        axes.plot(seeds, [height] * len(seeds), "o", color="#7a7a7a", markersize=4)
+        axes.plot([mean], [height], "|", color="#c44e00", markersize=14, markeredgewidth=2)
+    axes.set_xlim(dense - 3.0, dense + 1.5)
+    axes.set_yticks(range(len(order)), order)
+    axes.set_xlabel("test accuracy, % (dots: seeds; bar: mean)")
+    axes.grid(True, axis="x", linewidth=0.3)
+    axes.legend(fontsize=9, loc="lower left")
+    figure.savefig(PICTURES / "convergence.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+STUDY = Study(
+    "convergence",
+    # all rows with one seed first: half a study should show every row
+    lambda: [f"{row}/seed {seed}" for seed in SEEDS for row in variants()],
+    measure,
+    table,
+    facts={"size": SIZE},
+    draw=draw,
+)

@@ -1,0 +1,229 @@
+"""Local steps on a small GPT: dense AdamW in every step, the same bytes by accumulation, DiLoCo, sparseloco.
+
+Ranks are simulated in one process, each with a model and an AdamW of its own; `SimulatedCluster` carries out
+the exchanges and counts what is sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.studies.adamw import adamw, rate_at
+from benchmarks.studies.study import Result, Study, markdown, rounded
+from benchmarks.studies.tasks import Task, gpt_task
+from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.training.rounds import mean_over_senders
+
+SETTING: dict[str, Any] = {"num_steps": 3000, "size": 4, "length": 64, "width": 128, "warmup": 0.1}
+SETTING |= {"weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
+SEEDS = (0, 1, 2)
+#: of the inner optimizer
+RATES = (7.5e-4, 1.5e-3, 3e-3)
+#: bytes of text, by a rank's pieces of 64 bytes in a step, so that little or nothing comes twice
+TEXT = {2: 2_000_000, 8: 5_000_000}
+#: steps at the end whose loss is the training score: text that the model has not seen before
+LAST = 300
+KEYS = "training_bits", "bits", "bytes_per_step"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row: local steps between exchanges, what they send ("" for everything), and the outer step.
+
+    With `accumulate` gradients of so many steps are added up for one step of AdamW instead. With `delay` an
+    exchange arrives so many steps later, and what ranks have learned meanwhile stays. `batch` is a rank's
+    pieces of text in a step.
+    """
+
+    every: int = 1
+    text: str = ""
+    lr: float = 1.0
+    momentum: float = 0.0
+    accumulate: int = 1
+    combine: str = "ranks"
+    delay: int = 0
+    batch: int = 2
+
+
+METHODS = {
+    "AdamW in every step, dense": Method(),
+    "gradients of 30 steps, dense": Method(accumulate=30),
+    "DiLoCo, H = 30, dense": Method(30, lr=0.7, momentum=0.9),
+    "sparseloco, H = 30": Method(30, "sparseloco"),
+    "sparseloco, H = 30, by senders": Method(30, "sparseloco", combine="senders"),
+    "sparseloco, H = 30, by senders, outer rate 1.5": Method(30, "sparseloco", lr=1.5, combine="senders"),
+    "the same, 5 steps late": Method(30, "sparseloco", lr=1.5, combine="senders", delay=5),
+    "the same, 15 steps late": Method(30, "sparseloco", lr=1.5, combine="senders", delay=15),
+    "AdamW in every step, dense, 8 pieces": Method(batch=8),
+    "DiLoCo, H = 30, dense, 8 pieces": Method(30, lr=0.7, momentum=0.9, batch=8),
+    "sparseloco, H = 30, by senders, outer rate 1.5, 8 pieces": Method(
+        30, "sparseloco", lr=1.5, combine="senders", batch=8
+    ),
+}
+
+
+def measure(method: Method, rate: float, seed: int, setting: dict[str, Any] = SETTING) -> Result:
+    """Trains once."""
+    setting = setting | {"rate": rate}
+    torch.manual_seed(seed)
+    size, length = setting["size"], setting["length"]
+    task = gpt_task(
+        width=setting["width"], batch_size=method.batch, length=length, num_bytes=TEXT[method.batch]
+    )
+    model = task.make_model()
+    streams = [task.batches(rank, size, setting["num_steps"], seed) for rank in range(size)]
+    work = _together if method.every == 1 else _apart
+    losses, sent = work(method, task, model, streams, setting)
+    return {
+        "bits": round(task.score(model), 4),
+        "training_bits": round(float(np.mean(losses[-LAST:])) / math.log(2), 4),
+        "bytes_per_step": round(sent / setting["num_steps"], 1),
+        "num_elements": sum(parameter.numel() for parameter in model.parameters()),
+        "losses": rounded(losses),
+    }
+
+
+def _optimizer(model: torch.nn.Module, setting: dict[str, Any]) -> torch.optim.AdamW:
+    return adamw(list(model.parameters()), setting["rate"], setting)
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.AdamW, rate: float, setting: dict[str, Any]) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), setting["clip_norm"])
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _together(
+    method: Method,
+    task: Task,
+    model: torch.nn.Module,
+    streams: Sequence[Any],
+    setting: dict[str, Any],
+) -> tuple[list[float], float]:
+    """One model, since all ranks have the same: the gradient of all batches is the mean over ranks."""
+    optimizer, losses, sent = _optimizer(model, setting), [], 0.0
+    for step in range(setting["num_steps"]):
+        batches = zip(*(next(stream) for stream in streams), strict=True)
+        loss = task.loss(model, *(torch.cat(some) for some in batches))
+        (loss / method.accumulate).backward()
+        losses.append(float(loss.detach()))
+        if (step + 1) % method.accumulate == 0:
+            _step(model, optimizer, rate_at(step, setting["rate"], setting), setting)
+            sent += 4 * sum(parameter.numel() for parameter in model.parameters())
+    return losses, sent
+
+
+def _apart(
+    method: Method,
+    task: Task,
+    model: torch.nn.Module,
+    streams: Sequence[Any],
+    setting: dict[str, Any],
+) -> tuple[list[float], float]:
+    """A model for every rank; every so many steps their mean displacement moves what all begin with again."""
+    models = [copy.deepcopy(model) for _ in streams]
+    optimizers = [_optimizer(one, setting) for one in models]
+    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    velocity, n = torch.zeros_like(start), start.numel()
+    cluster = None if not method.text else SimulatedCluster(parse_recipe(method.text), n, len(models))
+    losses, sent = [], 0.0
+    for step in range(setting["num_steps"]):
+        found, rate = [], rate_at(step, setting["rate"], setting)
+        for one, optimizer, stream in zip(models, optimizers, streams, strict=True):
+            loss = task.loss(one, *next(stream))
+            loss.backward()
+            _step(one, optimizer, rate, setting)
+            found.append(float(loss.detach()))
+        losses.append(float(np.mean(found)))
+        if (step + 1) % method.every == 0:
+            ends = [torch.nn.utils.parameters_to_vector(one.parameters()).detach() for one in models]
+        if step + 1 < method.every or (step + 1) % method.every != method.delay:
+            continue
+        moved = [start - end for end in ends]
+        if cluster is None:
+            mean = torch.stack(moved).mean(0)
+            sent += 4 * n
+        else:
+            sum_ = cluster.synchronize([one.numpy() for one in moved])[0]
+            if method.combine == "senders":
+                mean = torch.from_numpy(cluster.dense(mean_over_senders(sum_)))
+            else:
+                mean = torch.from_numpy(cluster.dense(sum_)) / len(models)
+        velocity = method.momentum * velocity + mean
+        start = start - method.lr * (mean + method.momentum * velocity)
+        for one, end in zip(models, ends, strict=True):
+            since = torch.nn.utils.parameters_to_vector(one.parameters()).detach() - end
+            # a sum of each model's own: parameters become views of what they are given
+            torch.nn.utils.vector_to_parameters(start + since, one.parameters())
+    torch.nn.utils.vector_to_parameters(start, model.parameters())
+    if cluster is not None:
+        sent = sum(each[0] for each in cluster.recorder.bytes_sent)
+    return losses, sent
+
+
+def best(runs: Result, name: str, seeds: Sequence[int] = SEEDS) -> Result:
+    """Means over seeds at the rate that was best with the first one; empty where that was not run."""
+    found = {
+        rate: {seed: run for seed in seeds if (run := runs.get(f"{name}/rate {rate:g}/seed {seed}"))}
+        for rate in RATES
+    }
+    tried = [rate for rate in RATES if SEEDS[0] in found[rate]]
+    if not tried:
+        return {}
+    rate = min(tried, key=lambda one: found[one][SEEDS[0]]["training_bits"])
+    means = {key: float(np.mean([run[key] for run in found[rate].values()])) for key in KEYS}
+    return {**means, "rate": rate, "seeds": list(found[rate])}
+
+
+def table(result: Result) -> str:
+    """A row per method, beside dense training with the same seeds."""
+    rows, runs = [], result["runs"]
+    for name, method in METHODS.items():
+        own = best(runs, name)
+        if not own:
+            continue
+        beside = next(other for other, one in METHODS.items() if one == Method(batch=method.batch))
+        dense = best(runs, beside, own["seeds"])
+        fewer = dense["bytes_per_step"] / own["bytes_per_step"]
+        rows.append(
+            [
+                name,
+                f"{own['rate']:g}",
+                f"{own['training_bits']:.3f}",
+                f"{100 * (own['training_bits'] / dense['training_bits'] - 1):+.1f} %",
+                f"{own['bits']:.3f}",
+                f"{fewer / (method.every * method.accumulate):.0f}x",
+                f"{fewer:,.0f}x",
+                str(len(own["seeds"])),
+            ]
+        )
+    head = ["method", "rate", "bits, training", "to dense", "bits, test"]
+    return markdown([*head, "fewer bytes, exchange", "in all", "seeds"], rows)
+
+
+def _by_name(run: str) -> Result:
+    name, rate, seed = run.rsplit("/", 2)
+    return measure(METHODS[name], float(rate.removeprefix("rate ")), int(seed.removeprefix("seed ")))
+
+
+STUDY = Study(
+    "local",
+    lambda: [
+        f"{name}/rate {rate:g}/seed {seed}" for seed, rate, name in itertools.product(SEEDS, RATES, METHODS)
+    ],
+    _by_name,
+    table,
+    stem="local_steps",
+    facts={"setting": SETTING},
+)

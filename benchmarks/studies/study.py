@@ -1,0 +1,151 @@
+"""A study: runs with names, how one of them is measured, and how all are shown."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.pages import markdown
+
+__all__ = ["MEASUREMENTS", "PICTURES", "Result", "Study", "launched", "load", "markdown", "rounded", "save"]
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASUREMENTS = ROOT / "docs" / "measurements"
+PICTURES = ROOT / "docs" / "pictures"
+Result = dict[str, Any]
+
+
+def load(path: Path) -> Result:
+    """Reads a measurement; a missing file is an empty one."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(path: Path, result: Mapping[str, Any]) -> None:
+    """Writes a measurement, one line per run, so that a change shows which run it belongs to."""
+    lines = []
+    for key, value in result.items():
+        if key == "runs":
+            runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in value.items())
+            lines.append(f' "runs": {{\n{runs}\n }}')
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def rounded(values: Iterable[float], digits: int = 4) -> list[float | None]:
+    """Shortens numbers; NaN becomes None."""
+    return [None if math.isnan(value) else float(f"{value:.{digits}g}") for value in values]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Trainings of one kind, whose numbers are in docs/measurements.
+
+    Attributes:
+        name: of the command.
+        names: of all runs, in the order in which they are measured.
+        measure: one run by its name.
+        table: the tables of the appendix.
+        stem: of the JSON file (default: the name).
+        facts: what the file says beside the runs.
+        complete: measures what belongs to no run, if it is missing.
+        draw: pictures.
+    """
+
+    name: str
+    names: Callable[[], Sequence[str]]
+    measure: Callable[[str], Result]
+    table: Callable[[Result], str]
+    stem: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    complete: Callable[[Result], None] = lambda result: None
+    draw: Callable[[Result], None] = lambda result: None
+
+    @property
+    def file(self) -> Path:
+        return MEASUREMENTS / f"{self.stem or self.name}.json"
+
+    def main(self, arguments: Sequence[str]) -> None:
+        """Measures what is missing, draws, and prints the table."""
+        parser = argparse.ArgumentParser(prog=f"scripts/study {self.name}")
+        add = parser.add_argument
+        add("--only", default="", metavar="TEXT", help="runs that have this in their name")
+        add("--again", action="store_true", help="measure anew")
+        add("--draw", action="store_true", help="measure nothing")
+        add("--part", default="0/1", metavar="I/N", help="every N-th run from the I-th on, for N processes")
+        add("--json", type=Path, default=self.file, metavar="FILE", help="(default %(default)s)")
+        options = parser.parse_args(arguments)
+        torch.set_num_threads(1)
+        result = load(options.json)
+        if not options.draw:
+            machine = f"{platform.machine()}, Python {platform.python_version()}"
+            result |= {"command": f"scripts/study {self.name}", "machine": machine, **self.facts}
+            self.complete(result)
+            runs = result.setdefault("runs", {}) if self.names() else {}
+            first, every = map(int, options.part.split("/"))
+            for run in itertools.islice(self.names(), first, None, every):
+                if options.only in run and (options.again or run not in runs):
+                    print(run, file=sys.stderr)
+                    runs[run] = self.measure(run)
+                    save(options.json, result)
+            save(options.json, result)
+        if options.json == self.file:
+            self.draw(result)
+        print(self.table(result))
+
+
+def launched(command: Sequence[str], timeout_s: float = 1200, **variables: str) -> Result:
+    """Runs an example to its end; returns the JSON that it writes, without times.
+
+    Args:
+        command: but for `--json FILE`.
+        timeout_s: after which the launch has failed.
+        **variables: of the environment, beside the caller's.
+
+    Returns:
+        ``{"diverged": True}`` where its gradients became infinite.
+
+    Raises:
+        RuntimeError: if the launch failed or took too long, with the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.json"
+        words = ["timeout", "--kill-after=15", str(timeout_s), *command, "--json", str(file)]
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **variables},
+        )
+        if done.returncode == 1 and "NonFiniteGradientError" in done.stderr:
+            return {"diverged": True}
+        if done.returncode != 0 or not file.exists():
+            end = (done.stdout + done.stderr)[-2000:]
+            raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {end}")
+        run: Result = json.loads(file.read_text())
+    # times on a machine that others use say nothing
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in run.items()
+        if not name.endswith("seconds")
+    }
+
+
+def horovodrun(size: int, example: str) -> list[str]:
+    """The beginning of a launch of an example."""
+    script = str(ROOT / "examples" / f"{example}.py")
+    return ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", str(size), "python", script]

@@ -1,0 +1,193 @@
+"""Models and their data: real data, small models, one thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import digits
+import numpy as np
+import source_text
+import torch
+from gpt import GPT
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["DigitNet", "Task", "digits_task", "gpt_task", "images_task", "small_digits_task", "text_task"]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+#: more steps than any training has
+ENDLESS = 10**9
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, and its score.
+
+    Attributes:
+        make_model: a fresh model; the caller seeds PyTorch.
+        batches: called with rank, size, number of steps and seed: as many batches of that rank.
+        loss: of a model on a batch.
+        test: called with a model, rank and size: the sum of scores over this rank's share of the test data,
+            and the length of that share.
+        score_name: of the mean of those scores.
+        momentum: of SGD.
+    """
+
+    make_model: Callable[[], nn.Module]
+    batches: Callable[[int, int, int, int], Iterator[Batch]]
+    loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+    test: Callable[[nn.Module, int, int], tuple[float, int]]
+    score_name: str
+    momentum: float = 0.0
+
+    def score(self, model: nn.Module) -> float:
+        """The mean score over all test data."""
+        total, count = self.test(model, 0, 1)
+        return total / count
+
+
+class DigitNet(nn.Module):
+    """Two convolutions and two dense layers; `width` of the hidden layer sets the size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.dense = nn.Sequential(nn.Flatten(), nn.Linear(512, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.convolutions(images.unsqueeze(1)))
+
+
+class TextNet(nn.Module):
+    """An embedding, an LSTM and a dense layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(source_text.VOCABULARY, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.dense = nn.Linear(width, source_text.VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.lstm(self.embedding(tokens))[0])
+
+
+def digits_task(width: int = 1920, batch_size: int = 16) -> Task:
+    """A CNN on handwritten digits: 1.0 million parameters at the default width."""
+    return _digits(lambda: DigitNet(width), batch_size)
+
+
+def small_digits_task(width: int = 64, batch_size: int = 16) -> Task:
+    """A perceptron on digits of 7 x 7 points: 3,850 parameters at the default width, for many runs."""
+
+    def perceptron() -> nn.Module:
+        hidden = (nn.Linear(49, width), nn.ReLU(), nn.Linear(width, 10))
+        return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), *hidden)
+
+    return _digits(perceptron, batch_size)
+
+
+def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:
+    train, test = digits.load()
+
+    def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
+        given, epoch = 0, 1000 * seed
+        while given < num_steps:
+            for images, labels in digits.batches(train, rank, size, batch_size, epoch):
+                yield torch.from_numpy(images), torch.from_numpy(labels)
+                given += 1
+            epoch += 1
+
+    images, labels = torch.from_numpy(test.images), torch.from_numpy(test.labels)
+    return _classes(make_model, batches, images, labels)
+
+
+def images_task(folder: Path, batch_size: int = 8, num_test: int = 500) -> Task:
+    """ResNet-20 on images of CIFAR-10's shape, from files of its form: 0.27 million parameters."""
+    from cifar10_resnet import augmented, load, normalized
+    from resnet import resnet
+
+    images, labels = load(folder, [f"data_batch_{number}" for number in range(1, 6)])
+    test_images, test_labels = (part[:num_test] for part in load(folder, ["test_batch"]))
+
+    def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(images), generator=generator)
+            order = order[: len(order) // (size * batch_size) * size * batch_size]
+            for chosen in order[rank::size].split(batch_size):
+                yield augmented(normalized(images[chosen])), labels[chosen]
+
+    return _classes(lambda: resnet("resnet20", 10), batches, normalized(test_images), test_labels)
+
+
+def _classes(
+    make_model: Callable[[], nn.Module],
+    batches: Callable[[int, int, int, int], Iterator[Batch]],
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> Task:
+    def right(model: nn.Module, rank: int, size: int) -> tuple[float, int]:
+        own = images[rank::size], labels[rank::size]
+        model.eval()
+        with torch.no_grad():
+            pairs = zip(*(part.split(100) for part in own), strict=True)
+            found = [float((model(some).argmax(1) == answers).sum()) for some, answers in pairs]
+        model.train()
+        return sum(found), len(own[1])
+
+    return Task(
+        make_model,
+        batches,
+        lambda model, inputs, answers: functional.cross_entropy(model(inputs), answers),
+        right,
+        "test accuracy",
+        momentum=0.9,
+    )
+
+
+def text_task(width: int = 340, batch_size: int = 4, length: int = 32, num_test: int = 256) -> Task:
+    """An LSTM on the standard library's source: 1.0 million parameters at the default width."""
+    return _text(lambda: TextNet(width), batch_size, length, num_test)
+
+
+def gpt_task(
+    layers: int = 4,
+    width: int = 96,
+    batch_size: int = 8,
+    length: int = 128,
+    num_test: int = 512,
+    num_bytes: int = 2_000_000,
+) -> Task:
+    """The GPT of examples/gpt_text.py on the same text: 0.48 million parameters at the default width."""
+    return _text(lambda: GPT(layers, width, 4, length), batch_size, length, num_test, num_bytes)
+
+
+def _text(
+    make_model: Callable[[], nn.Module],
+    batch_size: int,
+    length: int,
+    num_test: int,
+    num_bytes: int = 2_000_000,
+) -> Task:
+    train, test = source_text.load(num_bytes)
+    pieces = torch.from_numpy(test[: num_test * (length + 1)]).view(num_test, length + 1)
+
+    def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    def bits(model: nn.Module, rank: int, size: int) -> tuple[float, int]:
+        own = pieces[rank::size]
+        with torch.no_grad():
+            losses = [float(loss(model, some[:, :-1], some[:, 1:])) * len(some) for some in own.split(32)]
+        return float(np.sum(losses)) / math.log(2), len(own)
+
+    def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
+        for inputs, targets in source_text.batches(train, rank, size, batch_size, length, num_steps, seed):
+            yield torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    return Task(make_model, batches, loss, bits, "bits per character")

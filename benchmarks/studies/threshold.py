@@ -1,0 +1,143 @@
+"""Asked and achieved density over the steps of real trainings, for both threshold rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.studies.study import PICTURES, Result, Study, markdown, rounded
+from benchmarks.studies.tasks import Task, digits_task, text_task
+from benchmarks.studies.training import train
+from horovod_sparse.feedback import ErrorFeedback, recipe
+from horovod_sparse.sparsifiers.schedule import Exponential
+from horovod_sparse.thresholds import Sketch
+
+#: variants: the table's words -> arguments of the sparsifier
+RULES: dict[str, dict[str, Any]] = {
+    "exdyna sketch": {"name": "exdyna", "threshold": "sketch"},
+    "exdyna sketch, memory=0": {"name": "exdyna", "threshold": Sketch(memory=0.0)},
+    "exdyna sketch, rebalance=paper": {"name": "exdyna", "threshold": "sketch", "rebalance": "paper"},
+    "exdyna paper": {"name": "exdyna", "threshold": "paper"},
+    "micro sketch": {"name": "micro", "threshold": "sketch"},
+    "micro paper": {"name": "micro", "threshold": "paper"},
+}
+_COMMON = {"density": 0.01, "size": 4, "num_steps": 500, "warmup_steps": 100, "drop_at": 300}
+#: the density falls from 0.25 for `warmup_steps`; from step `drop_at` on the rate is a tenth
+SETTINGS: dict[str, dict[str, Any]] = {
+    "digits": {"learning_rate": 0.02, **_COMMON},
+    "text": {"learning_rate": 0.5, **_COMMON},
+}
+_TASKS = {"digits": "CNN on digits", "text": "LSTM on source text"}
+#: colours that differ in lightness, too
+_COLORS = {"paper": "#c44e00", "sketch": "#1f5fbf"}
+
+
+def measure(run: str, task: Task | None = None, setting: dict[str, Any] | None = None) -> Result:
+    """Trains once."""
+    name, rule = run.split("/")
+    setting = setting or SETTINGS[name]
+    task = task or (digits_task() if name == "digits" else text_task())
+    made = recipe(
+        **RULES[rule],
+        density=setting["density"],
+        schedule=Exponential(steps=setting["warmup_steps"]),
+        feedback=ErrorFeedback(scale_residual=True),
+    )
+    trace = train(
+        task,
+        made,
+        size=setting["size"],
+        num_steps=setting["num_steps"],
+        learning_rate_at=lambda step: setting["learning_rate"] * (0.1 if step >= setting["drop_at"] else 1.0),
+    )
+    return {
+        "num_elements": trace.num_elements,
+        "targets": trace.targets,
+        "counts": trace.counts,
+        "imbalance": rounded(trace.imbalance),
+        "global_error": rounded(trace.global_error),
+        "score_name": task.score_name,
+        "score": round(trace.score, 4),
+        "final_loss": float(f"{np.mean(trace.losses[-20:]):.4g}"),
+    }
+
+
+def facts(run: Result) -> dict[str, float | int | None]:
+    """Compares a run's counts with the target.
+
+    Returns:
+        factor: count / k in step 1. mean, worst: of |count / k - 1| from step 5 on. settled: first step
+        (from 1) from which ten steps in a row are within 10 %, None if there is none.
+    """
+    quotient = np.array(run["counts"]) / np.array(run["targets"])
+    error = np.abs(quotient - 1.0)
+    within = np.lib.stride_tricks.sliding_window_view(error <= 0.1, min(10, error.size)).all(axis=1)
+    return {
+        "factor": float(quotient[0]),
+        "mean": float(error[4:].mean()),
+        "worst": float(error[4:].max()),
+        "settled": int(np.argmax(within)) + 1 if within.any() else None,
+    }
+
+
+def table(result: Result) -> str:
+    """The runs against the target."""
+    rows = []
+    for name, run in result["runs"].items():
+        fact = facts(run)
+        score = f"{run['score']:.1%}" if run["score_name"] == "test accuracy" else f"{run['score']:.2f} bits"
+        rows.append(
+            [
+                name.replace("/", ", "),
+                f"{run['targets'][-1]:,}",
+                f"{fact['factor']:.3g}",
+                f"{fact['mean']:.1%}",
+                f"{fact['worst']:.0%}",
+                str(fact["settled"] or "never"),
+                score,
+            ]
+        )
+    head = ["training", "k", "count / k, step 1", "mean error", "worst", "settled in step", "score"]
+    return markdown(head, rows)
+
+
+def draw(result: Result) -> None:
+    """Density of the union over the steps."""
+    figure, grid = plt.subplots(2, 2, figsize=(11, 7), sharex=True, sharey="row", layout="constrained")
+    for row, (task, title) in zip(grid, _TASKS.items(), strict=True):
+        setting = result["settings"][task]
+        steps = np.arange(1, 1 + setting["num_steps"])
+        for axes, algorithm in zip(row, ("exdyna", "micro"), strict=True):
+            for rule, color in _COLORS.items():
+                run = result["runs"][f"{task}/{algorithm} {rule}"]
+                density = np.array(run["counts"], float) / run["num_elements"]
+                density[density == 0.0] = np.nan  # an empty union has no place on a logarithmic axis
+                axes.plot(steps, density, color=color, linewidth=1.2, label=rule)
+            asked = np.array(run["targets"]) / run["num_elements"]
+            axes.plot(steps, asked, color="black", linewidth=0.9, linestyle="--", label="asked")
+            axes.set_yscale("log")
+            axes.set_title(f"{algorithm}, {title}", fontsize=10)
+            for step in (setting["warmup_steps"], setting["drop_at"]):
+                axes.axvline(step + 1, color="black", linewidth=0.6, linestyle=":")
+            axes.grid(True, which="major", linewidth=0.3)
+        row[0].set_ylabel("density of the union")
+    for axes in grid[-1]:
+        axes.set_xlabel("step (dotted: warm-up ends; learning rate x 0.1)")
+    grid[0, 0].legend(fontsize=9)
+    figure.savefig(PICTURES / "threshold_density.png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+STUDY = Study(
+    "threshold",
+    lambda: [f"{task}/{rule}" for task in SETTINGS for rule in RULES],
+    measure,
+    table,
+    facts={"settings": SETTINGS},
+    draw=draw,
+)

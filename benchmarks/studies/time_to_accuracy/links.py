@@ -1,0 +1,264 @@
+"""Seconds until a small GPT with AdamW has dense training's loss over slow links, on emulated hosts.
+
+Ranks are launched with this module, too. All methods see the same batches and rates; loss and seconds are of
+every step, as means over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod_sparse.torch as hvd
+from benchmarks.common import ranks
+from benchmarks.common.hosts import NETWORKS, cluster_for
+from benchmarks.studies.adamw import groups, rate_at
+from benchmarks.studies.study import load, markdown, save
+from benchmarks.studies.tasks import gpt_task
+from benchmarks.sync.ddp_methods import start_torch_distributed
+from horovod_sparse import ddp
+from horovod_sparse.tensors.adoption import AdamWOfSteps
+
+DENSE, POWER, MARK = "dense", "PowerSGD of rank 4", "finished "
+LOCAL, LATE = "30 local steps, sparseloco", "the same, 5 steps late"
+#: of every rank 2 pieces of so many bytes in a step
+LENGTH, PIECES, EVERY, NUM_WARMUP = 64, 2, 30, 33
+SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99, "rate": 3e-3}
+#: the last part of the steps, whose mean is the loss to reach; bits by which seeds and batches move it
+LAST, NOISE = 0.1, 0.02
+
+
+class Local(NamedTuple):
+    """Local steps: the exchange's delay in steps, the inner rate, and how many times a cell's steps."""
+
+    delay: int
+    rate: float = 1.5e-3
+    longer: int = 3
+
+
+class Cell(NamedTuple):
+    """Hosts, the rate of links, steps; a GPT's layers and width; by method what ranks make of it."""
+
+    size: int
+    rate: str
+    steps: int
+    layers: int
+    width: int
+    methods: Mapping[str, str | Local]
+
+    def num_steps(self, name: str) -> int:
+        """Of a method's training."""
+        method = self.methods[name]
+        return self.steps * (method.longer if isinstance(method, Local) else 1)
+
+
+_BOTH: dict[str, str | Local] = {DENSE: "", POWER: "powersgd"}
+CELLS = {
+    "2 hosts, 1 Gbit/s": Cell(2, "1gbit", 1500, 2, 192, {**_BOTH, "best, 1 %": "best:density=0.01"}),
+    "2 hosts, 100 Mbit/s": Cell(
+        2,
+        "100mbit",
+        1500,
+        2,
+        192,
+        {**_BOTH, "best, 0.3 %, 2 bits": "best:density=0.003,values=2bit,indices=gaps"},
+    ),
+    "4 hosts, 100 Mbit/s": Cell(
+        4, "100mbit", 3000, 4, 128, {DENSE: "", LOCAL: Local(0), LATE: Local(5, longer=1)}
+    ),
+}
+
+
+def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
+    """One training by a method on this rank."""
+    torch.manual_seed(0)
+    task = gpt_task(cell.layers, cell.width, PIECES, LENGTH)
+    net = task.make_model()
+    # over Gloo PowerSGD's collectives of several buckets get out of order
+    model = DistributedDataParallel(net, bucket_cap_mb=1024 if method == "powersgd" else None)
+    optimizer = torch.optim.AdamW(
+        groups(list(net.parameters()), SETTING), betas=(0.9, SETTING["beta2"]), fused=True
+    )
+    local, top_rate = None, SETTING["rate"]
+    if method == "powersgd":  # from the earliest step that it can
+        model.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
+    elif isinstance(method, Local):
+        outer, top_rate = ddp.OuterStep(lr=1.5), method.rate
+        local = ddp.LocalSteps(
+            optimizer, model, every=EVERY, compression="sparseloco", outer=outer, delay=method.delay
+        )
+    elif method:
+        ddp.attach(model, method, optimizer)
+    rank, size, clock = dist.get_rank(), dist.get_world_size(), time.perf_counter
+    setting, batches = {**SETTING, "num_steps": num_steps}, task.batches(rank, size, num_steps, 0)
+    sent, found = Path("/sys/class/net/eth0/statistics/tx_bytes"), []
+    dist.barrier()
+    before, ended = int(sent.read_text()), clock()
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, top_rate, setting)
+        loss = task.loss(model, *batch)
+        loss.backward()
+        if not isinstance(optimizer, AdamWOfSteps):  # what was sent as a step has a norm of its own
+            torch.nn.utils.clip_grad_norm_(net.parameters(), SETTING["clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        began, ended = ended, clock()
+        found.append([float(loss.detach()) / math.log(2), ended - began])
+    told = torch.tensor([0.0 if local is None else local.share_computing, int(sent.read_text()) - before])
+    both = torch.tensor(found)
+    for one in (told, both):
+        dist.all_reduce(one)
+        one /= size
+    bits, seconds = ([float(f"{value:.4g}") for value in column] for column in both.T.tolist())
+    run = {"bits": bits, "seconds": seconds, "bytes_per_step": round(float(told[1]) / num_steps)}
+    return run if local is None else {**run, "share_computing": round(float(told[0]), 4)}
+
+
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    """Methods one after the other, each told when it is done."""
+    start_torch_distributed()
+    hvd.shutdown()  # its thread looks for work all the time
+    cell = CELLS[settings["cell"]]
+    for name, num_steps in settings["steps"].items():
+        train(cell, cell.methods[name], NUM_WARMUP)  # what is compiled and allocated
+        run = train(cell, cell.methods[name], num_steps)
+        if dist.get_rank() == 0:
+            print(MARK + json.dumps([f"{settings['cell']}/{name}", run]), flush=True)
+    return {}
+
+
+def measure(file: Path, only: str, again: bool) -> None:
+    """Runs the missing ones of cells and methods that have the text in their name."""
+
+    def keep(line: str) -> None:
+        _, found, text = line.partition(MARK)
+        if found:
+            name, run = json.loads(text)
+            result = load(file)  # another launch may have written
+            result.setdefault("runs", {})[name] = run
+            save(file, result)
+
+    for name, cell in CELLS.items():
+        runs = load(file).get("runs", {})
+        todo = [one for one in cell.methods if only in f"{name}/{one}"]
+        todo = [one for one in todo if again or f"{name}/{one}" not in runs]
+        if todo:
+            with cluster_for(cell.size, cell.rate, "links") as hosts:
+                hosts.run(
+                    "benchmarks.studies.time_to_accuracy.links",
+                    {"cell": name, "steps": {one: cell.num_steps(one) for one in todo}},
+                    num_ranks=hosts.num_hosts,
+                    network=NETWORKS["gloo"],
+                    variables={},
+                    timeout_s=1800,
+                    on_progress=keep,
+                )
+
+
+def seconds_of(run: Mapping[str, Any]) -> np.ndarray:
+    """Of every `EVERY` steps."""
+    seconds = np.array(run.get("sample", run)["seconds"])
+    return seconds[: len(seconds) // EVERY * EVERY].reshape(-1, EVERY).sum(1)
+
+
+def clock_of(run: Mapping[str, Any]) -> np.ndarray:
+    """Seconds at the end of every step: its number times the median of `EVERY` steps in a row."""
+    return np.arange(1, 1 + len(run["bits"])) * float(np.median(seconds_of(run))) / EVERY
+
+
+def smooth(run: Mapping[str, Any]) -> np.ndarray:
+    """Mean bits of the `LAST` part of all steps, up to each step that has so many before it."""
+    window = round(LAST * len(run["bits"]))
+    return np.convolve(run["bits"], np.full(window, 1 / window), "valid")
+
+
+def seconds_to(run: Mapping[str, Any], target: float) -> float:
+    """Until the smooth loss is at or below the target; infinite if it never is."""
+    bits = smooth(run)
+    there = np.flatnonzero(bits <= target)
+    return float(clock_of(run)[len(run["bits"]) - len(bits) + there[0]]) if there.size else math.inf
+
+
+def share_computing(run: Mapping[str, Any]) -> float:
+    """From outside: what a step with an exchange takes longer than the median of others is not computing."""
+    seconds = np.array(run.get("sample", run)["seconds"])
+    exchanges = np.arange(1, 1 + len(seconds)) % EVERY == 0
+    held_up = seconds[exchanges] - np.median(seconds[~exchanges])
+    return float(1 - held_up.sum() / seconds.sum())
+
+
+def _measured(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Runs by cell and method, of cells whose dense training is there."""
+    runs = result.get("runs", {})
+    found = {cell: {name: runs.get(f"{cell}/{name}") for name in CELLS[cell].methods} for cell in CELLS}
+    return {cell: {n: run for n, run in some.items() if run} for cell, some in found.items() if some[DENSE]}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A row per cell and method."""
+    rows = []
+    for cell, runs in _measured(result).items():
+        target = float(smooth(runs[DENSE])[-1]) + NOISE
+        dense = seconds_to(runs[DENSE], target)
+        for name, run in runs.items():
+            until, computing = seconds_to(run, target), "-"
+            if "share_computing" in run:
+                computing = f"{run.get('sample', run)['share_computing']:.1%}, {share_computing(run):.1%}"
+            row = [f"{cell}: {name}", f"{run['bytes_per_step'] / 1e3:,.1f}"]
+            row += [f"{runs[DENSE]['bytes_per_step'] / run['bytes_per_step']:,.0f}x"]
+            row += [f"{1e3 * clock_of(run)[-1] / len(run['bits']):.0f}", f"{smooth(run)[-1]:.3f}"]
+            row += [f"{smooth(run)[-1] - smooth(runs[DENSE])[-1]:+.3f}"]
+            reached = ["never", "-"] if math.isinf(until) else [f"{until:,.0f}", f"{dense / until:.1f}x"]
+            rows.append([*row, *reached, computing])
+    head = [
+        "AdamW",
+        "kB per step",
+        "fewer",
+        "ms per step",
+        "bits",
+        "to dense",
+        "seconds to dense's",
+        "sooner",
+    ]
+    return markdown([*head, "computing: told, measured"], rows)
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Smooth bits over seconds, a panel per cell."""
+    from matplotlib.figure import Figure
+
+    cells = _measured(result)
+    figure = Figure(figsize=(4.2 * len(cells), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(cells), squeeze=False)[0]
+    for axes, (cell, runs) in zip(panels, cells.items(), strict=True):
+        target = smooth(runs[DENSE])[-1] + NOISE
+        for name, run in runs.items():
+            color = {DENSE: "0.3", POWER: "#CC79A7", LOCAL: "#009E73"}.get(name, "#0072B2")
+            bits, clock = smooth(run), clock_of(run)
+            axes.plot(clock[len(clock) - len(bits) :], bits, color=color, label=name)
+            if (until := seconds_to(run, target)) < math.inf:
+                axes.plot([until], [target], "o", color=color)
+                axes.annotate(f"{until:.0f} s", (until, target), (-9, -13), textcoords="offset points")
+        axes.axhline(target, color="0.3", linewidth=0.8, linestyle=":")
+        axes.set(title=cell, xlabel="seconds of training", xscale="log", ylim=(target - 0.4, 5))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        axes.xaxis.set_minor_formatter(lambda value, place: "")
+    panels[0].set_ylabel("bits per byte")
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    sys.exit(ranks.main(work))

@@ -1,1 +1,0 @@
-"""Measurements on real trainings; docs/results.md is made from what they write."""

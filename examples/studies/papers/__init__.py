@@ -1,1 +1,0 @@
-"""Figures of the papers that one process can make."""
