@@ -14,6 +14,8 @@ from horovod_sparse.errors import ArgumentError
 
 #: positive numbers that a state may hold
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
+#: more than a training takes; whole numbers beyond are no floats
+MOST_STEPS = 2**53
 
 
 def check_number(

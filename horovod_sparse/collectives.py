@@ -24,8 +24,6 @@ Result = TypeVar("Result")
 
 #: of a field of a sparsifier's state that differs from rank to rank: ``field(default=0.0, metadata=LOCAL)``
 LOCAL: Mapping[str, bool] = {"local": True}
-#: of a field that older checkpoints have not got: it keeps its first value then
-ADDED: Mapping[str, bool] = {"added": True}
 #: of a field in units of the accumulator: it follows when the residual is multiplied
 SCALED: Mapping[str, bool] = {"scaled": True}
 

@@ -62,21 +62,11 @@ class HorovodMissingError(HorovodSparseError, ImportError):
     """Horovod, or its binding for this framework, is not installed."""
 
     @classmethod
-    def explained(cls, reason: str, options: str) -> HorovodMissingError:
-        """The error, with what to do.
-
-        Args:
-            reason: what was found.
-            options: of Horovod's build, for the framework that is asked for.
-        """
+    def explained(cls, reason: str) -> HorovodMissingError:
+        """The error for a reason, and where to read how Horovod is built."""
         return cls(
             f"{reason}. Horovod 0.28.1 does not build against today's PyTorch and TensorFlow as it is "
-            "published. In a clone of horovod_sparse, scripts/setup builds it (some minutes, once) "
-            "and installs it into .venv. To build it for another environment: unpack Horovod's source "
-            "distribution from PyPI, write 17 for 14 in set(CMAKE_CXX_STANDARD 14) of CMakeLists.txt and "
-            "horovod/torch/CMakeLists.txt, for TensorFlow 2.18 and later delete the line with "
-            f"xla_mpi_ops.cc from horovod/tensorflow/CMakeLists.txt, and install it with {options} "
-            "HOROVOD_WITH_GLOO=1 pip install --no-build-isolation. docs/install.md says more."
+            "published: scripts/setup of horovod_sparse builds it, docs/install.md says how to do it by hand."
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import LARGEST, SMALLEST, check_density, out_of_range
-from horovod_sparse.collectives import ADDED, LOCAL, SCALED
+from horovod_sparse.collectives import LOCAL, SCALED
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 
@@ -31,9 +31,9 @@ class ThresholdState:
     threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
     correction: float = 1.0
     share: float = field(default=-1.0, metadata=LOCAL)
-    ahead: int = field(default=0, metadata=ADDED)
-    paused: int = field(default=0, metadata=ADDED)
-    scale: float = field(default=1.0, metadata={**ADDED, **LOCAL, **SCALED})
+    ahead: int = 0
+    paused: int = 0
+    scale: float = field(default=1.0, metadata={**LOCAL, **SCALED})
 
     def flaw(self, _fresh: ThresholdState) -> str:
         """Of a loaded one: see `out_of_range`."""

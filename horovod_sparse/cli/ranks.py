@@ -39,10 +39,7 @@ def usable_framework(asked: str | None = None) -> str:
     for framework in FRAMEWORKS:
         if built[framework] and importlib.util.find_spec(framework) is not None:
             return framework
-    raise HorovodMissingError.explained(
-        "there is no Horovod here that was built for an installed framework",
-        "HOROVOD_WITH_PYTORCH=1 or HOROVOD_WITH_TENSORFLOW=1",
-    )
+    raise HorovodMissingError.explained("there is no Horovod here that was built for an installed framework")
 
 
 class Ranks:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator
+from horovod_sparse.checks import LARGEST, MOST_STEPS, SMALLEST, out_of_range
 from horovod_sparse.collectives import AllToAll, Broadcast, Exchange, Request, Synchronization
 from horovod_sparse.errors import (
     EditedGradientError,
@@ -93,28 +94,14 @@ class Progress:
         """Of a residual that has been multiplied by a factor."""
         return dataclasses.replace(self, scale=self.scale * factor)
 
-    def to_plain(self) -> dict[str, Any]:
-        """For a checkpoint; the step number is in the sparsifier's state."""
-        plain = dataclasses.asdict(self)
-        del plain["step"]
-        if (self.since, self.summed) == (0, 1):  # as in most trainings, and in all older checkpoints
-            del plain["since"], plain["summed"]
-        if not any(self.leans):
-            del plain["leans"]
-        return plain
-
-    @classmethod
-    def from_plain(cls, saved: Mapping[str, Any], step: int) -> Progress:
-        """As `to_plain` saved it; older checkpoints have the last learning rate alone.
-
-        Example:
-            >>> Progress.from_plain({"learning_rate": 0.0}, 7) == Progress(7)
-            True
-        """
-        rate = saved["learning_rate"] or None  # one of 0 was remembered once
-        since, summed = saved.get("since", 0), saved.get("summed", 1)
-        largest, scale = saved.get("largest_rate") or rate, saved.get("scale", 1.0)
-        return cls(int(step), rate, largest, scale, since, summed, tuple(saved.get("leans", (0.0, 0.0))))
+    def flaw(self, _fresh: Progress) -> str:
+        rates = [rate for rate in (self.learning_rate, self.largest_rate) if rate is not None]
+        if not all(rate >= SMALLEST for rate in rates):
+            return f"learning_rate or largest_rate of {rates} is not above 0"
+        if len(self.leans) != 2 or not 0.0 <= self.leans[0] <= self.leans[1]:
+            return f"leans is {self.leans}, not two squares, the smaller one first"
+        steps = {"step": (0, MOST_STEPS), "since": (0, self.step), "summed": (1, MOST_STEPS)}
+        return out_of_range(self, scale=(0, LARGEST), **steps)
 
 
 @dataclass(frozen=True)

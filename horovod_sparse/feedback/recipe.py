@@ -291,13 +291,6 @@ def recipe_signature(name: str) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(given, only, default=every[given]) for given in every])
 
 
-#: arguments that there were, and what is instead
-_FORMER = {
-    "capacity": "messages are as long as what is in them, and quantum= rounds that up",
-    "trial_steps": "teams='auto' are those of the two network arguments",
-}
-
-
 def recipe(name: str, **arguments: Any) -> Recipe:
     """Makes a recipe from an algorithm's name and its arguments.
 
@@ -326,8 +319,6 @@ def recipe(name: str, **arguments: Any) -> Recipe:
         return recipe(algorithm, **{**preset, **arguments})
     signature = recipe_signature(name)
     for argument in arguments:
-        if argument in _FORMER:
-            raise ArgumentError(argument, arguments[argument], f"no such argument: {_FORMER[argument]}")
         if argument not in signature.parameters:
             raise UnknownNameError(f"argument of {name}", argument, signature.parameters)
     for argument in ("feedback", "schedule", "threshold", "density"):

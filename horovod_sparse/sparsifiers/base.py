@@ -62,9 +62,6 @@ class SparsifierState:
         step: synchronizations done; the bucket counts them.
     """
 
-    #: fields of older checkpoints that say nothing any more
-    FORMER: ClassVar[frozenset[str]] = frozenset({"capacity", "selections", "unions", "results"})
-
     step: int = 0
 
 

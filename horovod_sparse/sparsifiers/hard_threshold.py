@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import LARGEST, check_number, out_of_range
-from horovod_sparse.collectives import ADDED, SCALED
+from horovod_sparse.collectives import SCALED
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
 
 _log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _hinted: set[str] = set()
 class HardThresholdState(SparsifierState):
     """State of hard threshold: what the residual has been multiplied by; the threshold is, too."""
 
-    scale: float = field(default=1.0, metadata={**ADDED, **SCALED})
+    scale: float = field(default=1.0, metadata=SCALED)
 
     def flaw(self, _fresh: HardThresholdState) -> str:
         return out_of_range(self, scale=(0, LARGEST))

@@ -94,16 +94,15 @@ def refuse_absence(hvd: Any, process_set: Any) -> None:
 def horovod_binding(framework: str, has: str) -> Any:
     """Horovod's module for "PyTorch" or "TensorFlow", which `has` a function if it was built for it."""
     name = "horovod.torch" if framework == "PyTorch" else "horovod.tensorflow"
-    options = f"HOROVOD_WITH_{framework.upper()}=1"
     try:
         found = importlib.import_module(name)
     except ImportError as error:
         reason = f"{name} cannot be imported ({error})"
-        raise errors.HorovodMissingError.explained(reason, options) from error
+        raise errors.HorovodMissingError.explained(reason) from error
     # without its extension for a framework the package may import, and has no functions
     if not hasattr(found, has):
         reason = f"Horovod is installed, but it was built without {framework} (or for another one)"
-        raise errors.HorovodMissingError.explained(reason, options)
+        raise errors.HorovodMissingError.explained(reason)
     let_horovod_give_up()
     return found
 

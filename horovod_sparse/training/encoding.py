@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import hashlib
 import io
 import json
-import math
+import reprlib
 import zipfile
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import numpy as np
 
+from horovod_sparse.checks import LARGEST
 from horovod_sparse.errors import StateMismatchError
 
 _TREE = "tree"
@@ -68,7 +68,7 @@ def _flatten(value: Any, arrays: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return [_flatten(item, arrays) for item in value]
     if isinstance(value, dict):
-        return {"dict": [[str(key), _flatten(item, arrays)] for key, item in value.items()]}
+        return {"dict": [[key, _flatten(item, arrays)] for key, item in value.items()]}
     raise StateMismatchError(f"a checkpoint cannot hold a {type(value).__name__}")
 
 
@@ -122,58 +122,45 @@ def shared_digest(states: Mapping[str, Any]) -> str:
 
 
 def from_plain(fresh: Any, plain: Any, path: str = "") -> Any:
-    """A state as `to_plain` saved it."""
+    """A state as `to_plain` saved it, with the fields, types and shapes of a fresh one."""
     path = path or type(fresh).__name__
     if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type):
         names = {item.name for item in dataclasses.fields(fresh)}
-        # what older checkpoints have not got says so itself
-        added = {item.name for item in dataclasses.fields(fresh) if item.metadata.get("added")}
-        former: frozenset[str] = getattr(fresh, "FORMER", frozenset())
-        if not isinstance(plain, Mapping) or not names - added <= set(plain) - former <= names:
+        if not isinstance(plain, Mapping) or set(plain) != names:
             found = sorted(map(str, plain)) if isinstance(plain, Mapping) else type(plain).__name__
             raise StateMismatchError(
                 f"{path} has the fields {sorted(names)}, the saved state has {found}: it belongs to another "
                 "algorithm or to another version of it"
             )
-        fields = {name: getattr(fresh, name) for name in names}
-        loaded = type(fresh)(
-            **{
-                name: from_plain(value, plain[name], f"{path}.{name}") if name in plain else value
-                for name, value in fields.items()
-            }
+        loaded: Any = type(fresh)(
+            **{name: from_plain(getattr(fresh, name), plain[name], f"{path}.{name}") for name in names}
         )
-        flaw = loaded.flaw(fresh) if hasattr(loaded, "flaw") else ""
-        if flaw:
+        if flaw := loaded.flaw(fresh) if hasattr(loaded, "flaw") else "":
             raise StateMismatchError(f"{path}.{flaw} in the saved state")
         return loaded
     if isinstance(fresh, np.ndarray):
         return _array_like(fresh, plain, path)
-    if isinstance(fresh, np.generic):
-        return fresh.dtype.type(_number_like(fresh.item(), plain, path))
-    if isinstance(fresh, Mapping) and isinstance(plain, Mapping):
-        if set(fresh) == set(plain):
-            return {key: from_plain(fresh[key], plain[key], f"{path}.{key}") for key in fresh}
-        return {str(key): _number_like(0.0, item, f"{path}.{key}") for key, item in plain.items()}
-    if isinstance(fresh, (list, tuple)) and isinstance(plain, (list, tuple)):
-        # containers that grow while training goes on hold the numbers that were saved
-        return type(fresh)(_number_like(0.0, item, f"{path}[{i}]") for i, item in enumerate(plain))
+    if isinstance(fresh, tuple) and isinstance(plain, (list, tuple)):  # of numbers, of any length
+        return tuple(from_plain(0.0, item, f"{path}[{i}]") for i, item in enumerate(plain))
     if fresh is None:
-        return plain if plain is None or isinstance(plain, str) else _number_like(0.0, plain, path)
-    if isinstance(fresh, (bool, str, bytes)) and isinstance(plain, type(fresh)):
-        return plain
-    if isinstance(fresh, (int, float)) and not isinstance(fresh, bool):
-        return _number_like(fresh, plain, path)
-    raise StateMismatchError(
-        f"{path} is a {type(plain).__name__} in the saved state, not a {type(fresh).__name__}"
-    )
+        return None if plain is None else from_plain(0.0, plain, path)
+    if isinstance(fresh, (bool, str)):
+        sound = isinstance(plain, type(fresh))
+    else:
+        sound = type(plain) in (int, float) and abs(plain) <= (_LARGEST if type(plain) is int else LARGEST)
+        sound = sound and (isinstance(fresh, float) or plain == int(plain))
+    if not sound:
+        kind = "a finite number" if isinstance(fresh, float) else f"of type {type(fresh).__name__}"
+        raise StateMismatchError(f"{path} is {reprlib.repr(plain)} in the saved state, which is not {kind}")
+    return plain
 
 
 def _array_like(fresh: np.ndarray, plain: Any, path: str) -> np.ndarray:
-    saved = as_array(plain)
-    if isinstance(plain, (list, tuple)):  # as JSON gives it back
-        with contextlib.suppress(ValueError):
-            saved = np.array(plain)
-    if saved is None or saved.dtype.kind not in "iuf":
+    try:
+        saved = np.asarray(plain)
+    except (TypeError, ValueError, RuntimeError):  # of types, or in forms, that NumPy has not
+        saved = np.empty(0, object)
+    if saved.dtype.kind not in "iuf":
         raise StateMismatchError(f"{path} is a {type(plain).__name__} in the saved state, not an array")
     if saved.shape != fresh.shape:
         raise StateMismatchError(
@@ -186,37 +173,3 @@ def _array_like(fresh: np.ndarray, plain: Any, path: str) -> np.ndarray:
     if fresh.dtype.kind in "iu" and not np.array_equal(converted, saved):
         raise StateMismatchError(f"{path} holds numbers in the saved state that are no {fresh.dtype}")
     return converted
-
-
-def _number_like(fresh: float, plain: Any, path: str) -> float:
-    if not is_number(plain):
-        raise StateMismatchError(
-            f"{path} is a {type(plain).__name__} in the saved state, not a {type(fresh).__name__}"
-        )
-    if not math.isfinite(plain):
-        raise StateMismatchError(f"{path} is {plain} in the saved state")
-    number: float = plain
-    if isinstance(fresh, int) and plain != int(plain):
-        raise StateMismatchError(f"{path} is {plain} in the saved state, not a whole number")
-    return number
-
-
-def is_number(value: object) -> bool:
-    """Whether a saved value is a number that arithmetic on floats can take."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return isinstance(value, float) or abs(value) <= _LARGEST
-
-
-def as_array(value: Any) -> np.ndarray | None:
-    """A saved array, of whatever kind that NumPy can read; None for anything else."""
-    if isinstance(value, np.ndarray):
-        return value
-    as_numpy = getattr(value, "numpy", None)  # PyTorch's and TensorFlow's tensors say it so
-    if not callable(as_numpy):
-        return None
-    try:
-        array = as_numpy()
-    except (TypeError, RuntimeError):  # of a type, or in a form, that NumPy has not
-        return None
-    return array if isinstance(array, np.ndarray) else None

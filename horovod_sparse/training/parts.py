@@ -19,6 +19,7 @@ from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe, TwoLevel
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport, BucketStep
+from horovod_sparse.training.encoding import from_plain
 
 #: parameters that are summed together: the name of each, and where it stops
 Members: TypeAlias = Sequence[tuple[str, int]]
@@ -274,12 +275,13 @@ def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progres
     """Where all ranks start a bucket's state anew at one step of the training.
 
     Example:
-        >>> resumed(Progress(), Progress(7, 0.1).to_plain(), 7).learning_rate
+        >>> from horovod_sparse.training.encoding import to_plain
+        >>> resumed(Progress(), to_plain(Progress(7, 0.1)), 7).learning_rate
         0.1
-        >>> resumed(Progress(5, 0.2), Progress(7, 0.1).to_plain(), 7).learning_rate
+        >>> resumed(Progress(5, 0.2), to_plain(Progress(7, 0.1)), 7).learning_rate
         0.2
     """
-    going_on = Progress.from_plain(told, step) if own.step == 0 and told is not None else own
+    going_on = own if own.step or told is None else from_plain(own, told)
     # companions are this rank's own: those of a worker that has just come are made of nothing
     since = step - own.age
     return dataclasses.replace(going_on, step=step, since=since, summed=own.summed, leans=(0.0, 0.0))

@@ -17,32 +17,45 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from horovod_sparse.checks import MOST_STEPS, out_of_range
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe, TwoLevelBucket
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.encoding import as_array, from_plain, is_number, to_plain
+from horovod_sparse.training.encoding import from_plain, to_plain
 from horovod_sparse.training.parts import Part, assign_residuals, held_residuals, shared_out
 
 FORMAT = 2
-#: far more than there will ever be; beyond, arithmetic on them would overflow
-_MOST_RANKS, _MOST_STEPS = 2**31 - 1, 2**53
-_LIST = list, tuple
-#: fields that are one value or a list: their type, in words, too; and what is meant where one is missing
-_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "algorithm": (str, "text"),
-    "recipe": (str, "text"),
-    "feedback": (str, "text", ""),
-    "levels": (_LIST, "a list of whole numbers", ()),
-    "resized": (bool, "True or False", False),
-    "companions": (_LIST, "a list"),
-    "buckets": (_LIST, "a list"),
-}
 _log = logging.getLogger("horovod_sparse")
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The numbers and names of an entry.
+
+    Attributes:
+        feedback: says what the companions are.
+        levels: hosts, ranks on each, and the host and the place of this one; empty for one level.
+        resized: whether residuals are those of another number of ranks already, which no state fits.
+    """
+
+    algorithm: str = ""
+    recipe: str = ""
+    feedback: str = ""
+    rank: int = 0
+    size: int = 1
+    step: int = 0
+    levels: tuple[int, ...] = ()
+    resized: bool = False
+
+    def flaw(self, _fresh: _Head) -> str:
+        limits = {"size": (1, 2**31 - 1), "rank": (0, self.size - 1), "step": (0, MOST_STEPS)}
+        return out_of_range(self, **limits)
 
 
 class Holder(Protocol):
@@ -67,23 +80,18 @@ class Holder(Protocol):
 
 def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
     """The entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
-    (rank, size), levels = engine.rank_and_size, _levels_of(engine)
-    residuals, *companions = held_residuals(engine.parts, engine.recipe.feedback.num_companions)
+    (rank, size), recipe = engine.rank_and_size, engine.recipe
+    residuals, *companions = held_residuals(engine.parts, recipe.feedback.num_companions)
+    names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
     return {
         "format": FORMAT,
-        "algorithm": engine.recipe.sparsifier.name,
-        "recipe": engine.recipe.describe(),
-        "rank": rank,
-        "size": size,
-        "step": engine.step,
-        **({} if levels is None else {"levels": levels}),
+        **to_plain(_Head(*names, rank, size, engine.step, _levels_of(engine))),
         **more,
         "plan": engine.plan.to_dict(),
         "residuals": residuals,
         "companions": companions,
-        "feedback": feedback_name(engine.recipe.feedback),
         "buckets": [
-            {**part.bucket.progress.to_plain(), "state": to_plain(part.bucket.state, array)}
+            {**to_plain(part.bucket.progress), "state": to_plain(part.bucket.state, array)}
             for part in engine.sparse
         ],
     }
@@ -91,34 +99,55 @@ def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **
 
 def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
     """Refuses what was saved of another algorithm or feedback, by another version, or is damaged."""
-    if not isinstance(entry, Mapping):
-        raise StateMismatchError(f"the saved state is {_words(entry)}, not a mapping")
-    if type(entry.get("format")) is not int or entry["format"] != FORMAT:
+    try:
+        _check(entry, recipe, advice)
+    except StateMismatchError:
+        raise
+    except Exception as error:  # whatever damaged values make of Python
         raise StateMismatchError(
-            f"the saved state has format {_words(entry.get('format'))}, this version reads format {FORMAT}"
+            f"the saved state cannot be read ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+
+
+def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
+    if entry["format"] != FORMAT:
+        raise StateMismatchError(
+            f"the saved state has format {str(entry['format'])[:40]}, this version reads format {FORMAT}"
         )
-    for name, (kind, wanted, *default) in _FIELDS.items():
-        value = entry.get(name, *default)
-        _expect(isinstance(value, kind), name, value, wanted)
-    if recipe is not None and entry["algorithm"] != recipe.sparsifier.name:
-        used = advice.format(recipe.describe())
-        raise StateMismatchError(f"the saved state is of {entry['recipe']}, {used}")
-    _whole(entry, "size", 1, _MOST_RANKS)
-    _whole(entry, "rank", 0, entry["size"] - 1)
-    _whole(entry, "step", 0, _MOST_STEPS)
-    levels, buckets = entry.get("levels", ()), entry["buckets"]
-    _expect(all(type(item) is int for item in levels), "levels", levels, "a list of whole numbers")
-    plan = _saved_plan(entry.get("plan"))
-    if recipe is not None and not companions_fit(entry, recipe.feedback):
-        raise StateMismatchError(f"the saved state is of another feedback than {recipe.feedback}")
-    held = {"residuals": entry.get("residuals")}
-    held |= {f"companions[{number}]": one for number, one in enumerate(entry["companions"])}
+    fields = {item.name for item in dataclasses.fields(_Head)}
+    head: _Head = from_plain(_Head(), {name: entry[name] for name in fields & set(entry)}, "the saved state")
+    if recipe is not None and head.algorithm != recipe.sparsifier.name:
+        raise StateMismatchError(f"the saved state is of {head.recipe}, {advice.format(recipe.describe())}")
+    companions = list(entry["companions"])
+    if recipe is not None:
+        wanted = recipe.feedback.num_companions
+        if len(companions) != wanted or (wanted and head.feedback != _name_of(recipe.feedback)):
+            raise StateMismatchError(f"the saved state is of another feedback than {recipe.feedback}")
+    plan = Plan.from_dict(entry["plan"])
     bucketed = {name for bucket in plan.buckets for name in bucket}
+    held = {"residuals": entry["residuals"]}
+    held |= {f"companions[{number}]": one for number, one in enumerate(companions)}
     for path, arrays in held.items():
-        _check_arrays(path, arrays, bucketed, set(plan.names()))
-    _expect(len(buckets) == len(plan.buckets), "buckets", buckets, f"a list of {len(plan.buckets)}")
-    for number, one in enumerate(buckets):
-        _check_bucket(f"buckets[{number}]", one)
+        if not bucketed <= set(arrays) <= set(plan.names()):
+            raise StateMismatchError(f"{path} of the saved state are of other parameters than its plan")
+        for name, values in arrays.items():
+            array = np.asarray(values)
+            sound = tuple(values.shape) == array.shape and array.dtype in (np.float32, np.float64)
+            if not sound or not np.isfinite(array).all():
+                raise StateMismatchError(f"{path}[{name!r}] is no array of finite float32 or float64")
+    for number, (one, _) in enumerate(zip(entry["buckets"], plan.buckets, strict=True)):
+        _progress(one, f"buckets[{number}]")
+
+
+def _name_of(feedback: Feedback) -> str:
+    return getattr(feedback, "text_name", type(feedback).__name__)
+
+
+def _progress(one: Mapping[str, Any], path: str = "") -> Progress:
+    fields = dict(one)
+    del fields["state"]  # which is checked against the sparsifier's own
+    progress: Progress = from_plain(Progress(), fields, path)
+    return progress
 
 
 def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -134,9 +163,9 @@ def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None:
     """The sparsifiers' states of an entry, made and checked; nothing is changed."""
     (rank, size), plan = engine.rank_and_size, Plan.from_dict(entry["plan"])
-    if plan != engine.plan or entry["size"] != size or entry.get("resized"):
+    if plan != engine.plan or entry["size"] != size or entry["resized"]:
         return None
-    if list(entry.get("levels", ())) != (_levels_of(engine) or []):
+    if tuple(entry["levels"]) != _levels_of(engine):
         return None
     states = []
     for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
@@ -145,96 +174,27 @@ def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None
         if not isinstance(bucket, TwoLevelBucket):
             info = dataclasses.replace(info, rank=rank, size=size)
         fresh = bucket.recipe.sparsifier.init(info)
-        states.append(from_plain(fresh, one["state"], f"buckets[{number}].state"))
+        state = from_plain(fresh, one["state"], f"buckets[{number}].state")
+        if state.step != one["step"]:
+            raise StateMismatchError(f"buckets[{number}].state.step is {state.step}, not {one['step']}")
+        states.append(state)
     return states
 
 
-def _levels_of(engine: Holder) -> list[int] | None:
-    """Hosts, ranks on each, and the host and the place of this one; None for one level."""
+def _levels_of(engine: Holder) -> tuple[int, ...]:
     (rank, size), topology = engine.rank_and_size, engine.topology
     if topology is None or topology.size != size:
-        return None
-    return [topology.num_hosts, topology.per_host, *topology.place(rank)]
-
-
-def _saved_plan(saved: Any) -> Plan:
-    lists = [saved.get("dense")] if isinstance(saved, Mapping) else [None]
-    if isinstance(saved, Mapping):
-        buckets = saved.get("buckets")
-        lists += [None] if not isinstance(buckets, (list, tuple)) else list(buckets)
-    sound = all(isinstance(one, (list, tuple)) and all(isinstance(n, str) for n in one) for one in lists)
-    _expect(sound, "plan", saved, "a plan: lists of names")
-    try:
-        return Plan.from_dict(saved)
-    except ArgumentError as error:
-        raise StateMismatchError(f"plan in the saved state is no plan ({error})") from error
-
-
-def _check_arrays(path: str, arrays: Any, needed: set[str], known: set[str]) -> None:
-    """Arrays by parameter: those of buckets all there, of a type that residuals have, and finite."""
-    _expect(isinstance(arrays, Mapping), path, arrays, "arrays by parameter")
-    for name in sorted(needed - set(arrays)):
-        raise StateMismatchError(f"{path}[{name!r}] is missing in the saved state")
-    for name, values in arrays.items():
-        where = f"{path}[{_words(name)}]"
-        _expect(name in known, where, values, "nothing: no parameter of its plan has this name")
-        _check_array(where, values)
-
-
-def _check_array(path: str, values: Any) -> None:
-    array = as_array(values)
-    sound = array is not None and array.dtype in (np.float32, np.float64)
-    _expect(sound, path, values, "an array of float32 or float64")
-    _expect(bool(np.isfinite(array).all()), path, values, "finite numbers")  # type: ignore[arg-type]
-
-
-def _check_bucket(path: str, one: Any) -> None:
-    """What a bucket's progress is made of; its state is checked against the sparsifier's own."""
-    _expect(isinstance(one, Mapping), path, one, "a mapping")
-    _expect("learning_rate" in one, f"{path}.learning_rate", "missing", "a number or None")
-    for name in one.keys() & {"since", "summed"}:
-        _whole(one, name, 0, _MOST_STEPS, f"{path}.")
-    for name in one.keys() & {"learning_rate", "largest_rate", "scale"}:
-        value = one[name]
-        sound = (is_number(value) and 0.0 <= value < np.inf) or (value is None and name != "scale")
-        _expect(sound, f"{path}.{name}", value, "a finite number, not negative")
-    leans = one.get("leans", (0.0, 0.0))
-    sound = isinstance(leans, (tuple, list)) and len(leans) == 2 and all(map(is_number, leans))
-    sound = sound and 0.0 <= leans[0] <= leans[1] < np.inf
-    _expect(sound, f"{path}.leans", leans, "two squares, the smaller one first")
-    _expect(isinstance(one.get("state"), Mapping), f"{path}.state", one.get("state"), "a mapping")
-    _whole(one["state"], "step", 0, _MOST_STEPS, f"{path}.state.")
-
-
-def _whole(fields: Mapping[str, Any], name: str, least: int, most: int, path: str = "") -> None:
-    value = fields.get(name)
-    sound = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-    _expect(sound, f"{path}{name}", value, f"a whole number from {least} to {most}")
-
-
-def _expect(sound: bool, path: str, found: object, wanted: str) -> None:
-    if not sound:
-        raise StateMismatchError(f"{path} is {_words(found)} in the saved state, not {wanted}")
-
-
-def _words(value: object) -> str:
-    """What was found, briefly: it may be large, or nested without end."""
-    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
-        return repr(value)
-    if isinstance(value, str):
-        return repr(value[:40])
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if isinstance(shape, tuple) else "")
+        return ()
+    return (topology.num_hosts, topology.per_host, *topology.place(rank))
 
 
 def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
     """Continues from an entry that fits. Needs no collective."""
     size, plan = engine.rank_and_size[1], Plan.from_dict(entry["plan"])
     states = checked_states(engine, entry)
-    resized = entry["size"] != size or entry.get("resized")
-    forgotten = {"leans": (0.0, 0.0)} if resized else {}
+    forgotten = {"leans": (0.0, 0.0)} if entry["size"] != size or entry["resized"] else {}
     progress = {
-        name: Progress.from_plain({**one, **forgotten}, one["state"]["step"])
+        name: _progress({**one, **forgotten})
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
         for name in bucket_names
     }
@@ -250,7 +210,7 @@ def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
         what = f"another plan ({plan})" if entry["size"] == size else f"{entry['size']} ranks"
         if plan == engine.plan and entry["size"] == size:
             what = "other hosts, or another number of levels"
-        if entry.get("resized"):
+        if entry["resized"]:
             what = "another number of ranks"
         _log.warning(
             "the checkpoint is of %s, now %d ranks, %s: residuals are kept, sparsifier states start anew",
@@ -258,19 +218,6 @@ def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
             size,
             engine.plan,
         )
-
-
-def feedback_name(feedback: Feedback) -> str:
-    """By which an entry says what its companions are."""
-    return getattr(feedback, "text_name", type(feedback).__name__)
-
-
-def companions_fit(saved: Mapping[str, Any], feedback: Feedback) -> bool:
-    """Whether what was saved beside the residuals is what a feedback keeps there."""
-    if len(saved["companions"]) != feedback.num_companions:
-        return False
-    name = saved.get("feedback", feedback_name(feedback))  # earlier versions did not say
-    return feedback.num_companions == 0 or name == feedback_name(feedback)
 
 
 def share_factor(old_rank: int, old_size: int, size: int) -> float:
@@ -314,7 +261,7 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
     if old_size == size:
         return dict(entries[0])
     shares = [(entry, share_factor(entry["rank"], old_size, size)) for entry in entries]
-    adds_up = getattr(FEEDBACKS.get(entries[0].get("feedback", "error")), "adds_up", True)
+    adds_up = getattr(FEEDBACKS.get(entries[0]["feedback"]), "adds_up", True)
     averaged = shares if adds_up else [(entry, 1.0 / len(entries)) for entry in entries]
     return {
         **entries[0],

@@ -29,7 +29,7 @@ from horovod_sparse.training.agreement import (
     started_again,
 )
 from horovod_sparse.training.drift import DriftCheck
-from horovod_sparse.training.encoding import shared_digest
+from horovod_sparse.training.encoding import shared_digest, to_plain
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.host_topology import (
     ChosenLevels,
@@ -300,7 +300,7 @@ class Training:
             self.parameters,
             measuring=self._measured,
             label=self._own_label,
-            told={name: one.to_plain() for name, one in self._progress().items()},
+            told={name: to_plain(one) for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
             elsewhere=hold_elsewhere(self.parts),
             fresh=self._is_fresh,

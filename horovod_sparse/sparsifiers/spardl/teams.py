@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from horovod_sparse.checks import LARGEST, out_of_range
 from horovod_sparse.collectives import AllGather, Exchange, part
@@ -163,8 +162,6 @@ _FIRST_STRIDE = 0.01
 @dataclass(frozen=True)
 class SparDLState(SparsifierState):
     """State of SparDL."""
-
-    FORMER: ClassVar[frozenset[str]] = SparsifierState.FORMER | {"teams", "gather", "timed"}
 
     #: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
     share: float = 1.0

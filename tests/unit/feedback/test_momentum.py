@@ -21,6 +21,7 @@ from horovod_sparse.feedback import (
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import TopK
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.encoding import from_plain, to_plain
 from horovod_sparse.training.parts import progress_of, resumed
 from horovod_sparse.training.state import redistributed
 from support.cases import REPRESENTATIVES, Case, case_id
@@ -287,7 +288,7 @@ def test_steps_are_as_long_as_of_the_whole_batch(shared: float) -> None:
     cluster.step([1000 * gradients[0, 0], *gradients[0, 1:].copy()], 0.1)
     (bucket, *_), known = cluster.buckets, cluster.buckets[0].progress
     assert known.leans[1] < 1.3 * before[1], "one bad batch does not rule"
-    assert Progress.from_plain(known.to_plain(), count + 1) == known
+    assert from_plain(Progress(), to_plain(known)) == known
     assert resumed(known, None, count + 1).leans == (0.0, 0.0)
     for value in (1.0, np.nan):
         gradients[0, 3, 5] = value
@@ -355,12 +356,12 @@ def test_where_other_ranks_share_hosts_moments_start_anew() -> None:
     for gradients in drawn(5, 4, _N).astype(np.float32):
         flat.step(list(gradients), 0.1)
     before = flat.buckets[0].progress
-    assert before.age == 5 and all(before.leans) and Progress.from_plain(before.to_plain(), 5) == before
+    assert before.age == 5 and all(before.leans) and from_plain(Progress(), to_plain(before)) == before
     levels = SimulatedCluster(made, _N, 4, topology=Topology.regular(2, 2)).buckets[0]
     levels.restart(before)
     assert levels.progress == Progress(5, 0.1, 0.1, since=5, summed=2) and levels.state.step == 5
     assert levels.feedback.moved(before.age, 0) == 0.0
-    assert Progress.from_plain(levels.progress.to_plain(), 5) == levels.progress
+    assert from_plain(Progress(), to_plain(levels.progress)) == levels.progress
 
 
 def test_a_bucket_of_another_age_takes_the_estimate_over() -> None:
@@ -373,8 +374,8 @@ def test_a_bucket_of_another_age_takes_the_estimate_over() -> None:
 def test_a_moment_is_as_old_as_the_steps_that_it_is_made_of() -> None:
     """Zeros that passed for a moment of many steps would make steps of 1 / sqrt(1 - beta2) times the rate."""
     old, young = Progress(1000, 0.1), Progress(1000, 0.1, since=990)
-    worker = resumed(Progress(), old.to_plain(), 1000)
+    worker = resumed(Progress(), to_plain(old), 1000)
     assert (worker.step, worker.learning_rate, worker.age) == (1000, 0.1, 0)
-    assert resumed(Progress(7), old.to_plain(), 1000).age == 7
+    assert resumed(Progress(7), to_plain(old), 1000).age == 7
     assert progress_of(["a", "b"], {"a": old, "b": young}).age == 10
     assert progress_of(["c"], {"a": old}).age == 0

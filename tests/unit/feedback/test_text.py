@@ -133,8 +133,6 @@ def test_what_is_not_allowed_is_repeated(text: str) -> None:
         ("topk:schedule=expontial(steps=4)", "unknown schedule 'expontial'.*exponential, linear, stairs"),
         ("topk:schedule=linear(stps=4)", "argument of linear 'stps'.*steps"),
         ("topk:feedback=momentun(momentum=0.5)", "unknown feedback 'momentun'.*error, momentum, none"),
-        ("exdyna:capacity=exact", "capacity='exact' is not allowed: give no such argument: messages are as"),
-        ("spardl:trial_steps=2", "trial_steps=2 is not allowed: give no such argument: teams='auto' are"),
         ("topk:schedule=linear()", "steps=None"),
         ("topk:densities={'a':2}", "densities.'a'.=2"),
         ("topk:density", "NAME:ARGUMENT=VALUE"),

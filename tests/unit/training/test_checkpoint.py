@@ -37,6 +37,7 @@ def an_entry(rank: int, size: int = SIZE, step: int = 0) -> dict[str, Any]:
         "rank": rank,
         "size": size,
         "step": step,
+        "feedback": "error",
         "residuals": {"w": residual},
         "companions": [],
         "buckets": [],
