@@ -103,8 +103,18 @@ def horovod_binding(framework: str, has: str) -> Any:
     if not hasattr(found, has):
         reason = f"Horovod is installed, but it was built without {framework} (or for another one)"
         raise errors.HorovodMissingError.explained(reason)
-    let_horovod_give_up()
+    basics = found.mpi_ops._basics
+    basics.init = _with_deadline(basics.init)  # which all ways to start it call
     return found
+
+
+def _with_deadline(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def started(*arguments: Any, **named: Any) -> None:
+        let_horovod_give_up()
+        init(*arguments, **named)
+
+    return started
 
 
 def refuse_alone(hvd: Any) -> None:

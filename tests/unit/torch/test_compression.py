@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import os
 import pickle
 import subprocess
 import sys
@@ -72,6 +73,17 @@ def test_without_horovod_the_error_says_how_to_get_it(broken, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "HorovodMissingError" in done.stderr
     assert "scripts/setup" in done.stderr and "docs/install.md" in done.stderr
+
+
+def test_starting_horovod_gives_its_own_collectives_a_deadline_and_importing_us_does_not():
+    name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+    found = f"print(os.environ.get({name!r}))"
+    program = f"import os, horovod_sparse.torch; {found}; import horovod.torch as hvd; hvd.init(); {found}"
+    given = {key: value for key, value in os.environ.items() if key != name}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=given
+    )
+    assert done.stdout.split() == ["None", "330"], done.stderr
 
 
 hvd = pytest.importorskip("horovod_sparse.torch")
