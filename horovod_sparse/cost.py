@@ -7,6 +7,7 @@ from horovod_sparse.planning.cost_model import TimeModel as TimeModel
 from horovod_sparse.planning.cost_model import communication_of as communication_of
 from horovod_sparse.planning.cost_model import fit_selection as fit_selection
 from horovod_sparse.planning.cost_model import fit_time as fit_time
+from horovod_sparse.planning.first_plan import check_same_profile as check_same_profile
 from horovod_sparse.planning.formulas import LevelChoice as LevelChoice
 from horovod_sparse.planning.formulas import assumed_profile as assumed_profile
 from horovod_sparse.planning.formulas import choose_levels as choose_levels
@@ -25,4 +26,3 @@ from horovod_sparse.plans.network import HOST_NETWORK as HOST_NETWORK
 from horovod_sparse.plans.network import AlphaBeta as AlphaBeta
 from horovod_sparse.plans.network import CollectiveCost as CollectiveCost
 from horovod_sparse.plans.network import network_at as network_at
-from horovod_sparse.training.first_plan import check_same_profile as check_same_profile

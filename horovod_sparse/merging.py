@@ -5,15 +5,12 @@ from horovod_sparse.planning.request import STRATEGIES as STRATEGIES
 from horovod_sparse.planning.request import needs_times as needs_times
 from horovod_sparse.planning.request import strategy_named as strategy_named
 from horovod_sparse.planning.selection import Choice as Choice
-from horovod_sparse.planning.selection import DensityChoice as DensityChoice
 from horovod_sparse.planning.selection import MinElements as MinElements
 from horovod_sparse.planning.selection import TensorSelection as TensorSelection
 from horovod_sparse.planning.selection import dense_of as dense_of
-from horovod_sparse.planning.selection import densest_plan as densest_plan
 from horovod_sparse.planning.selection import min_elements as min_elements
 from horovod_sparse.planning.selection import select_tensors as select_tensors
 from horovod_sparse.planning.strategies import Fixed as Fixed
-from horovod_sparse.planning.strategies import Kept as Kept
 from horovod_sparse.planning.strategies import Strategy as Strategy
 from horovod_sparse.planning.strategies import fixed as fixed
 from horovod_sparse.planning.strategies import layerwise as layerwise

@@ -210,7 +210,6 @@ class Telemetry:
         num_dropped: steps without the gradients of ranks that were not finite, with on_nonfinite="zero".
         num_drifts: checks that have found ranks apart, with on_drift="warn" or "resync".
         transport: how messages between two ranks travel, and why so; empty where there are none.
-        density: why the density is what it is, where times decided about it; empty otherwise.
         selection: why buckets stay dense though nobody asked for that; empty where none do.
 
     Example:
@@ -225,7 +224,6 @@ class Telemetry:
     num_dropped: int = 0
     num_drifts: int = 0
     transport: str = ""
-    density: str = ""
     selection: str = ""
     _sums: StepReport | None = None
     # the first step of all, in which kernels are compiled; None once the means are without it
@@ -317,6 +315,5 @@ class Telemetry:
         if mean is None:
             return "no step yet"
         pairs = f"; pairs of ranks by {self.transport}" if self.transport else ""
-        chosen = f"; {self.density}" if self.density else ""
         dense = f"; {self.selection}" if self.selection else ""
-        return f"mean of {self.num_steps} steps: {mean.summary()}{pairs}{chosen}{dense}"
+        return f"mean of {self.num_steps} steps: {mean.summary()}{pairs}{dense}"

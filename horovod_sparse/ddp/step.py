@@ -56,14 +56,10 @@ class Synchronizer(Training):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        if compression is None and settings.network_share is not None:
-            compression = "best:density=auto"
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, as text or as a recipe; for dense training leave the hook out"
             raise errors.ArgumentError("compression", compression, allowed)
-        if settings.network_share is None and (settings.plan is None or settings.plan.density is None):
-            recipe.refuse_auto("torch.distributed's front end")
         inner = getattr(optimizer, "optimizer", None)  # trainers wrap the one that steps: Accelerate does
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
@@ -164,9 +160,7 @@ class Synchronizer(Training):
             saved.check(self.parameters)
         except errors.ArgumentError:
             return plan_of(layout, self.facts)
-        # of a density that times decided about elsewhere: here the recipe has its own
-        own = dataclasses.replace(saved, density=None, values=None)
-        return saved if self.recipe.auto is not None else own
+        return dataclasses.replace(saved, values=None)  # the recipe says what values are sent as
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.

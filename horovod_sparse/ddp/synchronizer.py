@@ -17,18 +17,16 @@ from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, told_to_others
 from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
-from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.tensors.loss_scale import pass_number
-from horovod_sparse.training.settings import HookOptions, Settings
+from horovod_sparse.training.settings import Settings, WaitingOptions
 
 if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from horovod_sparse.ddp.share import Sharing
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -74,9 +72,9 @@ class State(Synchronizer):
         *,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        **options: Unpack[HookOptions],
+        **options: Unpack[WaitingOptions],
     ) -> None:
-        settings = Settings.of(options, "horovod_sparse.ddp", HookOptions)
+        settings = Settings.of(options, "horovod_sparse.ddp", WaitingOptions)
         super().__init__(compression, optimizer, settings, named_parameters, process_group)
         #: whether DistributedDataParallel may leave gradients out that exist; it does not tell a hook
         self.finds_unused = True
@@ -87,8 +85,6 @@ class State(Synchronizer):
         self._watched: Any = None
         self._num_alike = 0  # steps with the same buckets, up to now
         self._results: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
-        #: keeps to the network's share; made in the first step
-        self._sharing: Sharing | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A model that is copied, or saved whole, has no hook there: DistributedDataParallel drops it."""
@@ -108,14 +104,10 @@ class State(Synchronizer):
         self._results.append((future, buffer))
         self._layout.append(parameters)
         pieces = [pair for pair in zip(parameters, bucket.gradients(), strict=True) if pair[0].numel()]
-        sharing = self._sharing
-        entered = None if sharing is None else sharing.now()
         if self.is_agreed:
             self._take(pieces)
         else:
             self._keep(pieces)
-        if sharing is not None:
-            sharing.arrived((parameter for parameter, _ in pieces), entered)
         if bucket.is_last():
             self._complete_step()
         return future
@@ -127,23 +119,6 @@ class State(Synchronizer):
             self._watched = first.register_post_accumulate_grad_hook(
                 partial(_refuse_other_types, _accumulator_of(first))
             )
-
-        if self._sharing is None and self.settings.network_share is not None:
-            from horovod_sparse.ddp.share import Sharing
-
-            self._sharing = Sharing(self, self.engine)
-
-    def _first_plan(self, layout: BucketParameters) -> Plan:
-        made = super()._first_plan(layout)
-        return made if self.settings.network_share is None else Plan((), made.names())
-
-    @property
-    def _measured(self) -> str:
-        return "" if self._sharing is None else self._sharing.following.position
-
-    def _stop_measuring(self) -> None:
-        if self._sharing is not None:
-            self._sharing.following.stop_measuring()
 
     def _check(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         if buffer.is_sparse:
@@ -167,17 +142,9 @@ class State(Synchronizer):
         if failure is not None:
             after_backward(partial(throw, failure))
         if self.step == before:  # given up: as if it had not been
-            if self._sharing is not None:
-                self._sharing.following.given_up()
             return
         if isinstance(self.optimizer, SGDWithoutMomentum):
             self.optimizer.keeps_momentum = not self.plan.buckets
-        if self._sharing is not None:
-            try:
-                self.follow_times(self._sharing.following)
-            except HorovodSparseError as error:
-                after_backward(partial(throw, error))
-            return
         seen = [tuple(map(id, bucket)) for bucket in layout]
         self._num_alike = self._num_alike + 1 if seen == self._last_layout else 1
         self._last_layout = seen
@@ -297,15 +264,14 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
-    **options: Unpack[HookOptions],
+    **options: Unpack[WaitingOptions],
 ) -> Synchronizer:
     """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
 
     Args:
         model: a `DistributedDataParallel` without a communication hook; or, with `replicas`, what
             `fully_shard` has sharded over the ranks of a host alone.
-        compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe; with `network_share`
-            it may be left out, for ``"best:density=auto"``.
+        compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe.
         optimizer: of all its parameters; tells learning rates, which a hook does not see. Without it,
             parameters of all groups share buckets, and a residual does not follow the learning rate
             (``scale_residual``).
@@ -313,7 +279,7 @@ def attach(
             or a process group.
         **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that of
             DistributedDataParallel's buckets, or of FSDP's, if left out), `on_nonfinite`, `check_every`,
-            `on_drift`, `levels`, `deadline_seconds` and `network_share`; with `replicas` `plan` and
+            `on_drift`, `levels` and `deadline_seconds`; with `replicas` `plan` and
             `deadline_seconds` alone, and ranks never compare their parameters.
 
     Returns:
@@ -333,7 +299,7 @@ def _attached(
     compression: str | Recipe | None,
     optimizer: torch.optim.Optimizer | None,
     replicas: DeviceMesh | dist.ProcessGroup | None,
-    options: HookOptions,
+    options: WaitingOptions,
 ) -> Synchronizer:
     if isinstance(model, DistributedDataParallel):
         if replicas is not None:
@@ -342,7 +308,7 @@ def _attached(
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
         raise ArgumentError("model", type(model).__name__, allowed)
-    settings = Settings.of(options, "horovod_sparse.ddp.attach", HookOptions)
+    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
     for name, value in options.items():
         if name not in ("plan", "deadline_seconds") and value not in (None, "raise", "flat"):
             allowed = "nothing with replicas: it is for DistributedDataParallel"
@@ -371,7 +337,7 @@ def _attach_buckets(
     model: DistributedDataParallel,
     compression: str | Recipe | None,
     optimizer: torch.optim.Optimizer | None,
-    options: HookOptions,
+    options: WaitingOptions,
 ) -> State:
     if model.mixed_precision is not None:
         raise UnsupportedError(

@@ -18,4 +18,3 @@ from horovod_sparse.feedback.recipe import recipe as recipe
 from horovod_sparse.feedback.recipe import recipe_signature as recipe_signature
 from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket as TwoLevelBucket
 from horovod_sparse.feedback.two_level_bucket import shard_of as shard_of
-from horovod_sparse.sparsifiers.schedule import AutoDensity as AutoDensity

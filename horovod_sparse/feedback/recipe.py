@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from horovod_sparse.checks import check_count, check_density
-from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback.feedbacks import (
     FEEDBACKS,
     BestFeedback,
@@ -25,7 +25,7 @@ from horovod_sparse.feedback.feedbacks import (
 )
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
-from horovod_sparse.sparsifiers.schedule import SCHEDULES, AutoDensity
+from horovod_sparse.sparsifiers.schedule import SCHEDULES
 from horovod_sparse.thresholds import RULES
 
 #: what may stand as ``name(...)`` for an argument
@@ -33,7 +33,6 @@ NESTED: dict[str, Mapping[str, type]] = {
     "feedback": FEEDBACKS,
     "schedule": SCHEDULES,
     "threshold": RULES,
-    "density": {AutoDensity.text_name: AutoDensity},
 }
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
@@ -94,7 +93,9 @@ def parse_value(argument: str, text: str) -> Any:
 
 
 def _nested(argument: str, name: str, text: str) -> Any:
-    known = NESTED.get(argument, {})
+    known = NESTED.get(argument)
+    if known is None:
+        return f"{name}({text})"  # refused by name where the argument is taken
     if name not in known:
         raise UnknownNameError(argument, name, known)
     made, arguments = known[name], parse_arguments(text)
@@ -197,44 +198,26 @@ class Recipe:
         sparsifier: which elements are sent, and how.
         feedback: what becomes of the others.
         rules: parameters that are treated otherwise.
-        auto: limits of a density that the times of the training decide about; the sparsifier has the least
-            of them until then. None where the density is the sparsifier's own.
 
     Raises:
-        ArgumentError: the sparsifier's density decides nothing, so that none can be chosen; or its arguments
-            and the feedback do not go together.
+        ArgumentError: if the sparsifier's arguments and the feedback do not go together.
     """
 
     sparsifier: Sparsifier
     feedback: Feedback = field(default_factory=ErrorFeedback)
     rules: ParameterRules = field(default_factory=ParameterRules)
-    auto: AutoDensity | None = None
 
     def __post_init__(self) -> None:
-        if self.auto is not None and not self.sparsifier.follows_density:
-            given = "a number" if self.sparsifier.has_density else "none"
-            allowed = f"{given}: no density decides what {self.sparsifier.name} sends"
-            raise ArgumentError("density", value_text(self.auto).removesuffix("()"), allowed)
         if self.sparsifier.diverges and getattr(self.feedback, "keeps_residual", True):
             allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
-    def at(self, density: float | None, values: str | None = None) -> Recipe:
-        """The recipe at the density that a plan says, and with the values that it says."""
-        density = self.sparsifier.density if density is None else density
-        if density == self.sparsifier.density and values is None:
+    def with_values(self, values: str | None) -> Recipe:
+        """Returns the recipe whose messages have the values of a plan, with gaps in place of indices."""
+        if values is None:
             return self
-        if density != self.sparsifier.density and self.auto is None:
-            allowed = f"one made for density={self.sparsifier.density:g}, or density='auto' to the sparsifier"
-            raise ArgumentError("plan", f"a plan for density={density:g}", allowed)
-        return dataclasses.replace(self, sparsifier=self.sparsifier.sent_as(density, values))
-
-    def refuse_auto(self, where: str) -> None:
-        """Refuses a density that would have to be decided where nothing is measured."""
-        if self.auto is not None:
-            raise UnsupportedError(
-                f"density='auto' is decided by measured times, which {where} does not take: give a number"
-            )
+        shorter = dataclasses.replace(self.sparsifier, values=values, indices="gaps")
+        return dataclasses.replace(self, sparsifier=shorter)
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:
         """The recipe for one parameter, or a bucket of parameters of one density: its rule applied."""
@@ -261,9 +244,6 @@ class Recipe:
             'dgc:density=0.001,feedback=momentum,dense_below=1024'
         """
         parts = [self.sparsifier.describe()]
-        if self.auto is not None:  # also when it is decided: what was asked for is the same on all ranks
-            given, own = value_text(self.auto).removesuffix("()"), value_text(self.sparsifier.density)
-            parts = [parts[0].replace(f"density={own}", f"density={given}", 1)]
         if self.feedback != ErrorFeedback():
             parts.append(f"feedback={value_text(self.feedback).removesuffix('()')}")
         parts += [f"{name}={value_text(value)}" for name, value in self.rules.arguments().items()]
@@ -297,7 +277,7 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     Args:
         name: of the algorithm, as in `Compression`; or "best": top-k, which is the most accurate, with the
             feedback for the optimizer at hand (`BestFeedback`); or "sparseloco", for `LocalSteps`.
-        **arguments: of the algorithm, its `density` also as "auto" or an `AutoDensity`; `feedback` (a name of
+        **arguments: of the algorithm; `feedback` (a name of
             `FEEDBACKS`, or a `Feedback`); and those of `ParameterRules`. What has arguments itself may be
             given as text: ``schedule="exponential(steps=400)"``.
 
@@ -308,8 +288,6 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     Example:
         >>> recipe("topk", density=0.01).sparsifier.density
         0.01
-        >>> recipe("topk", density="auto").auto.most
-        0.1
         >>> recipe("topk", densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are ...
@@ -321,25 +299,14 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     for argument in arguments:
         if argument not in signature.parameters:
             raise UnknownNameError(f"argument of {name}", argument, signature.parameters)
-    for argument in ("feedback", "schedule", "threshold", "density"):
+    for argument in ("feedback", "schedule", "threshold"):
         if isinstance(value := arguments.get(argument), str):
             arguments[argument] = parse_value(argument, value)
-            if argument == "density" and isinstance(arguments[argument], (int, float)):
-                raise ArgumentError("density", value, "a kept fraction in (0, 1] as a number, or 'auto'")
-    auto = _auto(arguments.get("density"))
-    if auto is not None:
-        arguments["density"] = auto.least if _algorithm(name).follows_density else 1.0  # refused below
+    if isinstance(density := arguments.get("density"), str):
+        raise ArgumentError("density", density, "a kept fraction in (0, 1], as a number such as 0.01")
     feedback = feedback_named(arguments.pop("feedback", "error"))
     rules = ParameterRules(**{rule: arguments.pop(rule) for rule in _RULES if rule in arguments})
-    return Recipe(_algorithm(name)(**arguments), feedback, rules, auto)
-
-
-def _auto(density: Any) -> AutoDensity | None:
-    if density == AutoDensity.text_name:
-        return AutoDensity()
-    if isinstance(density, str):
-        raise ArgumentError("density", density, "a kept fraction in (0, 1], or 'auto'")
-    return density if isinstance(density, AutoDensity) else None
+    return Recipe(_algorithm(name)(**arguments), feedback, rules)
 
 
 def parse_recipe(text: str) -> Recipe:

@@ -1,16 +1,13 @@
 """Plans by times: measuring a cluster, what a step costs, and the best buckets.
 
-Only this file is loaded before somebody asks for one: the rest with `merging`, `tensor_selection`, `profile`,
-``density="auto"``, or where ``levels="auto"`` has several hosts to choose for.
+The modules here are loaded with `merging`, `tensor_selection` or `profile`: most trainings need none.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from horovod_sparse.feedback import BestFeedback, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
 
@@ -27,24 +24,14 @@ def plan_request(
     plan: Plan | None = None,
     groups: Any = None,
     bucket_bytes: int | None = None,
-    density: Any = None,
-    network_share: Any = None,
-    recipe: Recipe | None = None,
-    has_momentum: bool = False,
 ) -> tuple[PlanRequest | None, Plan | None]:
-    """What the arguments ask for, and the plan where one is given as such: see `planning.request`.
-
-    `has_momentum`: the recipe's residual has taken the momentum of SGD over, as "best" lets it.
-    """
-    if all(one is None for one in (merging, tensor_selection, profile, density, network_share)):
+    """Returns what the arguments ask for, and the plan if one is given: see `planning.request.requested`."""
+    if merging is None and tensor_selection is None and profile is None:
         only_one(plan=plan, groups=groups, bucket_bytes=bucket_bytes)
         return None, plan
-    from horovod_sparse.planning.request import NetworkShare, requested
+    from horovod_sparse.planning.request import requested
 
-    if recipe is not None and has_momentum:
-        recipe = dataclasses.replace(recipe, feedback=BestFeedback())
-    share = None if network_share is None or recipe is None else NetworkShare(network_share, recipe)
-    return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes, density, share)
+    return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes)
 
 
 def by_cost(

@@ -1,4 +1,4 @@
-"""Strategies: by size alone, as it was decided already, and the greedy one of OMGS-SGD."""
+"""Strategies: by size alone, and the greedy one of OMGS-SGD."""
 
 from __future__ import annotations
 
@@ -81,28 +81,6 @@ def fixed(*, num_elements: int | None = None, bytes: int | None = None) -> Fixed
         if value is not None:
             check_count(name, value)
     return Fixed(num_elements, bytes)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The plan that was made already, whatever times say; parameters that it does not know fill buckets.
-
-    Args:
-        plan: None where none is made yet.
-    """
-
-    plan: Plan | None = None
-
-    def __call__(self, workload: Workload, cost: CostModel | None = None) -> Plan:
-        """The plan, of the parameters that there are; costs are not looked at."""
-        kept = Plan(()) if self.plan is None else self.plan
-        dense = workload.dense | set(kept.dense)
-        free = {parameter.name for parameter in workload.parameters} - dense
-        buckets = [tuple(name for name in bucket if name in free) for bucket in kept.buckets]
-        known = {name for bucket in buckets for name in bucket}
-        others = [one for one in workload.parameters if one.name in free - known]
-        left = tuple(one.name for one in workload.backward if one.name in dense)
-        return Plan(tuple(filter(None, buckets)) + fixed_bytes(others).buckets, left)
 
 
 def _with_dense(workload: Workload, plan: Plan) -> Plan:

@@ -67,11 +67,6 @@ class Timeline:
         """What communication adds to computation: Eq. (9) of OMGS-SGD with its sign put right."""
         return max(0.0, self.iteration_seconds - self.update_seconds - self.computation_end)
 
-    @property
-    def network_share(self) -> float:
-        """Of the step, that communication adds."""
-        return self.visible_seconds / self.iteration_seconds if self.visible_seconds else 0.0
-
     def bucket_spans(self, bucket: int) -> dict[str, Span]:
         """Selection and communication of a bucket, by kind."""
         spans = (*self.computation, *self.communication)

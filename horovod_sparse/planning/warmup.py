@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -15,14 +13,8 @@ from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.planning.calibration import QUICK, Extent, calibration
 from horovod_sparse.planning.calibration.buckets import BucketMemory
-from horovod_sparse.planning.calibration.steps import (
-    BackwardRecorder,
-    BackwardTimes,
-    corrected,
-    linked,
-    mean_times,
-    probe_of,
-)
+from horovod_sparse.planning.calibration.steps import BackwardRecorder, BackwardTimes, mean_times
+from horovod_sparse.planning.first_plan import check_agreement
 from horovod_sparse.planning.formulas import LevelChoice, choose_levels, faster_levels
 from horovod_sparse.planning.profile import Levels, Profile
 from horovod_sparse.planning.request import Decision, PlanRequest, plan_by_times
@@ -31,7 +23,6 @@ from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import raise_together
-from horovod_sparse.training.first_plan import check_agreement
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -47,22 +38,17 @@ def decide(
     extent: Extent = QUICK,
     dtype: str = "float32",
     starting_seconds: Callable[[], float] = lambda: 0.0,
-    current: Plan | None = None,
-    current_density: float | None = None,
 ) -> Synchronization[Decision]:
-    """Agrees on what was measured, measures what is missing, plans on rank 0, and tells all ranks.
+    """Agrees on the measured times, measures what is missing, plans on rank 0, and tells all ranks.
 
-    A coroutine that all ranks run together, between two steps. Every collective in it is entered by every
-    rank: what can go wrong on one rank alone is told to the others, and all raise.
+    A coroutine that all ranks run together, between two steps. Every rank enters every collective in it: an
+    error of one rank alone is told to the others, and all raise.
     """
     yield from check_agreement(request)
-    limits = request.density
     if request.profile is None:
-        # times are fitted at a density and at four times that: the limits shall not be far from either
-        timed = sparsifier if limits is None else dataclasses.replace(sparsifier, density=limits.middle)
         profile = yield from calibration(
             where,
-            [timed],
+            [sparsifier],
             extent=extent,
             memory=memory,
             dtype=dtype,
@@ -79,27 +65,6 @@ def decide(
             backward_seconds=dict(reversed(list(measured.backward_seconds.items()))),
             forward_seconds=measured.forward_seconds,
         )
-        if current is not None:
-            own = request.profile is None
-            # in those iterations as much was sent as was asked for then
-            then = next((one for one in (current_density, current.density) if one is not None), None)
-            as_sent = sparsifier if then is None else dataclasses.replace(sparsifier, density=then)
-            given = current, parameters, as_sent, where.size
-            if request.share is None:
-                profile = corrected(profile, measured, *given, own, where.topology)
-            else:
-                profile = linked(profile, measured, *given, where.topology)
-    return (yield from told_by_first(request, where, parameters, sparsifier, profile))
-
-
-def told_by_first(
-    request: PlanRequest,
-    where: ClusterFacts,
-    parameters: Sequence[ParameterFacts],
-    sparsifier: Sparsifier,
-    profile: Profile,
-) -> Synchronization[Decision]:
-    """What rank 0 decides by a complete profile, which all ranks have alike."""
     decision, failure = None, None
     if where.rank == 0:
         try:
@@ -109,11 +74,10 @@ def told_by_first(
     yield from raise_together(failure)
     told = None
     if decision is not None:
-        words = decision.density, decision.remedy
-        told = [decision.plan.to_dict(), dict(decision.predicted_seconds), *words]
+        told = [decision.plan.to_dict(), dict(decision.predicted_seconds)]
     everyone = yield from shared_lines(told)
-    plan, predicted, density, remedy = everyone[0]
-    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile, density, remedy=remedy)
+    plan, predicted = everyone[0]
+    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile)
 
 
 def levels_by_cost(
@@ -150,8 +114,6 @@ Decide: TypeAlias = Callable[..., Synchronization[Decision]]
 
 #: steps whose backward is measured, after the first one, which has no beginning, and one to warm up
 _NUM_WARMUP, _NUM_STEPS = 1, 5
-#: then steps under a plan of many buckets, after one that fills their memory
-_PROBE_STEPS = 3
 
 
 class Measuring(Protocol):
@@ -162,10 +124,6 @@ class Measuring(Protocol):
 
     def seconds_between(self, start: Any, stop: Any) -> float:
         """Of two stamps; may wait for them."""
-
-    @property
-    def on_host(self) -> bool:
-        """Whether stamps are the host's, so that its waiting is that of a step."""
 
     def decided(
         self, parameters: Sequence[ParameterFacts], topology: Topology | None, decide: Decide
@@ -202,12 +160,7 @@ class WarmUp:
         self._parameters, self._sparsifier, self._measuring = list(parameters), sparsifier, measuring
         self._recorder: BackwardRecorder | None = None
         self._own: BackwardTimes | None = None
-        self._measured_under: Plan | None = None
         self._left = 0
-        #: asked for by a schedule in the recorded steps
-        self._densities: list[float] = []
-        # end of the last step under the probe, and its iterations so far; None where there is none
-        self._probe: tuple[Any, list[float]] | None = None
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if not request.measures or decision is not None:
             return
@@ -243,52 +196,28 @@ class WarmUp:
     def joined(self, parameters: Sequence[ParameterFacts]) -> None:
         """Parameters have joined, on all ranks: what was measured without them decides nothing."""
         self._parameters, self._own = list(parameters), None
-        if self._recorder is not None or self._probe is not None:
-            counting = self._left > 0 or self._probe is not None
-            self._probe = None
+        if self._recorder is not None:
+            counting = self._left > 0
             self._record(_NUM_WARMUP, _NUM_STEPS)
             self._left = 1 + _NUM_WARMUP + _NUM_STEPS if counting else 0
 
-    def after_step(self, plan: Plan, step: int, waited: float = math.nan) -> Plan | None:
-        """A synchronization under this plan has ended on all ranks; `waited` as `StepReport.wait_seconds`."""
-        if self._probe is not None:
-            return self._after_probe(*self._probe)
+    def after_step(self) -> Plan | None:
+        """Records a step that has ended on all ranks; returns another plan if one was decided."""
         if self._recorder is None:
             return None
-        self._end(waited)
-        self._measured_under = plan
-        if self._sparsifier.schedule is not None:
-            final = self._sparsifier.density if plan.density is None else plan.density
-            self._densities.append(self._sparsifier.schedule.density_at(step - 1, final))
+        self._recorder.end()
         if self._left == 0 and self._recorder.done:
             self._keep()
         if self._left == 1:
-            self._keep()
-            probe = probe_of(plan, self._topology()) if self.request.profile is None else None
-            if probe is None:
-                return self.decide_now().plan
-            self._probe = None, []
-            return probe
+            return self.decide_now().plan
         self._left = max(0, self._left - 1)
         self._begin()
         return None
 
-    def _after_probe(self, begun: Any, iterations: list[float]) -> Plan | None:
-        """A step under the plan of many buckets has ended."""
-        now = self._measuring.now()
-        if begun is not None:
-            iterations.append(self._measuring.seconds_between(begun, now))
-        self._probe = now, iterations
-        if len(iterations) < _PROBE_STEPS:
-            return None
-        if self._own is not None:
-            self._own = dataclasses.replace(self._own, probe_seconds=statistics.median(iterations))
-        return self.decide_now().plan
-
     @property
     def position(self) -> str:
         """How far measuring has come; ranks that go on together have come equally far."""
-        return f"{self._left} {-1 if self._probe is None else len(self._probe[1])}"
+        return str(self._left)
 
     def stop_measuring(self) -> None:
         """Some rank has not measured what the others have: none goes on, and nothing is decided."""
@@ -305,8 +234,6 @@ class WarmUp:
 
     def given_up(self) -> None:
         """A step has been given up, on all ranks."""
-        if self._probe is not None:
-            self._probe = None, self._probe[1]
         if self._recorder is not None:
             self._recorder.forget()
 
@@ -315,16 +242,7 @@ class WarmUp:
         self._keep()
 
         def coroutine(cluster: ClusterFacts, **arguments: Any) -> Synchronization[Decision]:
-            return decide(
-                self.request,
-                cluster,
-                self._parameters,
-                self._sparsifier,
-                self._own,
-                current=self._measured_under,
-                current_density=statistics.median(self._densities) if self._densities else None,
-                **arguments,
-            )
+            return decide(self.request, cluster, self._parameters, self._sparsifier, self._own, **arguments)
 
         self.decision = self._measuring.decided(self._parameters, self._topology(), coroutine)
         self.tell()
@@ -337,14 +255,9 @@ class WarmUp:
 
     def _record(self, num_warmup: int, num_steps: int) -> None:
         names = [parameter.name for parameter in self._parameters]
-        self._densities = []
         self._recorder = BackwardRecorder(
             names, num_warmup=num_warmup, num_steps=num_steps, seconds_between=self._measuring.seconds_between
         )
-
-    def _end(self, waited: float) -> None:
-        if self._recorder is not None:
-            self._recorder.end(self._measuring.now(), waited if self._measuring.on_host else math.nan)
 
     def _begin(self) -> None:
         if self._recorder is not None:
@@ -354,4 +267,4 @@ class WarmUp:
         """Takes the medians and stops recording."""
         if self._recorder is not None and self._recorder.num_measured > 0:
             self._own = self._recorder.times()
-        self._recorder, self._left, self._probe = None, 0, None
+        self._recorder, self._left = None, 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from horovod_sparse.checks import check_count, check_density
+from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
 
 #: Indices travel as int32.
@@ -71,10 +71,8 @@ class Plan:
         buckets: names of the parameters of every bucket. Buckets, and the parameters in them, stand in
             backward order: the gradient that is ready first comes first.
         dense: names of the parameters that are synchronized by a plain allreduce.
-        density: of the buckets, where times decided about it too (`density="auto"`); None where it is the
-            sparsifier's own.
-        values: of messages, where times decided about them too (`network_share`): "2bit" in those of buckets,
-            "float16" in those of dense parameters; None where they are the sparsifier's own, and exact.
+        values: of messages: "2bit" in those of buckets, or "float16" in those of dense parameters; None if
+            they are the sparsifier's own, and exact.
 
     Example:
         >>> plan = Plan(buckets=(("fc.weight",), ("conv.weight", "conv.bias")), dense=("norm.weight",))
@@ -86,15 +84,11 @@ class Plan:
 
     buckets: tuple[tuple[str, ...], ...]
     dense: tuple[str, ...] = ()
-    density: float | None = None
     values: str | None = None
 
     def __post_init__(self) -> None:
         if self.values not in (None, "2bit", HALVES):
             raise ArgumentError("plan.values", self.values, "'2bit', 'float16' or None")
-        if self.density is not None:
-            check_density("plan.density", self.density)
-            object.__setattr__(self, "density", float(self.density))
         # lists are what JSON gives back and what users write
         object.__setattr__(self, "buckets", tuple(tuple(bucket) for bucket in self.buckets))
         object.__setattr__(self, "dense", tuple(self.dense))
@@ -111,8 +105,6 @@ class Plan:
         if self.dense:
             text += f"; {_count(len(self.dense), 'parameter')} {'stays' if len(self.dense) == 1 else 'stay'}"
             text += " dense"
-        if self.density is not None:
-            text += f"; density {self.density:g}"
         return text if self.values is None else f"{text}; values as {self.values}"
 
     def names(self) -> tuple[str, ...]:
@@ -122,15 +114,13 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan in lists and strings, for JSON and checkpoints."""
         plain: dict[str, Any] = {"buckets": [list(one) for one in self.buckets], "dense": list(self.dense)}
-        more = {"density": self.density, "values": self.values}
-        return plain | {name: value for name, value in more.items() if value is not None}
+        return plain if self.values is None else {**plain, "values": self.values}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Plan:
         """The plan that `to_dict` wrote; an `ArgumentError` if it is something else."""
         try:
-            more = saved.get("density"), saved.get("values")
-            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]), *more)
+            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]), saved.get("values"))
         except (KeyError, TypeError) as error:
             raise ArgumentError("plan", saved, "what Plan.to_dict() returned") from error
 

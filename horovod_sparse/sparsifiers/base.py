@@ -181,8 +181,6 @@ class Sparsifier(abc.ABC):
     density_scope: ClassVar[Literal["per rank", "global"]] = "per rank"
     #: whether a density can be chosen: a quantizer sends every element
     has_density: ClassVar[bool] = True
-    #: whether more density means that more is sent
-    follows_density: ClassVar[bool] = True
 
     density: float = 0.001
     values: str = "exact"
@@ -203,12 +201,6 @@ class Sparsifier(abc.ABC):
     def wire(self) -> WireFormat:
         """How selections are written."""
         return _wire_format(self.values, self.indices, self.quantum)
-
-    @final
-    def sent_as(self, density: float, values: str | None = None) -> Sparsifier:
-        """The same at the density, and with the values, that a plan says; gaps beside these."""
-        shorter: dict[str, Any] = {} if values is None else {"values": values, "indices": "gaps"}
-        return dataclasses.replace(self, density=density, **shorter)
 
     @final
     def density_at(self, step: int) -> float:

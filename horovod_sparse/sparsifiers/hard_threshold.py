@@ -49,7 +49,6 @@ class HardThreshold(SelectAndGather):
     """
 
     name: ClassVar[str] = "hard_threshold"
-    follows_density: ClassVar[bool] = False
 
     threshold: float | None = None
 

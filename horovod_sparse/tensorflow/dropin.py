@@ -52,7 +52,6 @@ class DropIn:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        recipe.refuse_auto("Horovod's own tape or optimizer")
         self.recipe = recipe
         self.synchronizer: GradientSynchronizer | None = None
         self._slots: list[_Slot] = []

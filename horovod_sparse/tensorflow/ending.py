@@ -63,8 +63,7 @@ class Ending:
             scale = 1.0 / training.size if self._average else 1.0
             applied = [part.apply(scale) for part in parts]
             training.step += 1
-            telemetry, decision = training.telemetry, training.decision
-            telemetry.density = "" if decision is None else decision.density
+            telemetry = training.telemetry
             telemetry.selection = training.selection
             waited = idle_seconds([part.task for part in parts], now)
             telemetry.record(training.step, [report for _, report in applied], waited)

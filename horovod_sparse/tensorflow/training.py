@@ -15,6 +15,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.planning import by_cost, plan_request
+from horovod_sparse.planning.first_plan import check_agreement, first_plan
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
@@ -26,13 +27,12 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.first_plan import Planner, check_agreement, first_plan
 from horovod_sparse.training.host_topology import ChosenLevels, Ranks, assumed_topology
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
 if TYPE_CHECKING:
-    from horovod_sparse.planning.request import Decision
+    from horovod_sparse.planning.request import Decision, PlanRequest
 
 
 class VariablesEngine:
@@ -110,8 +110,8 @@ class VariablesTraining(Training):
             )
         if isinstance(groups, list):
             groups = [[as_variable(variable) for variable in group] for group in groups]
-        self.request: Planner | None
-        self.request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto)
+        self.request: PlanRequest | None
+        self.request, plan = plan_request(**settings.planning, groups=groups)
         self._given = {"groups": groups, "bucket_bytes": settings.bucket_bytes, "plan": plan}
         self.decision: Decision | None = None
         #: why variables stay dense, see `FirstPlan.selection`
@@ -210,7 +210,7 @@ class VariablesTraining(Training):
         parameters = [fact for fact, _ in facts.values()]
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
-            plan = dataclasses.replace(plan, density=self.plan.density, values=self.plan.values)
+            plan = dataclasses.replace(plan, values=self.plan.values)
         else:
             yield from check_agreement(request)
 

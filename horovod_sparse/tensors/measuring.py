@@ -98,4 +98,3 @@ class Stamped:
     def __init__(self, parameters: Iterable[ParameterFacts]) -> None:
         stamps = stamps_for(parameter.device for parameter in parameters)
         self.now, self.seconds_between = stamps.now, stamps.seconds_between
-        self.on_host = isinstance(stamps, HostStamps)

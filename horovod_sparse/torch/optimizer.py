@@ -137,8 +137,6 @@ def DistributedOptimizer(
     settings = Settings.of(options, "horovod_sparse.torch.DistributedOptimizer", SettingsOptions, _ARGUMENTS)
     if isinstance(compression, str):
         compression = Compression.parse(compression)
-    elif compression is Compression.none and settings.network_share is not None:
-        compression = Compression.best(density="auto")
     check_compression(compression)
     _check(optimizer, op, backward_passes_per_step, groups, process_set)
     if not isinstance(compression, SparseCompressor):

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import by_cost, plan_request
+from horovod_sparse.planning.first_plan import check_agreement, first_plan
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan
-from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.first_plan import check_agreement, first_plan
 from horovod_sparse.training.host_topology import ChosenLevels, assumed_topology
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -33,8 +32,7 @@ class PlannedTraining(Training):
         self.process_set, self.driver = engine.process_set, engine.driver
         facts = dict(engine.facts({}))
         recipe.rules.hint(facts)
-        told: Any = {"recipe": recipe, "has_momentum": isinstance(engine.optimizer, SGDWithoutMomentum)}
-        request, plan = plan_request(**settings.planning, groups=groups, density=recipe.auto, **told)
+        request, plan = plan_request(**settings.planning, groups=groups)
         arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
         parameters = [fact for fact, _ in facts.values()]
 
@@ -50,11 +48,10 @@ class PlannedTraining(Training):
         self.warmup: WarmUp | None = None
         if self._first.request is not None:
             # most trainings measure nothing
-            from horovod_sparse.planning.share import Following
             from horovod_sparse.planning.warmup import WarmUp
             from horovod_sparse.torch.calibration import HorovodMeasuring
 
-            self.warmup = (WarmUp if settings.network_share is None else Following)(
+            self.warmup = WarmUp(
                 self._first.request,
                 parameters,
                 recipe.sparsifier,

@@ -12,7 +12,6 @@ from typing import Any
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.feedback import (
     FEEDBACKS,
-    AutoDensity,
     BestFeedback,
     ErrorFeedback,
     MomentumCorrection,
@@ -127,8 +126,6 @@ def describe_recipe(recipe: Recipe) -> str:
     sparsifier, feedback = recipe.sparsifier, recipe.feedback
     own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
     arguments = {name: getattr(sparsifier, name) for name in own}
-    if recipe.auto is not None:
-        arguments["density"] = "auto" if recipe.auto == AutoDensity() else recipe.auto
     shown = [
         f"{name}={value!r}" for name, value in arguments.items() if name == "density" or value != own[name]
     ]

@@ -109,7 +109,6 @@ class RoundSettings:
         elif outer.momentum:
             allowed = "'sgd' with a compression: a residual is a momentum already, and two overshoot"
             raise ArgumentError("outer", outer, f"{allowed} (compression=None takes any)")
-        recipe.refuse_auto("LocalSteps")
         if not isinstance(recipe.feedback, (ErrorFeedback, NoFeedback)):
             allowed = "'error' or 'none' with local steps: each rank's own optimizer has its moments already"
             raise ArgumentError("feedback", recipe.feedback, allowed)

@@ -25,8 +25,8 @@ LEVELS = "flat", "host", "auto"
 #: defaults, for those too who have no argument to give (Horovod's own optimizer with our compressor)
 EVERY_VARIABLE, POLICY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY", "HOROVOD_SPARSE_ON_DRIFT"
 _EVERY = 1000
-#: what ``network_share="auto"`` is
-AUTO_SHARE = 0.05
+#: arguments that are refused with what to write in their place
+_GONE = {"network_share": "a density such as 0.01 in its place: fewer bytes need less of the network"}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -45,12 +45,6 @@ class WaitingOptions(CommonOptions, total=False):
     deadline_seconds: float | None
 
 
-class HookOptions(WaitingOptions, total=False):
-    """And those of hooks of DistributedDataParallel."""
-
-    network_share: float | str | None
-
-
 class PlannedOptions(WaitingOptions, total=False):
     """And those of front ends that make plans: TensorFlow's."""
 
@@ -60,7 +54,7 @@ class PlannedOptions(WaitingOptions, total=False):
     profile: Any
 
 
-class SettingsOptions(PlannedOptions, HookOptions, total=False):
+class SettingsOptions(PlannedOptions, total=False):
     """All of them: what PyTorch's front end over Horovod takes."""
 
     synchronize_at: str
@@ -76,8 +70,8 @@ class Settings:
     """What may be said of a training beside its sparsifier. Front ends take these as keyword arguments.
 
     All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
-    `synchronize_at`, `max_grad_norm` and `network_share`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`,
-    `check_every`, `on_drift`, `levels`, `deadline_seconds` and `network_share`.
+    `synchronize_at` and `max_grad_norm`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`, `check_every`,
+    `on_drift`, `levels` and `deadline_seconds`.
 
     Attributes:
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
@@ -85,14 +79,13 @@ class Settings:
         merging: how buckets are made: "layerwise", "single", "omgs", "optimal",
             ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
             of a workload and a cost model, or a `Plan`. Those that go by times (the last two by name)
-            begin with the default plan, measure 5 steps, with many parameters 3 with a bucket for each,
-            and the cluster; after 7 or 11 steps in all they take rank 0's plan. (In TensorFlow the plan
-            changes when `hvd.callbacks.ReplanCallback` or `replan` says so.) So does any of them, and
-            `groups` and `plan` too, where the sparsifier has ``density="auto"``: the density is decided then.
+            begin with the default plan, measure 5 steps and the cluster, and after 7 steps in all take
+            rank 0's plan. (In TensorFlow the plan changes when `hvd.callbacks.ReplanCallback` or `replan`
+            says so.)
         tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
             ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
-            facts that says yes or no. If nothing is said of buckets either, those that cannot win by
-            formulas stay dense, which one warning tells.
+            facts that says yes or no. If nothing is said of buckets either, buckets of fewer than 65,536
+            elements stay dense, which one warning tells.
         profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
             holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
         synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
@@ -101,13 +94,6 @@ class Settings:
         max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
             of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
             a feedback clips each rank's own gradients before they are accumulated, by bucket.)
-        network_share: the network may take so much of an iteration, as 0.05; "auto" is that: little to wait,
-            while less of it takes sparser steps. After 7 dense steps the first of these is taken that fits,
-            by measured times: dense gradients; in float16; every step sparse, as densely as the compression's
-            ``density="auto(...)"`` allows (without a compression `Compression.best`); so with values of 2
-            bits, where the compression says nothing of them. The log says what was chosen, what is predicted,
-            and what is known of its accuracy. Where nothing fits every rank's log has the line of
-            `LocalSteps` that does. Every 12 steps ranks compare measured shares, and may choose anew.
         deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised (a graph
             of TensorFlow quotes it); 0 waits for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS
             says, or 300.
@@ -152,7 +138,6 @@ class Settings:
     profile: Any = None
     synchronize_at: str = "backward"
     max_grad_norm: float | None = None
-    network_share: float | str | None = None
     deadline_seconds: float | None = None
     on_nonfinite: str = RAISE
     check_every: int | None = None
@@ -169,10 +154,6 @@ class Settings:
         if self.max_grad_norm is not None:
             allowed = "a norm above 0, or None"
             check_number("max_grad_norm", self.max_grad_norm, allowed, low=0.0, high=math.inf)
-        share = AUTO_SHARE if self.network_share == "auto" else self.network_share
-        if share is not None:
-            allowed = "a part of an iteration between 0 and 1, or 'auto'"
-            check_number("network_share", share, allowed, low=0.0, high=1.0, include_high=False)
         seconds = deadline_of(self.deadline_seconds)
         if self.on_nonfinite not in (RAISE, SKIP, ZERO):
             raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise', 'skip' or 'zero'")
@@ -180,7 +161,7 @@ class Settings:
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         transport_asked()  # refuses what the environment says of the transport, if it cannot be
-        resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0, "network_share": share}
+        resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
         for name, value in {**resolved, "check_every": every, "on_drift": policy}.items():
             object.__setattr__(self, name, value)
 
@@ -189,7 +170,9 @@ class Settings:
         cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
     ) -> Settings:
         """Of a front end's keyword arguments; one that is not in `taken` is refused, with the nearest one."""
-        for name in options:
+        for name, given in options.items():
+            if name in _GONE:
+                raise ArgumentError(name, given, _GONE[name])
             if name not in taken.__annotations__:
                 raise _unknown(front_end, name, [*taken.__annotations__, *beside])
         return cls(**options)
@@ -197,13 +180,13 @@ class Settings:
     @property
     def planning(self) -> dict[str, Any]:
         """What is said of buckets."""
-        names = "plan", "bucket_bytes", "merging", "tensor_selection", "profile", "network_share"
+        names = "plan", "bucket_bytes", "merging", "tensor_selection", "profile"
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, object]:
         """What has to be equal on all ranks, by argument; what is asked of plans they compare themselves."""
         names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "on_drift", "levels"
-        return {name: getattr(self, name) for name in (*names, "network_share")}
+        return {name: getattr(self, name) for name in names}
 
 
 def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:

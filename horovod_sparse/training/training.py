@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -182,7 +181,7 @@ class Training:
     def _made(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
         """Parts of a plan: its buckets, the first of which has this number, then what stays dense."""
         halves, specs = plan.values == HALVES, []
-        recipe = self.recipe.at(plan.density, None if halves else plan.values)
+        recipe = self.recipe.with_values(None if halves else plan.values)
         for number, names in enumerate(plan.buckets, first):
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
             specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
@@ -202,8 +201,6 @@ class Training:
     def replan(self, plan: Plan) -> None:
         """Another plan, between two steps, on all ranks: residuals are kept, sparsifiers start anew."""
         plan.check(self.parameters)
-        if plan.density is None:  # one by hand says of buckets alone
-            plan = dataclasses.replace(plan, density=self.plan.density)
         held, progress = self._held(), self._progress()
         self.build(plan)
         assign_residuals(self.parts, held, progress)
@@ -231,9 +228,7 @@ class Training:
         if not new:
             return new
         parameters = [fact for fact, _ in new.values()]
-        plan = dataclasses.replace(
-            self.first_plan_of(new), density=self.plan.density, values=self.plan.values
-        )
+        plan = dataclasses.replace(self.first_plan_of(new), values=self.plan.values)
         together = self.is_agreed
         if together and self.size > 1:
             _log.warning(
@@ -341,12 +336,9 @@ class Training:
         return wait()
 
     def follow_times(self, warmup: Any) -> None:
-        """A step has been applied: another plan, where what a `WarmUp` has measured asks for it."""
-        waited = math.nan if self.telemetry.last is None else self.telemetry.last.wait_seconds
-        if (plan := warmup.after_step(self.plan, self.step, waited)) is not None:
+        """Takes another plan after a step, if a `WarmUp` has decided on one."""
+        if (plan := warmup.after_step()) is not None:
             self.replan(plan)
-        if warmup.decision is not None:
-            self.telemetry.density = warmup.decision.density
 
     # checkpoints
 

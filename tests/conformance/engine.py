@@ -84,8 +84,8 @@ class Engine:
         has: of "saved" (states), "adopts" (the user's AdamW), "levels", "nonfinite" (policies), "drift",
             "absent" (gradients of some ranks), "members" (some of the ranks), "types", "device" (memory of
             one), "buckets" (in reach), "models" (that may differ, until ranks compare), "retries" (after an
-            error of one rank alone), "scaler"s of a loss, "loops" (of users: see `wrap`), "share" (of
-            the network), "plans" (of buckets), "merging" by name, "horovod"'s arguments,
+            error of one rank alone), "scaler"s of a loss, "loops" (of users: see `wrap`), "plans" (of
+            buckets), "merging" by name, "horovod"'s arguments,
             "clips" and others of our optimizer.
         rank: of this process.
         size: number of processes.

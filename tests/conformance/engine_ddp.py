@@ -39,7 +39,7 @@ class HookTraining(TorchTraining):
         if members is not None:
             arguments["process_group"] = members
         has_rules = isinstance(compression, str) and "dens" in compression.partition(",")[2]
-        plan = PLAN if shapes == SHAPES and not has_rules and "network_share" not in options else None
+        plan = PLAN if shapes == SHAPES and not has_rules else None
         self.replica = Replica(
             shapes,
             compression,
@@ -72,7 +72,7 @@ def wrap(net: Any, optimizer: Any, compression: str, **arguments: Any) -> Any:
 
 
 COMMON = "adopts", "saved", "types", "device", "levels", "nonfinite", "drift", "buckets", "scaler", "retries"
-HAS = frozenset({*COMMON, "members", "absent", "loops", "share", "plans"})
+HAS = frozenset({*COMMON, "members", "absent", "loops", "plans"})
 #: where hooks are called otherwise
 OF_A_STATIC_GRAPH = (
     "test_a_bad_",

@@ -52,7 +52,7 @@ class OwnTraining(TorchTraining):
 
     @staticmethod
     def _options(options: dict[str, Any]) -> dict[str, Any]:
-        has_plans = {"plan", "merging", "groups", "network_share"} & set(options)
+        has_plans = {"plan", "merging", "groups"} & set(options)
         return options if has_plans else {"bucket_bytes": 680, **options}
 
     @property
@@ -89,7 +89,6 @@ ENGINES = [
         "drift",
         "buckets",
         "models",
-        "share",
         "plans",
         "merging",
         "clips",

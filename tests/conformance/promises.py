@@ -250,24 +250,6 @@ def test_telemetry_counts_what_was_sent(engine: Engine) -> None:
     assert "x less" in training.telemetry.summary()
 
 
-@pytest.mark.needs("share")
-def test_the_networks_share_changes_plans_alike_and_loses_nothing(engine: Engine, monkeypatch: Any) -> None:
-    """Dense at first, then sparse, dense and in halves, as ranks find out together."""
-    from support.merging_models import share_that_changes  # which takes a second to import
-
-    share_that_changes(monkeypatch, SHAPES)
-    training = engine.train("topk:density=auto(least=0.02,most=0.5)", network_share=0.05)
-    ledger, seen = Ledger(engine), []
-    for step in range(22):
-        ledger.enter(given(engine.rank, step))
-        run(training, engine, [step])
-        seen.append((bool(training.keeper.plan.buckets), training.keeper.plan.values))
-    assert [step for step in range(1, 22) if seen[step] != seen[step - 1]] == [6, 12, 18]
-    ledger.balance(training)
-    assert replicas_agree(engine, training)
-    assert "network_share=0.05: as the test says" in training.telemetry.summary()
-
-
 # What is saved
 
 

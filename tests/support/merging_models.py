@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
 from benchmarks.plans import SortingTime
 from horovod_sparse.cost import AffineTime, CostModel, Fit, Profile
 from horovod_sparse.merging import ParameterFacts, Plan, Workload, plan_of_segments, predict
-from horovod_sparse.planning import advice, share
-from horovod_sparse.planning.advice import Chosen
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
 SECONDS = st.floats(0.0, 10.0)
@@ -69,20 +65,3 @@ def profile_of_two(selection: dict[str, Fit], backward: dict[str, float], forwar
     collectives = dict.fromkeys(("allgather", "allreduce"), Fit(1e-3, 1e-8))
     made = Profile(2, "torch", "gloo", 0.001, collectives, selection)
     return dataclasses.replace(made, backward_seconds=backward, forward_seconds=forward)
-
-
-def share_that_changes(monkeypatch: Any, names: Iterable[str]) -> None:
-    """Lets `network_share` take a sparse plan, a dense one and halves in turn, every 6 steps after 6."""
-    whole = Plan((), tuple(names))
-    tried = itertools.cycle(
-        [Plan((tuple(names),), (), 0.05), whole, dataclasses.replace(whole, values="float16")]
-    )
-
-    def chosen(*given: object) -> tuple[Chosen, str]:
-        plan = next(tried)
-        return Chosen(plan, plan.density or 1.0, "as the test says", "in no time", True), ""
-
-    monkeypatch.setattr(advice, "by_share", chosen)  # which the first rank alone asks
-    monkeypatch.setattr(share, "share_measured", lambda times: 0.5)
-    monkeypatch.setattr(share, "PERIOD", 6)
-    monkeypatch.setattr(share, "_RECORDED", 2)

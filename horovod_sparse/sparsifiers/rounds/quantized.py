@@ -22,7 +22,6 @@ class Quantizer(Sparsifier):
 
     density_scope: ClassVar[Literal["per rank", "global"]] = "global"
     has_density: ClassVar[bool] = False
-    follows_density: ClassVar[bool] = False
 
     density: float = 1.0
 

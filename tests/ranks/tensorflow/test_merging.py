@@ -14,7 +14,6 @@ from conformance.engine import Ledger, given, replicas_agree
 from conformance.engines_tensorflow import TAPES, TapeTraining
 from horovod_sparse.cost import Fit
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import AutoDensity
 from horovod_sparse.merging import Plan
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 from support.merging_models import profile_of_two
@@ -100,28 +99,6 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
         descent.run(next(number))
     assert compression.is_measured
     assert replicas_agree(TAPES[0], descent)
-
-
-def test_all_ranks_take_one_density_and_lose_nothing():
-    arguments = {"profile": profile(backward_seconds=TO_MEASURE), "groups": 2}
-    descent = Descent("topk:density=auto(least=0.02,most=0.5,tolerance=0.05)", **arguments)
-    compression = descent.compression
-    for number in range(MEASURED):
-        descent.run(number)
-        assert 0.019 < compression.telemetry.last.density_target < 0.022
-    assert compression.is_measured and compression.plan.density is None
-    compression.replan()
-    plan, decision = compression.plan, compression.decision
-    assert plan.density in AutoDensity(least=0.02, most=0.5).candidates
-    assert f"density {plan.density:g}: predicted" in decision.density
-    assert len(plan.buckets) == 2
-    assert same_everywhere(plan)
-    descent.trace()
-    for number in range(MEASURED, MEASURED + 2):
-        descent.run(number)
-    assert compression.telemetry.last.density_target == pytest.approx(plan.density, abs=2e-3)
-    assert compression.telemetry.density == decision.density
-    descent.ledger.balance(descent)
 
 
 def test_times_are_those_of_backward():

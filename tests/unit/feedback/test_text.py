@@ -97,7 +97,6 @@ _REPEATED = """
     topk:quantum=0 topk:quantum=True exdyna:alpha=0.9 exdyna:blocks_per_move=1.0 micro:threshold=0.5
     randomk:seed=-1 hard_threshold:threshold=0.0 dgc:sample_fraction=1.5 dragonn:slots_per_selected=0
     mstopk:num_passes=0 sidco:first_density=1.0 sidco:adapt_every=0 qsgd:levels=128 signsgd:group=33
-    topk:density=auto(least=5e-324) topk:density=auto(tolerance=-1.0) topk:density=auto(least=0.01,most=0.001)
     topk:schedule=0.1 topk:schedule=linear(steps=3,start=0.0) topk:schedule=stairs(steps=1,densities=0.1)
     topk:feedback=momentum(momentum=2) topk:feedback=momentum(clip_norm=0.0) topk:feedback=adam(beta2=1.0)
     topk:feedback=none(clip_norm=True) topk:feedback=error(clip_norm=-1.0) topk:feedback=adam(eps=0.0)
@@ -136,15 +135,17 @@ def test_what_is_not_allowed_is_repeated(text: str) -> None:
         ("topk:schedule=linear()", "steps=None"),
         ("topk:densities={'a':2}", "densities.'a'.=2"),
         ("topk:density", "NAME:ARGUMENT=VALUE"),
-        ("topk:density=linear(steps=4)", "unknown density 'linear'"),
+        ("topk:density=linear(steps=4)", r"density='linear\(steps=4\)' is not allowed"),
+        (
+            "topk:density=auto",
+            r"density='auto' is not allowed: give .* a number such as 0\.01",
+        ),
+        ("topk:density=auto(least=0.01)", r"density='auto\(least=0\.01\)'.* a number such as 0\.01"),
         ("", "unknown compression ''"),
         ("topk:densty=0.1", r"densty.*density, feedback, indices, quantum, "),
         ("qsgd:density=0.01", "density=0.01.*1.0: qsgd sends every element, in 4 bits"),
         ("signsgd:vote=majority", "feedback=.*'none'.*outvote"),
         ("qsgd:norm=l2", "feedback=.*'none'.*7 levels of the L2 norm.*512 elements"),
-        ("hard_threshold:density=auto", "no density decides what hard_threshold sends"),
-        # 0.001, the least that "auto" would try, nobody has written
-        ("signsgd:density=auto", "density='auto'.*give none: no density decides what signsgd"),
         ("topk:schedule=linear(steps=3,epochs=2,steps_per_epoch=5)", "either steps"),
         ("topk:schedule=stairs(steps=1,densities=())", "densities"),
     ],

@@ -1,29 +1,20 @@
 """The two queues of a step: cases worked out by hand."""
 
 import dataclasses
-import json
 
-import numpy as np
 import pytest
 
-from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel, assumed_profile
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnsupportedError
-from horovod_sparse.feedback import AutoDensity, parse_recipe, recipe
+from horovod_sparse.cost import AffineTime, CostModel
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.merging import (
     ParameterFacts,
     Plan,
     Span,
     Workload,
-    densest_plan,
     layerwise,
-    optimal,
     predict,
 )
 from horovod_sparse.planning.optimal import segment_tables
-from horovod_sparse.sparsifiers import ALGORITHMS
-from horovod_sparse.training.compression import describe_recipe
-from support.merging_models import all_plans
-from support.sampling import rows_by
 
 A, B, C = (ParameterFacts(name, size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
 
@@ -129,83 +120,3 @@ def test_the_optimizer_updates_once_everything_has_been_summed() -> None:
     assert (timeline.computation_end, timeline.visible_seconds) == (15.0, before.visible_seconds)
     longer = workload.lasting(12.0).with_dense(["a"])
     assert (longer.update_seconds, longer.step_seconds) == (4.0, 12.0)
-
-
-#: five layers, the first ones (last in backward) small
-FACTS = tuple(
-    ParameterFacts(f"l{i}", n) for i, n in enumerate((2_000, 40_000, 700_000, 2_000_000, 4_000_000))
-)
-STEP = Workload(FACTS, (2e-3, 3e-3, 6e-3, 9e-3, 5e-3), 8e-3)
-
-
-def searched(name: str, limits: AutoDensity, bandwidth: float, strategy, fuse: bool = False):
-    """The choice, and what predicts an iteration at a density."""
-    profile = assumed_profile(AlphaBeta(5e-5, 8.0 / bandwidth), 4)
-
-    def cost(density):
-        return profile.cost(ALGORITHMS[name](density=density), fuse_sparse=fuse)
-
-    def seconds(plan, density):
-        return predict(STEP, plan, cost(density)).iteration_seconds
-
-    return densest_plan(limits, lambda density: strategy(STEP, cost(density)), seconds), seconds
-
-
-@rows_by("bandwidth,name,fuse", [2e8, 1e9, 1e10, 1e12], ["topk", "exdyna", "spardl"], [False, True])
-def test_no_larger_density_does_under_any_plan(bandwidth, name, fuse):
-    """Exhaustive: every candidate with each of the 16 plans that merge neighbours."""
-    limits = AutoDensity(least=0.001, most=0.2)
-    choice, seconds = searched(name, limits, bandwidth, optimal, fuse)
-    plans = list(all_plans(STEP))
-    assert len(plans) == 16
-    fastest = {density: min(seconds(plan, density) for plan in plans) for density in limits.candidates}
-    allowed = fastest[limits.least] * (1 + limits.tolerance)
-    assert choice.density == max(
-        density for density, least in fastest.items() if least <= allowed * (1 + 1e-9)
-    )
-    assert choice.seconds == pytest.approx(fastest[choice.density])
-    assert choice.least_seconds == pytest.approx(fastest[limits.least])
-    assert f"density {choice.density:g}" in choice.reason
-
-
-def test_a_plan_met_at_another_density_is_tried_at_all():
-    """Bisection alone would end at 0.01: there a better plan is found that does at 0.1, too."""
-    found = {0.01: Plan((("a",), ("b",)))}
-    worse = Plan((("a", "b"),))
-
-    def seconds(plan, density):
-        return 1.0 if plan == found[0.01] or density < 0.012 else 2.0
-
-    limits = AutoDensity(least=0.009, most=0.1)
-    choice = densest_plan(limits, lambda density: found.get(density, found[0.01]), seconds)
-    assert choice.density == 0.1
-    assert densest_plan(limits, lambda density: worse, seconds).density < 0.012
-
-
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if ALGORITHMS[name].follows_density])
-def test_every_sparsifier_takes_it_and_tells_it(name):
-    text = f"{name}:density=auto(least=0.002,most=0.05)"
-    made = parse_recipe(text)
-    assert made.auto == AutoDensity(0.002, 0.05) and made.sparsifier.density == 0.002
-    assert parse_recipe(made.describe()) == made
-    assert recipe(name, density=AutoDensity(0.002, 0.05)) == made
-    chosen = made.at(0.03)
-    assert chosen.sparsifier.density == 0.03 and chosen.describe() == made.describe()
-    assert chosen.for_parameter("weight", 1000).sparsifier.density == 0.03
-    assert "density='auto'" in describe_recipe(recipe(name, density="auto"))
-
-
-def test_what_is_not_allowed_is_named():
-    with pytest.raises(UnsupportedError, match=r"nowhere does not take: give a number"):
-        recipe("topk", density="auto").refuse_auto("nowhere")
-    with pytest.raises(ArgumentError, match=r"a plan for density=0.5.*density=0.01"):
-        recipe("topk", density=0.01).at(0.5)
-    with pytest.raises(ArgumentError, match=r"plan\.density"):
-        Plan((("a",),), density=0.0)
-
-
-def test_limits_of_numpy_s_are_plain_numbers() -> None:
-    """As JSON, rank 0 failed with them alone, and the others waited for it."""
-    limits = AutoDensity(least=np.float32(0.001), most=np.float64(0.1), tolerance=np.float32(0.05))
-    assert json.dumps([limits.candidates, limits.tolerance])
-    assert json.dumps(Plan((), (), density=np.float32(0.5)).to_dict())

@@ -8,18 +8,17 @@ import pytest
 
 from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile, choose_levels
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
-from horovod_sparse.feedback import AutoDensity, Recipe
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.planning import by_cost, plan_request
 from horovod_sparse.planning.calibration import Extent
 from horovod_sparse.planning.calibration.steps import BackwardTimes, measured_step
+from horovod_sparse.planning.first_plan import first_plan
 from horovod_sparse.planning.request import plan_by_times
 from horovod_sparse.planning.warmup import decide
 from horovod_sparse.plans.dense import ClusterFacts, bucket_seconds
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ExDyna, TopK
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.first_plan import first_plan
 from support.merging_models import all_plans, profile_of_two, seconds
 from support.sampling import rows_by
 
@@ -57,7 +56,6 @@ def asked(**arguments):
         ({"groups": 2, "bucket_bytes": 8}, "groups and bucket_bytes"),
         ({"tensor_selection": "cost", "plan": Plan((("a",),))}, "tensor_selection and plan"),
         ({"profile": PROFILE}, "merging='optimal'"),
-        ({"network_share": 0.05, "recipe": Recipe(TOPK), "plan": Plan((), ("a",), 0.1)}, "share=0.05"),
         ({"merging": "optimal", "profile": 7}, "path of a saved"),
     ],
 )
@@ -137,22 +135,6 @@ def test_all_ranks_take_one_plan_whatever_was_measured_where(profile):
     assert "predicted per iteration: taken" in str(one)
 
 
-def test_what_the_prediction_is_short_of_the_measured_steps_is_added_to_all():
-    current = asked(merging="single").first_plan(FACTS)
-    slow = dataclasses.replace(BACKWARD, iteration_seconds=0.5)
-    given = dataclasses.replace(PROFILE, backward_seconds={}, forward_seconds=0.0)
-    wanted = [asked(merging="layerwise", tensor_selection="cost", profile=given)] * 2
-    plain, _ = decided(wanted)
-    added, _ = decided(wanted, times=slow, current=current)
-    assert added.predicted_seconds["single"] == pytest.approx(0.5)
-    short = 0.5 - plain.predicted_seconds["single"]
-    for name, took in plain.predicted_seconds.items():
-        assert added.predicted_seconds[name] == pytest.approx(took + short)
-    assert added.plan == plain.plan
-    quick = dataclasses.replace(BACKWARD, iteration_seconds=1e-6)
-    assert decided(wanted, times=quick, current=current)[0].predicted_seconds == plain.predicted_seconds
-
-
 def refusing(ends, kind, match):
     assert len(ends) > 1
     for end in ends:
@@ -192,10 +174,7 @@ def test_a_profile_that_cannot_be_applied_is_refused_by_all(changed, match):
     # and where backward was measured, too
     if "backward_seconds" not in changed:
         profile = dataclasses.replace(profile, backward_seconds={})
-        times = dataclasses.replace(BACKWARD, iteration_seconds=1.0)
-        wanted = [asked(merging="optimal", profile=profile)] * 2
-        ends = decided(wanted, times=times, current=Plan((tuple(TIMES),)))
-        refusing(ends, ProfileMismatchError, match)
+        refusing(decided([asked(merging="optimal", profile=profile)] * 2), ProfileMismatchError, match)
 
 
 def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
@@ -206,27 +185,6 @@ def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
     assert isinstance(first, ZeroDivisionError)
     assert type(second) is HorovodSparseError
     assert "on rank 0: ZeroDivisionError: division by zero" in str(second)
-
-
-@pytest.mark.parametrize("arguments", [{}, {"groups": 2}, {"plan": Plan((("a", "b"), ("c", "d")))}])
-def test_a_density_is_decided_with_the_plan_on_rank_0_for_all(arguments):
-    limits = AutoDensity(least=0.005, most=0.5)
-    request, plan = plan_request(**arguments, density=limits)
-    assert request.measures and "density=auto(least=0.005,most=0.5)" in request.describe()
-    given = {"groups": arguments.get("groups"), "plan": plan}
-    first = first_plan(request, {fact.name: (fact, fact) for fact in FACTS}, TOPK, lambda: where(0), **given)
-    assert first.failure is None and first.plan.density is None and first.decision is None
-    one, other = decided([dataclasses.replace(first.request, profile=PROFILE)] * 2)
-    assert one.plan == other.plan and one.density == other.density
-    assert one.plan.density in limits.candidates and f"density {one.plan.density:g}:" in str(one)
-    if "groups" in arguments or "plan" in arguments:
-        assert one.plan.buckets == first.plan.buckets
-    fast = {kind: Fit(1e-6, 1e-15) for kind in PROFILE.collectives}
-    free = dataclasses.replace(PROFILE, collectives=fast, selection={"topk": Fit(1e-6, 0.0)}, decoding={})
-    assert decided([dataclasses.replace(first.request, profile=free)] * 2)[0].plan.density == 0.5
-    slow = {kind: Fit(1e-3, 1e-3) for kind in PROFILE.collectives}
-    dear = dataclasses.replace(PROFILE, collectives=slow)
-    assert decided([dataclasses.replace(first.request, profile=dear)] * 2)[0].plan.density == 0.005
 
 
 SIZES = (40_000, 100, 300_000, 20_000, 5_000, 90_000, 700, 250_000, 60_000)

@@ -4,47 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import HorovodSparseError, ProfileMismatchError
+from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.plans.dense import ClusterFacts, by_formulas, sparsifies_by_formulas
 from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.sparsifiers import Sparsifier
 
-
-class Planner(Protocol):
-    """What a training knows of plans by times: `horovod_sparse.planning` has it; `WarmUp` measures."""
-
-    @property
-    def failure(self) -> HorovodSparseError | None:
-        """Why the profile that was given cannot be read: raised once all ranks have been told."""
-
-    @property
-    def digest(self) -> str:
-        """Of the profile that was given."""
-
-    @property
-    def measures(self) -> bool:
-        """Whether the plan, or its density, depends on times."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether a profile says all that there is to measure."""
-
-    def describe(self) -> str:
-        """One line, equal on ranks that ask for the same."""
-
-    def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
-        """The plan that needs no times."""
-
-    def keeping(self, make: Callable[[], Plan]) -> Planner:
-        """The same where buckets are given and their density is not: with the plan that is made."""
-
-    def decided(
-        self, cluster: ClusterFacts, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier
-    ) -> Any:
-        """The `Decision` of a complete profile; needs no collective."""
+if TYPE_CHECKING:
+    from horovod_sparse.planning.request import Decision, PlanRequest
 
 
 @dataclass(frozen=True)
@@ -53,9 +22,9 @@ class FirstPlan:
 
     plan: Plan
     #: how plans are made; None where one was given, or none is asked for
-    request: Planner | None = None
+    request: PlanRequest | None = None
     #: why the plan was taken, where a profile decided
-    decision: Any = None
+    decision: Decision | None = None
     #: why the plan is not the one that was asked for
     failure: Exception | None = None
     #: why buckets are dense though nobody asked for that, in words; empty where none are
@@ -63,7 +32,7 @@ class FirstPlan:
 
 
 def first_plan(
-    request: Planner | None,
+    request: PlanRequest | None,
     facts: Mapping[str, tuple[ParameterFacts, Any]],
     sparsifier: Sparsifier,
     cluster: Callable[[], ClusterFacts],
@@ -77,7 +46,6 @@ def first_plan(
             kept, words = by_formulas(made, parameters, sparsifier, cluster())
             return FirstPlan(kept, selection=words)
         return FirstPlan(made)
-    request = request.keeping(lambda: make_plan(facts, **arguments))
     try:
         if request.failure is not None:
             raise request.failure
@@ -91,7 +59,7 @@ def first_plan(
         return FirstPlan(make_plan(facts), request, failure=failure)
 
 
-def check_agreement(request: Planner | None) -> Synchronization[None]:
+def check_agreement(request: PlanRequest | None) -> Synchronization[None]:
     """Refuses ranks that ask for different things: other arguments, other profiles, one that is broken."""
     mine: dict[str, str | None] = {"asked": None, "digest": "no profile", "failure": None}
     if request is not None:
