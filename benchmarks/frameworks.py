@@ -7,13 +7,10 @@ waits for a network. The baseline is PyTorch's step of the same sparsifier, in t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -22,7 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np  # noqa: E402
 
-from benchmarks.common.timing import Timing, Work, measure  # noqa: E402
+from benchmarks.common.timing import Timing, Work, measure, tell  # noqa: E402
 from horovod_sparse.feedback import parse_recipe  # noqa: E402
 
 #: largest ratio of TensorFlow's step to PyTorch's that is allowed
@@ -78,11 +75,7 @@ def _tensorflow_step(text: str, gradient: np.ndarray) -> Work:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints.
 
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code: 1 if --check found the budget exceeded.
+    Returns the exit code: 1 if --check found the budget exceeded.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench frameworks", description=__doc__)
     parser.add_argument("--elements", type=int, default=25_600_000, help="n (default %(default)s)")
@@ -104,20 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.sparsifiers.split(","):
         text = f"{name}:density={options.density}"
         timings += measure(_pytorch_step(text, gradient), [_tensorflow_step(text, gradient)], options.repeat)
-    for timing in timings:
-        low, high = timing.quartiles_ms
-        print(f"{timing.name:24} {timing.median_ms:8.2f} ms  ({low:.2f}, {high:.2f})  {timing.ratio:5.2f}")
-    if options.json:
-        result = {
-            "elements": options.elements,
-            "density": options.density,
-            "rounds": options.repeat,
-            "threads": 1,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "budget": _BUDGET,
-            "timings": [asdict(timing) for timing in timings],
-        }
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    facts = {
+        "elements": options.elements,
+        "density": options.density,
+        "rounds": options.repeat,
+        "threads": 1,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "budget": _BUDGET,
+    }
+    tell(timings, facts, options.json)
     return 1 if options.check and not all(timing.fits for timing in timings) else 0
 
 

@@ -184,11 +184,6 @@ def cluster_for(num_hosts: int | None, rate: str | None, name: str = "cluster") 
             _script("down", "--name", own)
 
 
-def set_rate(hosts: Hosts, rate: str) -> None:
-    """Another rate for all ports of a cluster that is up, while ranks run on it."""
-    _script("rate", rate, "--name", hosts.name)
-
-
 @contextlib.contextmanager
 def _ended_tidily() -> Iterator[None]:
     """Whoever ends this process by SIGTERM or SIGHUP ends it as an exception would, clusters removed."""
@@ -212,14 +207,6 @@ def machine_facts() -> dict[str, Any]:
         "memory_gib": round(pages / 2**30),
         "load_before": round(os.getloadavg()[0], 2),
     }
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 4 * 2**30
 
 
 def parts_of(items: Sequence[str], size: int) -> list[list[str]]:

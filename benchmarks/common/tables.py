@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common.pages import markdown
@@ -42,21 +42,6 @@ def frameworks_table(result: Mapping[str, Any]) -> str:
         f"{result['machine']}."
     )
     return f"{facts}\n\n{_timings(result, 'PyTorch')}"
-
-
-def drift_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench drift`."""
-    facts = (
-        f"{result['elements']:,} parameters and Adam's state ({result['compared_bytes'] / 1e6:.0f} MB), "
-        f"{result['sparsifier']}, {result['ranks']} ranks, {result['rounds']} rounds; {result['machine']}. "
-        f"Every {result['check_every']} steps: {result['share']:.3%} of a step."
-    )
-    names = {"step": "synchronizing and stepping, without backward", "check": "comparing all of it"}
-    rows = [
-        [name, f"{values['median']:.2f}", f"{values['low']:.2f} to {values['high']:.2f}"]
-        for name, values in ((names[key], result["ms"][key]) for key in names)
-    ]
-    return f"{facts}\n\n{markdown(['', 'median ms', 'quartiles'], rows)}"
 
 
 def _timings(result: Mapping[str, Any], baseline: str) -> str:
@@ -112,23 +97,20 @@ def _launch_table(launch: Mapping[str, Any]) -> str:
     return markdown([*header, *(f"{name} / it" for name in references)], rows)
 
 
-def bandwidth_table(result: Mapping[str, Any], predicted: Sequence[tuple[float, float]]) -> str:
-    """Of `scripts/bench train` at several rates: a row per rate, measured and predicted.
-
-    Args:
-        result: of launches with "dense" and one sparsifier.
-        predicted: seconds of both for every launch.
-    """
+def bandwidth_table(result: Mapping[str, Any]) -> str:
+    """Of `scripts/bench train` at several rates: a row per rate."""
     rows = []
-    for launch, (dense, sparse) in zip(result["launches"], predicted, strict=True):
-        items = {item["method"]: item["seconds"] for item in launch["results"]}
+    for launch in result["launches"]:
+        items = {item["method"]: item["seconds"]["median"] for item in launch["results"]}
         (name,) = [method for method in items if method != "dense"]
-        cells = [f"{milliseconds(items[method]['median'])}" for method in ("dense", name)]
-        ratio = items["dense"]["median"] / items[name]["median"]
-        cells += [f"{ratio:.1f}", milliseconds(dense), milliseconds(sparse), f"{dense / sparse:.1f}"]
+        cells = [
+            milliseconds(items["dense"]),
+            milliseconds(items[name]),
+            f"{items['dense'] / items[name]:.1f}",
+        ]
         rows.append([launch["rate"], *cells, str(launch["load_before"])])
-    header = ["", "dense ms", f"{name} ms", "times faster", "dense, predicted", f"{name}, predicted"]
-    return f"{circumstances(result)}\n\n{markdown([*header, 'times, predicted', 'load before'], rows)}"
+    header = ["", "dense ms", f"{name} ms", "times faster", "load before"]
+    return f"{circumstances(result)}\n\n{markdown(header, rows)}"
 
 
 def growth_table(result: Mapping[str, Any]) -> str:

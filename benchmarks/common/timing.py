@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -103,3 +107,27 @@ def measure(
 def _timing(work: Work, seconds: list[float], ratios: list[float]) -> Timing:
     low, middle, high = (float(q) * 1e3 for q in np.quantile(seconds, [0.25, 0.5, 0.75]))
     return Timing(work.name, middle, (low, high), float(np.median(ratios)), work.budget)
+
+
+def tell(timings: Sequence[Timing], facts: dict[str, Any], target: str | None, *words: str) -> None:
+    """Prints a table with some words, and writes the JSON that was asked for.
+
+    Args:
+        timings: the baseline's first.
+        facts: beside them in the JSON.
+        target: a file, "-" for stdout, None for no JSON.
+        words: lines behind the table.
+    """
+    out, width = sys.stderr if target == "-" else sys.stdout, max(len(timing.name) for timing in timings)
+    print(f"{'':{width}}    median   quartiles (ms)     ratio  budget", file=out)
+    for timing in timings:
+        low, high = timing.quartiles_ms
+        budget = "" if timing.budget is None else f"{timing.budget:6.2f}{'' if timing.fits else '  EXCEEDED'}"
+        numbers = f"{timing.median_ms:8.3f}  {low:8.3f} {high:8.3f} {timing.ratio:8.2f}"
+        print(f"{timing.name:{width}}  {numbers}  {budget}", file=out)
+    print(*words, sep="\n", file=out)
+    text = json.dumps({**facts, "timings": [asdict(timing) for timing in timings]}, indent=2)
+    if target == "-":
+        print(text)
+    elif target:
+        Path(target).write_text(text + "\n")

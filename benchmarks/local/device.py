@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.timing import Timing, measure
+from benchmarks.common.timing import measure, tell
 from benchmarks.local.device_works import DeviceWorks
 
 
@@ -27,7 +24,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=8, help="P (default %(default)s)")
     parser.add_argument("--repeat", type=int, default=21, help="rounds (default %(default)s)")
     parser.add_argument("--device", default="cuda", help="device (default %(default)s)")
-    parser.add_argument("--tune", action="store_true", help="also time folds of other shapes")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
     )
@@ -49,29 +45,10 @@ def _environment(device: str) -> dict[str, Any]:
     return {"device": name, "torch": torch.__version__, "triton": triton}
 
 
-def _table(timings: Sequence[Timing], num_elements: int) -> str:
-    width = max(len(timing.name) for timing in timings)
-    bandwidth = 8 * num_elements / timings[0].median_ms / 1e9
-    lines = [f"{'':{width}}    median   quartiles (ms)     ratio  budget"]
-    for timing in timings:
-        low, high = timing.quartiles_ms
-        budget = "" if timing.budget is None else f"{timing.budget:6.2f}{'' if timing.fits else '  EXCEEDED'}"
-        numbers = f"{timing.median_ms:8.3f}  {low:8.3f} {high:8.3f} {timing.ratio:8.2f}"
-        lines.append(f"{timing.name:{width}}  {numbers}  {budget}")
-    lines.append(
-        f"the copy moves {bandwidth:.2f} TB/s; a fold must move twice its bytes, so that 4.00 is twice that"
-    )
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints.
 
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code: 1 if the selection is wrong, or --check found a budget exceeded.
+    Returns the exit code: 1 if the selection is wrong, or --check found a budget exceeded.
     """
     options = _arguments(arguments)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
@@ -82,30 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     works = DeviceWorks(options.elements, options.density, options.ranks, options.device)
     right = works.check()
-    everything = [*works.parts(options.tune), *works.steps(), *works.others()]
+    everything = [*works.parts(), *works.steps(), *works.others()]
     timings = measure(works.baseline(), everything, options.repeat, seconds=works.seconds)
     extra_memory = works.extra_memory()
-    out = sys.stderr if options.json == "-" else sys.stdout
-    print(_table(timings, options.elements), file=out)
     memory = "unknown" if extra_memory is None else f"{extra_memory:.1%}"
-    print(f"memory beyond residual and gradient: {memory}; selection right: {right}", file=out)
-    if options.json:
-        result = {
-            **_environment(options.device),
-            "elements": options.elements,
-            "density": options.density,
-            "ranks": options.ranks,
-            "rounds": options.repeat,
-            "selection_right": right,
-            "extra_memory": extra_memory,
-            "baseline": timings[0].name,
-            "timings": [asdict(timing) for timing in timings],
-        }
-        text = json.dumps(result, indent=2)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n")
+    facts = {
+        **_environment(options.device),
+        "elements": options.elements,
+        "density": options.density,
+        "ranks": options.ranks,
+        "rounds": options.repeat,
+        "selection_right": right,
+        "extra_memory": extra_memory,
+        "baseline": timings[0].name,
+    }
+    bandwidth = 8 * options.elements / timings[0].median_ms / 1e9
+    words = f"the copy moves {bandwidth:.2f} TB/s", f"memory beyond residual and gradient: {memory}"
+    tell(timings, facts, options.json, *words, f"selection right: {right}")
     return 1 if not right or (options.check and not all(timing.fits for timing in timings)) else 0
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 # One thread everywhere, before anything starts a pool.
@@ -23,7 +20,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
     os.environ.setdefault(_variable, "1")
 
 from benchmarks.common.options import count, density  # noqa: E402
-from benchmarks.common.timing import Timing, Work, measure  # noqa: E402
+from benchmarks.common.timing import Work, measure, tell  # noqa: E402
 from benchmarks.local.steps import StepWorks  # noqa: E402
 from benchmarks.local.works import LocalWorks  # noqa: E402
 
@@ -65,18 +62,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _table(timings: Sequence[Timing], extra_memory: float) -> str:
-    width = max(len(timing.name) for timing in timings)
-    lines = [f"{'':{width}}    median   quartiles (ms)    ratio  budget"]
-    for timing in timings:
-        low, high = timing.quartiles_ms
-        budget = "" if timing.budget is None else f"{timing.budget:6.2f}{'' if timing.fits else '  EXCEEDED'}"
-        numbers = f"{timing.median_ms:8.3f}  {low:8.3f} {high:8.3f} {timing.ratio:8.2f}"
-        lines.append(f"{timing.name:{width}}  {numbers}  {budget}")
-    lines.append(f"memory beyond residual and gradient: {extra_memory:.1%} (budget {_MEMORY_BUDGET:.0%})")
-    return "\n".join(lines)
-
-
 def _cpu_seconds(work: Work) -> float:
     """Like the wall clock, but without what other processes take from the core."""
     work.prepare()
@@ -88,11 +73,7 @@ def _cpu_seconds(work: Work) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints.
 
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code: 1 if --check found a budget exceeded, 2 where a device cannot be used.
+    Returns the exit code: 1 if --check found a budget exceeded, 2 where a device cannot be used.
     """
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_chosen(chooser)
@@ -121,25 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         timings = measure(works.baseline(), everything, options.repeat)
     extra_memory = works.extra_memory()
-    print(_table(timings, extra_memory), file=sys.stderr if options.json == "-" else sys.stdout)
-    if options.json:
-        result = {
-            "elements": options.elements,
-            "density": options.density,
-            "ranks": options.ranks,
-            "rounds": options.repeat,
-            "threads": 1,
-            "clock": "cpu" if options.cpu_time else "wall",
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "extra_memory": extra_memory,
-            "baseline": timings[0].name,
-            "timings": [asdict(timing) for timing in timings],
-        }
-        text = json.dumps(result, indent=2)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n")
+    facts = {
+        "elements": options.elements,
+        "density": options.density,
+        "ranks": options.ranks,
+        "rounds": options.repeat,
+        "threads": 1,
+        "clock": "cpu" if options.cpu_time else "wall",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "extra_memory": extra_memory,
+        "baseline": timings[0].name,
+    }
+    words = f"memory beyond residual and gradient: {extra_memory:.1%} (budget {_MEMORY_BUDGET:.0%})"
+    tell(timings, facts, options.json, words)
     fits = all(timing.fits for timing in timings) and extra_memory <= _MEMORY_BUDGET
     return 1 if options.check and not fits else 0
 

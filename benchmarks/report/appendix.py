@@ -18,13 +18,6 @@ PERFORMANCE = (
         "scripts/bench frameworks",
     ),
     Section(
-        "Comparing replicas",
-        "Comparing parameters and optimizer state of all ranks, beside a step without forward and backward "
-        "pass.",
-        ("drift",),
-        "scripts/bench drift",
-    ),
-    Section(
         "One synchronization",
         "From the first rank's start to the last rank's end, and its parts on an average rank. CPU: of the "
         "whole process; own CPU: of the thread that synchronizes. By expected: bytes that left the "

@@ -14,7 +14,6 @@ from benchmarks.allreduce.main import tables as allreduce_table
 from benchmarks.common.pages import FOLDER, page
 from benchmarks.common.tables import (
     bandwidth_table,
-    drift_table,
     frameworks_table,
     growth_table,
     hosts_table,
@@ -23,26 +22,13 @@ from benchmarks.common.tables import (
     wire_table,
 )
 from benchmarks.report import appendix
-from benchmarks.report.pictures import (
-    bits_per_second,
-    draw,
-    predicted_seconds,
-)
+from benchmarks.report.pictures import draw
 from benchmarks.report.plans import loss_table, paper_table, random_table
 from benchmarks.studies import appendix as studies
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DOCS = _ROOT / "docs"
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-
-
-def _bandwidth(result: Any) -> str:
-    return bandwidth_table(result, [_predicted(result, launch) for launch in result["launches"]])
-
-
-def _predicted(result: Any, launch: Any) -> tuple[float, float]:
-    (recipe,) = launch["sparsifiers"].values()
-    return predicted_seconds(result["model"], recipe, launch["ranks"], bits_per_second(launch["rate"]))
 
 
 def _plans(result: Any) -> str:
@@ -56,11 +42,10 @@ _RENDERERS = {
     "merging_names": hosts_table,
     "levels_merging": hosts_table,
     "sparse_allreduce": allreduce_table,
-    "bandwidth": _bandwidth,
+    "bandwidth": bandwidth_table,
     "local": local_table,
     "frameworks": frameworks_table,
     "growth": growth_table,
-    "drift": drift_table,
     "wire": wire_table,
 }
 #: by file: title, the page that says what it means, sections
@@ -132,11 +117,7 @@ def read(folder: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the appendix, the table in README.md and the pictures anew, or checks them.
 
-    Args:
-        arguments: of the command line; None takes the process's own.
-
-    Returns:
-        The exit code: 1 if --check found one of them out of step.
+    Returns the exit code: 1 if --check found one of them out of step.
     """
     parser = argparse.ArgumentParser(prog="scripts/report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if something would change")

@@ -15,15 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
 from benchmarks.studies.baselines import BASELINES
-from benchmarks.studies.study import PICTURES, Result, Study, markdown, rounded
+from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import gpt_task
 from benchmarks.studies.training import train
 from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
@@ -277,27 +273,6 @@ def table(result: Result) -> str:
     return f"{markdown(head, rows)}\n\n{markdown(kept_head, kept)}"
 
 
-def draw(result: Result) -> None:
-    """Training loss of two ranks over the steps at the best rate, mean of the seeds and of forty steps."""
-    figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
-    axes.set_prop_cycle(color=plt.get_cmap("tab20")(np.r_[0:20:2, 1:20:2]))
-    for name in METHODS:
-        found = best(result, name) if METHODS[name].size == 2 else None
-        if found is None:
-            continue
-        bits = smooth(list(found[1].values()))
-        axes.plot(
-            np.arange(len(bits)) + LAST * SETTING["num_steps"], bits, label=f"{name}, rate {found[0]:g}"
-        )
-    axes.set_xlabel("step")
-    axes.set_ylabel("bits per byte, training")
-    axes.set_ylim(top=5)
-    axes.grid(True, linewidth=0.3)
-    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(PICTURES / "adamw.png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 def _complete(result: Result) -> None:
     result.setdefault("compute_seconds", round(compute_seconds(SETTING), 4))
     result.setdefault("memory", memory())
@@ -314,5 +289,4 @@ STUDY = Study(
     table,
     facts={"setting": SETTING},
     complete=_complete,
-    draw=draw,
 )

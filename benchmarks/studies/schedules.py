@@ -9,14 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from benchmarks.studies.study import PICTURES, Result, Study, markdown
+from benchmarks.studies.study import Result, Study, markdown
 from benchmarks.studies.tasks import Task, small_digits_task
 from benchmarks.studies.training import train
 from horovod_sparse.arrays import FoldRule
@@ -196,32 +192,10 @@ def remedies_table(result: dict[str, Any]) -> str:
     return markdown(["remedy", "topk", "exdyna"], rows)
 
 
-def draw(result: dict[str, Any]) -> None:
-    """Training loss with warm restarts: momentum, and plain SGD at ten times the rate; mean over seeds."""
-    figure, grid = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for axes, optimizer in zip(grid, ("momentum", "SGD"), strict=True):
-        for method, color in zip(METHODS, ("black", "#1f5fbf", "#c44e00"), strict=True):
-            runs = of(result, "warm restarts", optimizer, method)
-            if runs:
-                mean = np.mean([run["losses"] for run in runs], axis=0)
-                steps = np.linspace(0, result["setting"]["num_steps"], mean.size + 1)[1:]
-                axes.plot(steps, mean, color=color, linewidth=1.2, label=method)
-        axes.set_yscale("log")
-        rate = OPTIMIZERS[optimizer][0]
-        axes.set_title(f"{optimizer}, largest rate {rate:g}, warm restarts", fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(True, linewidth=0.3)
-    grid[0].set_ylabel("training loss")
-    grid[0].legend(fontsize=9)
-    figure.savefig(PICTURES / "schedules.png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 STUDY = Study(
     "schedules",
     names,
     measure,
     lambda result: f"{table(result)}\n\n{remedies_table(result)}",
     facts={"setting": SETTING},
-    draw=draw,
 )

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.hosts import (
-    BenchmarkError,
-    available_bytes,
     cluster_for,
     machine_facts,
     parts_of,
@@ -33,10 +31,6 @@ _BASELINES = ("dense", "dense float16", "naive")
 LEVELS_SUFFIX = ", two levels"
 #: of DistributedDataParallel: its own allreduce, and what it has of compression
 _OF_DDP = ("dense", "powersgd 1", "powersgd 4")
-#: bytes per element and rank that are needed at most: by gradients and dense baselines, by the naive
-#: sparsifier on top, and by each other one
-_GRADIENT_SHARE, _NAIVE_SHARE, _SPARSIFIER_SHARE = 16, 20, 9
-_PROCESS_BYTES = 400_000_000
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,49 +58,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="L",
         help="with more than one (default %(default)s) each sparsifier is measured on two levels, too",
     )
+    text = "sparsifiers in a launch, each beside the baselines: what memory holds (default %(default)s)"
+    made.add_argument("--at-once", type=count, default=4, metavar="N", help=text)
     add_pairs(made)
     add_common(made, list(ALGORITHMS), _BASELINES)
     return made
-
-
-def split_for_memory(
-    names: Sequence[str],
-    num_ranks: int,
-    elements: int,
-    available: int,
-    *,
-    naive: bool = True,
-    levels: bool = False,
-    ways: int = 1,
-) -> list[list[str]]:
-    """The sparsifiers in as many launches as memory asks for, each beside the baselines.
-
-    Args:
-        names: of the sparsifiers.
-        num_ranks: on this machine.
-        elements: n.
-        available: bytes.
-        naive: whether the naive sparsifier is among the baselines.
-        levels: whether each is measured on two levels, too.
-        ways: in how many each is measured on one level.
-
-    Raises:
-        BenchmarkError: if not even one fits.
-
-    Example:
-        >>> split_for_memory(["topk", "micro", "exdyna"], 8, 25_600_000, 16 * 2**30)
-        [['topk'], ['micro', 'exdyna']]
-    """
-    base = num_ranks * (_PROCESS_BYTES + (_GRADIENT_SHARE + naive * _NAIVE_SHARE) * elements)
-    each = num_ranks * (_SPARSIFIER_SHARE * ways * (1 + levels)) * elements
-    most = int((0.85 * available - base) // each)
-    if most < 1:
-        needed = (base + each) / 0.85 / 2**30
-        raise BenchmarkError(
-            f"{num_ranks} ranks of {elements:,} elements need {needed:.0f} GiB, there are "
-            f"{available / 2**30:.0f}: ask for fewer hosts or elements"
-        )
-    return parts_of(names, most) or [[]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -123,12 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for network in options.networks or ["gloo"]:
             for num_hosts in options.hosts or [hosts.num_hosts]:
                 num_ranks = num_hosts * options.ranks_per_host
-                for names in split_for_memory(
-                    *(list(sparsifiers), num_ranks, elements, available_bytes()),
-                    naive="naive" in references,
-                    levels=options.ranks_per_host > 1,
-                    ways=1 + options.pairs,
-                ):
+                for names in parts_of(list(sparsifiers), options.at_once) or [[]]:
                     behind = {name: name for name in _OF_DDP}
                     behind |= {name: sparsifiers[name] for name in names}
                     behind = {} if options.engine == "horovod" else behind
