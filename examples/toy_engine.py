@@ -85,7 +85,7 @@ class ArrayBucket(ArrayPart, BucketPart):
         applied, total = np.zeros(self.num_elements, np.float32), self.total
         applied[total.indices] = total.values * np.float32(scale)
         self.bucket.accept()
-        report = BucketReport(self.bucket.last, len(total.indices), applied.nbytes, total.norms)
+        report = BucketReport(self.bucket.last, len(total.indices), applied.nbytes, total.notes.norms)
         return applied, report
 
 

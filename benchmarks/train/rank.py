@@ -40,7 +40,7 @@ class _DecodedDensely:
             one[:] = 0
             one[sum_.indices[message]] = sum_.values[message]
             total += one
-        return WholeSum(total, sum_.counts, sum_.first_nonfinite, sum_.norms), after
+        return WholeSum(total, sum_.counts, sum_.notes), after
 
 
 def densely(sparsifier: Sparsifier) -> Sparsifier:

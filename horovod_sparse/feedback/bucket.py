@@ -28,7 +28,6 @@ from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SparsifierState, rescaled
 from horovod_sparse.telemetry import BucketStep
-from horovod_sparse.wire import told_by_norms
 
 if TYPE_CHECKING:
     from horovod_sparse.feedback.alikeness import Alikeness
@@ -197,7 +196,7 @@ class Bucket:
         leave the bucket as before, but for what was finite, which is in the residual.
         """
         sum_, overflow = yield from self._synchronized(gradient, learning_rate, refused, scale)
-        self._check(sum_.first_nonfinite, overflow)
+        self._check(sum_.notes.first_nonfinite, overflow)
         return sum_
 
     def _synchronized(
@@ -232,7 +231,7 @@ class Bucket:
         Every rank has its gradient in its residual; one that has dropped it sends what waited before.
         """
         sum_, overflow = yield from self._synchronized_again(scale)
-        self._check(sum_.first_nonfinite, overflow)
+        self._check(sum_.notes.first_nonfinite, overflow)
         return sum_
 
     def _synchronized_again(self, scale: float | None) -> Synchronization[tuple[SparseSum, int | None]]:
@@ -255,30 +254,29 @@ class Bucket:
         report.num_selected = int(sum_.counts[self.info.rank])
         report.num_received = sum_.values.size
         report.facts.update(sum_.facts)
-        if sum_.norms is not None:
-            sum_.norms, steps, leans = told_by_norms(sum_.norms)
-            self._check_steps(steps)
-            if self._alikeness is not None and leans.any():
-                learned = self._alikeness.learned(self._progress.leans, leans)
+        if (norms := sum_.notes.norms) is not None:
+            self._check_steps(sum_.notes.steps)
+            if self._alikeness is not None and sum_.notes.leans.any():
+                learned = self._alikeness.learned(self._progress.leans, sum_.notes.leans)
                 self._progress = dataclasses.replace(self._progress, leans=learned)
-            report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
+            report.global_error = float(np.add.reduce(norms)) / len(norms)
         # all ranks have the same sum: so they find the same, without a message
         overflow = overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
-        if sum_.first_nonfinite or overflow is not None:
+        if sum_.notes.first_nonfinite or overflow is not None:
             self.abandon()
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
         return sum_, overflow
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
-        """Refuses ranks that have not done the same number of steps (modulo 8); all know those of all."""
+        """Refuses ranks that have not done the same number of steps: all know those of all."""
         if (steps != steps[0]).any():
             self.abandon()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
             at = {int(step): numbers[steps == step].tolist() for step in steps}
             told = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
             raise StateMismatchError(
-                f"ranks are not at the same step of {self.info.name}: modulo 8, {told}. Some have given up "
+                f"ranks are not at the same step of {self.info.name}: {told}. Some have given up "
                 "a step alone that others have applied, so their parameters differ: resume from a checkpoint"
             )
 

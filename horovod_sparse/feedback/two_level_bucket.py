@@ -30,11 +30,10 @@ from horovod_sparse.feedback.bucket import Bucket, Member
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
 from horovod_sparse.topology import Topology
-from horovod_sparse.wire import WireFormat, pack, unpack_sum
+from horovod_sparse.wire import Notes, WireFormat, pack, unpack_sum
 
 #: within a host bytes are cheap, and every index is written by who knows its shard
 _INSIDE = WireFormat()
-_STEP_BITS = 7  # of the number of steps, which between hosts travel in a norm's bits
 
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
@@ -58,7 +57,7 @@ def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
 class ShardMessage:
     """What a rank's column has found of its shard, for the ranks of its host: in one row of words.
 
-    By host: `counts`, `marks` and `norms`; then ``8 w + step`` and 1 + `overflow` (or 0); then w words of an
+    By host: `counts`, `marks` and `norms`; then w, `step` and 1 + `overflow` (or 0); then w words of an
     error's text, and the sum: a selection, which begins with its length, or minus the number of words that
     follow, counting itself, and the values of all elements.
     """
@@ -69,7 +68,7 @@ class ShardMessage:
     marks: NDArray[np.int32]
     #: of the residuals, float32 on the way
     norms: NDArray[np.floating]
-    #: synchronizations that this rank has done, modulo 8
+    #: synchronizations that this rank has done
     step: int
     #: the first element of the sum that its type cannot hold
     overflow: int | None = None
@@ -86,7 +85,7 @@ class ShardMessage:
             text = np.frombuffer(line + b" " * (-len(line) % 4), np.int32)
         norms = np.asarray(self.norms, np.float32).view(np.int32)
         overflow = 0 if self.overflow is None else 1 + self.overflow
-        numbers = [text.size * (_STEP_BITS + 1) + self.step, overflow]
+        numbers = [text.size, self.step, overflow]
         body = [self.selection] if self.values is None else [[-1 - self.values.size], self.values]
         parts = [self.counts, self.marks, norms, numbers, text, *body]
         return np.concatenate([np.asarray(one, np.int32) for one in parts])
@@ -97,12 +96,12 @@ class ShardMessage:
         messages: list[ShardMessage] = []
         start = 0
         for _ in range(count):
-            end = start + 3 * hosts + 2
-            if end < words.size and (length := int(words[end - 2]) // (_STEP_BITS + 1)) > 0:
+            end = start + 3 * hosts + 3
+            if end < words.size and (length := int(words[end - 3])) > 0:
                 raise _failure_of(words[end : end + length])
             if end >= words.size or words[end] == 0:
                 raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
-            counts, marks, norms = words[start : end - 2].reshape(3, hosts)
+            counts, marks, norms = words[start : end - 3].reshape(3, hosts)
             overflow = int(words[end - 1])
             start = end + abs(int(words[end]))
             whole = bool(words[end] < 0)
@@ -110,7 +109,7 @@ class ShardMessage:
                 counts=counts,
                 marks=marks,
                 norms=norms.view(np.float32).astype(np.float64),
-                step=int(words[end - 2]) & _STEP_BITS,
+                step=int(words[end - 2]),
                 overflow=overflow - 1 if overflow else None,
                 selection=words[end:start],
                 values=words[end + 1 : start] if whole else None,
@@ -249,8 +248,8 @@ class TwoLevelBucket(Bucket):
         report.num_target = min(report.num_target * self.topology.per_host, report.num_elements)
         report.num_selected = int(sum_.counts[own].sum())
         report.num_received = sum_.values.size
-        if sum_.norms is not None:
-            report.global_error = float(np.add.reduce(sum_.norms)) / len(sum_.norms)
+        if (norms := sum_.notes.norms) is not None:
+            report.global_error = float(np.add.reduce(norms)) / len(norms)
         report.bytes_inside = sum(before.values()) + message.buffer.nbytes
         report.bytes_by_round = [*before.values(), *report.bytes_by_round, message.buffer.nbytes]
         report.kinds_by_round = [*before, *report.kinds_by_round, "AllGather"]
@@ -262,15 +261,15 @@ class TwoLevelBucket(Bucket):
         """What this rank's column has found, for the ranks of its host."""
         start, stop = self.shard
         marks = np.zeros(self.topology.num_hosts, np.int32)
-        for host, position in sum_.first_nonfinite.items():
+        for host, position in sum_.notes.first_nonfinite.items():
             marks[host] = 1 + position
-        norms = np.full(marks.size, np.nan) if sum_.norms is None else sum_.norms
-        given_up = overflow is not None or bool(sum_.first_nonfinite)
+        norms = np.full(marks.size, np.nan) if sum_.notes.norms is None else sum_.notes.norms
+        given_up = overflow is not None or bool(sum_.notes.first_nonfinite)
         message = ShardMessage(
             counts=sum_.counts,
             marks=marks,
             norms=norms,
-            step=self.accumulator.report.step & _STEP_BITS,
+            step=self.accumulator.report.step,
             overflow=overflow,
             failure=failure,
         )
@@ -314,18 +313,19 @@ class TwoLevelBucket(Bucket):
                     found = min(start + position, stop - 1)
                     marks |= {rank: min(found, marks.get(rank, n)) for rank in self._spared(host, marks)}
         values = own.values[:0] if whole.values is None else whole.values
-        sum_ = SparseSum(whole.indices, values, counts, marks)
+        norms = None
+        if own.notes.norms is not None:  # of a host, with each of its ranks
+            norms, of_shards = np.zeros(self.whole.size), np.array([one.norms for one in messages])
+            for host, ranks in enumerate(self.topology.hosts):
+                norms[list(ranks)] = math.sqrt(float(np.square(of_shards[:, host]).sum()))
+        notes = Notes(marks, norms)
+        sum_ = SparseSum(whole.indices, values, counts, notes)
         shards = [one.values for one in messages if one.values is not None]
         if shards and not selections:
             values = np.concatenate(shards).view(self.whole.value_dtype)
             if values.size != n:
                 raise MessageError(f"{values.size} values arrived for a bucket of {n} elements")
-            sum_ = WholeSum(values, counts, marks, None)
-        if own.norms is not None:  # of a host, with each of its ranks
-            norms = np.array([one.norms for one in messages])
-            sum_.norms = np.zeros(self.whole.size)
-            for host, ranks in enumerate(self.topology.hosts):
-                sum_.norms[list(ranks)] = math.sqrt(float(np.square(norms[:, host]).sum()))
+            sum_ = WholeSum(values, counts, notes)
         sum_.facts = own.facts
         return sum_, marks, min(overflows, default=None)
 

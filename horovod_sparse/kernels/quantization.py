@@ -77,8 +77,8 @@ class Quantization:
 #: x ^= high;  x ^= x >> 15;  x *= C;  x >> 8``
 COUNTER, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
-#: elements that are worked on at once: intermediates stay in cache
-_CHUNK = 1 << 14
+#: elements that are worked on at once: intermediates stay in cache, and calls of NumPy are few
+CHUNK = 1 << 16
 
 Array = NDArray[Any]
 
@@ -127,7 +127,7 @@ def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
     n, length = values.size, code.length_of_group(values.size)
     found, counts = np.zeros(code.num_units(n)), np.full(code.num_units(n), length)
     counts[-1:] += n - counts.sum()
-    for start, stop in windows(n, length, _CHUNK):
+    for start, stop in windows(n, length, CHUNK):
         sizes, groups = np.abs(values[start:stop]), slice(start // length, -(-stop // length))
         starts = np.arange(0, stop - start, length)
         if code.norm == "max":
@@ -158,8 +158,8 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
     if code.levels:  # a unit so small that its inverse is no number: all of it stays
         units[~np.isfinite(inverse)] = inverse[~np.isfinite(inverse)] = 0
     words[:at] = units.view(np.int32)
-    counters = np.arange(_CHUNK, dtype=np.int32) * np.int32(signed(COUNTER))
-    for start, stop in windows(n, length, _CHUNK):
+    counters = np.arange(CHUNK, dtype=np.int32) * np.int32(signed(COUNTER))
+    for start, stop in windows(n, length, CHUNK):
         part = values[start:stop]
         below = (part < 0).view(np.uint8)
         planes, numbers = [below], np.ones(part.size, np.uint8)
@@ -187,7 +187,7 @@ def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> N
     n, length, at = out.size, code.length_of_group(out.size), code.unit_words(out.size, out.dtype)
     units = np.ascontiguousarray(messages[:, :at]).view(out.dtype)
     codes = messages[:, at:].view(np.uint32).reshape(len(messages), -1, code.planes)
-    for start, stop in windows(n, length, _CHUNK):
+    for start, stop in windows(n, length, CHUNK):
         total = np.zeros(stop - start, out.dtype)
         for rank, here in enumerate(codes[:, start // WORD : -(-stop // WORD)]):
             below, *bits = (unpacked(here[:, place], stop - start) for place in range(code.planes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,13 +18,42 @@ from horovod_sparse.collectives import (
     ReduceScatter,
     Request,
     Synchronization,
+    Words,
     part,
 )
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.feedback.bucket import num_bytes_sent
 from horovod_sparse.plans.network import COLLECTIVES, AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
 from horovod_sparse.topology import Topology
-from horovod_sparse.wire.message import SharedWords
+
+
+class SharedWords(np.ndarray):
+    """A gathered buffer of which several ranks of one process read the same: it is decoded once for all.
+
+    P ranks that each decode P messages would do it P^2 times. The arrays of what was decoded are read-only.
+    """
+
+    _decoded: dict[Any, Any] | None = None
+
+    @classmethod
+    def of(cls, buffer: Words) -> SharedWords:
+        """The same memory, read-only from now on."""
+        buffer.flags.writeable = False
+        shared = buffer.view(cls)
+        shared._decoded = {}
+        return shared
+
+    def decoded_once(self, asked: Any, decode: Callable[[Words], Any]) -> Any:
+        """Returns what `decode` makes of the buffer, by what it was asked for; views keep nothing."""
+        words = np.asarray(self)
+        if self._decoded is None:
+            return decode(words)
+        if asked not in self._decoded:
+            found = self._decoded[asked] = decode(words)
+            for array in vars(found).values():
+                if isinstance(array, np.ndarray):
+                    array.flags.writeable = False
+        return self._decoded[asked]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from horovod_sparse.checks import check_density
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.sparsifiers.schedule import Schedule
-from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
+from horovod_sparse.wire import Gathered, Notes, WireFormat, pack, unpack_sum
 
 State = TypeVar("State")
 
@@ -85,9 +85,7 @@ class SparseSum:
         indices: int32; an index may stand more than once (its values add up).
         values: the sum over ranks, float32 or float64.
         counts: int [P], elements selected by each rank.
-        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
-        norms: float [P], L2 norm of the residual that every rank began the step with, where the
-            messages carried it.
+        notes: what every rank tells about itself.
         facts: the algorithm's own telemetry (threshold, imbalance, ...).
     """
 
@@ -97,8 +95,7 @@ class SparseSum:
     indices: Indices
     values: Values
     counts: np.ndarray
-    first_nonfinite: dict[int, int] = field(default_factory=dict)
-    norms: np.ndarray | None = None
+    notes: Notes = field(default_factory=Notes)
     facts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -106,27 +103,22 @@ class SparseSum:
         """The sum of messages that carry indices and values, one behind the other."""
         if gathered.values is None:
             raise MessageError("messages without values have no sum")
-        return cls(
-            gathered.indices, gathered.values, gathered.counts, gathered.first_nonfinite, gathered.norms
-        )
+        return cls(gathered.indices, gathered.values, gathered.counts, gathered.notes)
 
 
 class WholeSum(SparseSum):
     """A sum that has all n elements, in their order: nobody has to be told where they are.
 
     Example:
-        >>> sum_ = WholeSum(np.ones(3, np.float32), np.array([3]), {}, None)
+        >>> sum_ = WholeSum(np.ones(3, np.float32), np.array([3]), Notes())
         >>> sum_.whole, sum_.indices.tolist()
         (True, [0, 1, 2])
     """
 
     whole = True
 
-    def __init__(
-        self, values: Values, counts: np.ndarray, first_nonfinite: dict[int, int], norms: np.ndarray | None
-    ) -> None:
-        self.values, self.counts = values, counts
-        self.first_nonfinite, self.norms = first_nonfinite, norms
+    def __init__(self, values: Values, counts: np.ndarray, notes: Notes) -> None:
+        self.values, self.counts, self.notes = values, counts, notes
         self.facts: dict[str, float] = {}
 
     @functools.cached_property
@@ -148,11 +140,6 @@ class Traffic:
     kind: type[Request]
     bytes_sent: int
     at_most: int | None = None
-
-    def allows(self, bytes_sent: int) -> bool:
-        """Whether a counted number of bytes is as declared."""
-        most = self.bytes_sent if self.at_most is None else self.at_most
-        return self.bytes_sent <= bytes_sent <= most
 
 
 #: a value that is asked for several times a step, and checks itself when it is made

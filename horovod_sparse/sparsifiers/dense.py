@@ -15,7 +15,7 @@ from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Sparsifier):
-    """Everything is sent, as Horovod would, by one allreduce of n values (and three numbers per rank).
+    """Everything is sent, as Horovod would, by one allreduce of n values (and five numbers per rank).
 
     It stands where a sparsifier stands, so that dense parameters meet the same feedback (momentum
     correction, clipping), the same error for NaN and Inf, and the same checkpoint as the others.

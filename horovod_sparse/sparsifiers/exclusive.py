@@ -77,7 +77,7 @@ class ExclusiveThreshold(Sparsifier):
         sum_ = yield from sum_at(
             accumulator, gathered.indices, gathered.counts, info, self.wire, ask_health=False
         )
-        sum_.first_nonfinite, sum_.norms = gathered.first_nonfinite, gathered.norms
+        sum_.notes = gathered.notes
         union = int(sum_.counts.sum())
         sum_.facts.update(  # imbalance: f(t) of ExDyna, Eq. (5); density error: Eq. (6)
             threshold=found.threshold if k < n else 0.0,

@@ -205,8 +205,7 @@ class OkTopk(Sparsifier):
         after = replace(
             state, local_threshold=local_threshold, global_threshold=threshold, bounds=pruned.bounds
         )
-        nonfinite, norms = arrived.first_nonfinite, arrived.norms
-        return SparseSum(sum_.indices, sum_.values, pruned.selected, nonfinite, norms, facts), after
+        return SparseSum(sum_.indices, sum_.values, pruned.selected, arrived.notes, facts), after
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> tuple[Indices, float]:
         """What passes the local threshold, and this threshold."""

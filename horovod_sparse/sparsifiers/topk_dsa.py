@@ -75,7 +75,7 @@ class TopkDSA(Sparsifier):
             indices, values = sum_.indices, sum_.values
         counts = np.full(info.size, k, np.int64)
         facts = {"union": float(sizes.sum()), "dense": float(self._is_dense(sizes, regions, info))}
-        return SparseSum(indices, values, counts, arrived.first_nonfinite, arrived.norms, facts), state
+        return SparseSum(indices, values, counts, arrived.notes, facts), state
 
     def _is_dense(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
         """Whether all regions together are shorter without indices."""

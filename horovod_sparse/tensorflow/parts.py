@@ -98,7 +98,7 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
             step=self.bucket.last,
             num_union=num_union,
             dense_bytes=self.bucket.whole.num_elements * self._output.dtype.itemsize,
-            norms=sum_.norms,
+            norms=sum_.notes.norms,
             apply_seconds=time.perf_counter() - started,
         )
 

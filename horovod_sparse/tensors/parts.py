@@ -167,7 +167,7 @@ class SparseBucket(common.BucketPart, Part):
             if getattr(self.bucket.feedback, "applies_rate", False):
                 self._note_step(total.indices, values)
         self.bucket.accept()
-        return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.norms)
+        return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
 
     def _note_step(self, indices: np.ndarray, values: np.ndarray) -> None:
         """Who clips what comes back clips steps: the optimizer notices by the largest, from time to time."""

@@ -29,7 +29,7 @@ from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 
 #: raised by every change of what ranks send each other: ranks of two versions of the code are refused by it
-PROTOCOL = 2
+PROTOCOL = 3
 
 _log = logging.getLogger("horovod_sparse")
 _BEGINS_ANEW = (

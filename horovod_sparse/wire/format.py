@@ -14,8 +14,8 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.wire.codecs import INDEX_CODECS, VALUE_CODECS, IndexCodec, ValueCodec
 
-#: Length, count, health and norm; see `horovod_sparse.wire.message`.
-HEADER_WORDS = 4
+#: Length, count, and a note; see `horovod_sparse.wire.message`.
+HEADER_WORDS = 6
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class WireFormat:
 
         Example:
             >>> WireFormat().message_words(3, 100, np.float32), WireFormat().message_words(3, 100, None)
-            (10, 7)
+            (12, 9)
         """
         return sections(self, count, num_elements, dtype).length
 
@@ -130,8 +130,8 @@ class WireFormat:
 class Sections(NamedTuple):
     """What a message of some number of elements consists of, in words."""
 
-    #: fifth word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or bucket
-    #: differs find out before they decode. None where messages are plain and have four words.
+    #: seventh word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or bucket
+    #: differs find out before they decode. None where messages are plain and have six words.
     tag: int | None
     #: where the header ends and indices begin
     header: int

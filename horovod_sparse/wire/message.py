@@ -5,10 +5,10 @@ Layout, in 32-bit words::
     0  length     words of the whole message, header and padding included
     1  count      number of selected elements
     2  nonfinite  1 + position of the first NaN or Inf in this rank's gradient, 0 if there is none
-    3  norm       float32 bits of the L2 norm of the residual that this rank began the step with; in place
-                  of the low 16 are the high 13 of how far its gradient leans, and the low 3 of its number of
-                  steps
-    4  indices    count words, ascending
+    3  norm       float32 bits of the L2 norm of the residual that this rank began the step with
+    4  step       number of synchronizations that this rank has done, modulo 2^24
+    5  lean       float32 bits of how far this rank's gradient leans along a direction that ranks share
+    6  indices    count words, ascending
     .  values     count words (float32) or 2 * count words (float64), or none
     .  padding    zeros up to the room that the format asks for (`WireFormat.padded`)
 
@@ -16,25 +16,25 @@ That is a plain message. In any other format (`WireFormat`) the length is negati
 comes before the indices::
 
     0  length     minus the words of the whole message
-    4  tag        which codecs wrote the payload, and the low 24 bits of n
-    5  indices    as their codec writes them
+    6  tag        which codecs wrote the payload, and the low 24 bits of n
+    7  indices    as their codec writes them
     .  values     as their codec writes them, or none
     .  padding    zeros up to the length of as many elements as there is room for
 
 So a rank that expects another format, or another bucket, raises instead of decoding rubbish.
 
 The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
-no second exchange of sizes. The two words for health and norm save a collective of their own; the
-mean of the norms is the global error of ExDyna, Eq. (1). Nobody reads a norm to its last bits: the number of
-steps there tells ranks that have come apart, and how far gradients lean how alike they are, wherever norms
-travel, also without a header of this kind.
+no second exchange of sizes. Words 2 to 5, a note (`Notes`), save a collective of their own. With a mark of
+NaN or Inf all ranks give the step up; the mean of the norms is the global error of ExDyna, Eq. (1); numbers
+of steps tell ranks that have come apart, and leans how alike gradients are. Rounds without such headers carry
+notes, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,39 +47,47 @@ from horovod_sparse.wire.format import HEADER_WORDS, Sections, WireFormat, secti
 
 Sum = TypeVar("Sum")
 
-#: as large as a norm may be: its last bits hold something else
-_LARGEST = float(np.uint32(0x7F7F0000).view(np.float32))
+#: the largest magnitude in a note; steps are counted modulo this: float32 holds all below it
+_LARGEST, _STEPS = float(np.finfo(np.float32).max), 1 << 24
 
 
-#: low bits of a norm, which hold something else, those of the number of steps among them, and what stands for
-#: a norm of 0: a number so small that had no leading bit would be 0 to a process that flushes such numbers
-_LOW_BITS, _STEP_BITS, _SMALLEST = np.uint32(0xFFFF), np.uint32(7), 2.0**-100
-#: of a lean, which has the highest bits of a float32
-_FURTHEST, _LEFT_OUT = 1e38, np.uint32(19)
+@dataclass(frozen=True)
+class Notes:
+    """What all ranks tell about themselves in a step.
 
-
-def carried_norm(report: FoldReport) -> float:
-    """L2 norm of the residual that this rank began the step with, as it travels."""
-    norm = np.float32(max(min(math.sqrt(report.carried_square_norm), _LARGEST), _SMALLEST))
-    rounded = (norm.view(np.uint32) + np.uint32(0x8000)) & ~_LOW_BITS
-    lean = np.float32(max(-_FURTHEST, min(_FURTHEST, report.lean))).view(np.uint32)
-    lean = (lean + (np.uint32(1) << _LEFT_OUT - np.uint32(1))) >> _LEFT_OUT << np.uint32(3)
-    return float((rounded | lean | np.uint32(report.step & int(_STEP_BITS))).view(np.float32))
-
-
-def told_by_norms(carried: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[Any]]:
-    """What `carried_norm` gave on every rank, apart: norms, steps modulo 8, and leans.
+    Attributes:
+        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
+        norms: float64 [P], L2 norm of the residual that every rank began the step with, float32 on the way;
+            None where the messages carried no notes.
+        steps: int64 [P], synchronizations that every rank has done, modulo 2^24.
+        leans: float64 [P], `FoldReport.lean` of every rank, float32 on the way.
 
     Example:
-        >>> reports = [FoldReport(carried_square_norm=4.0, step=35, lean=-1.5), FoldReport(step=36)]
-        >>> [one.tolist() for one in told_by_norms(np.array([carried_norm(report) for report in reports]))]
-        [[2.0, 0.0], [3, 4], [-1.5, 0.0]]
+        >>> reports = [FoldReport(carried_square_norm=4.0, step=35, lean=-1.5), FoldReport(first_nonfinite=7)]
+        >>> Notes.of(np.stack([note(report) for report in reports]))
+        Notes(first_nonfinite={1: 7}, norms=array([2., 0.]), steps=array([35,  0]), leans=array([-1.5,  0. ]))
     """
-    bits = carried.astype(np.float32).view(np.uint32)
-    norms = (bits & ~_LOW_BITS).view(np.float32).astype(np.float64)
-    norms[norms <= _SMALLEST] = 0.0
-    leans = ((bits & _LOW_BITS) >> np.uint32(3) << _LEFT_OUT).view(np.float32).astype(np.float64)
-    return norms, (bits & _STEP_BITS).astype(np.int64), leans
+
+    first_nonfinite: dict[int, int] = field(default_factory=dict)
+    norms: NDArray[np.float64] | None = None
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    leans: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def of(cls, notes: NDArray[np.int32]) -> Notes:
+        """Reads the `note` of every rank, [P, 4]."""
+        notes = np.ascontiguousarray(notes)
+        floats = notes.view(np.float32).astype(np.float64)
+        marks = {rank: int(notes[rank, 0]) - 1 for rank in np.flatnonzero(notes[:, 0] > 0).tolist()}
+        return cls(marks, floats[:, 1], notes[:, 2].astype(np.int64), floats[:, 3])
+
+
+def note(report: FoldReport) -> NDArray[np.int32]:
+    """Returns words 2 to 5 of a header."""
+    words = np.array([report.first_nonfinite + 1, 0, report.step % _STEPS, 0], np.int32)
+    norm, lean = math.sqrt(report.carried_square_norm), max(-_LARGEST, report.lean)
+    words.view(np.float32)[1::2] = min(norm, _LARGEST), min(lean, _LARGEST)
+    return words
 
 
 def pack(
@@ -123,8 +131,7 @@ def begun(length: int, count: int, report: FoldReport, tag: int | None) -> NDArr
     """A buffer of so many words with its header, behind which nothing is written yet."""
     buffer = np.empty(length, np.int32)
     buffer[0], buffer[1] = length if tag is None else -length, count
-    buffer[2] = report.first_nonfinite + 1
-    buffer.view(np.float32)[3] = carried_norm(report)
+    buffer[2:HEADER_WORDS] = note(report)
     if tag is not None:
         buffer[HEADER_WORDS] = tag
     return buffer
@@ -138,34 +145,13 @@ class Gathered:
         indices: int32, the selections of all ranks one behind the other, in rank order.
         values: float32 or float64, as long; None where only indices were sent.
         counts: int64 [P], elements selected by each rank.
-        first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
-        norms: float64 [P], L2 norm of every rank's residual before it added this step's gradient; float32
-            on the way.
+        notes: what every rank tells about itself.
     """
 
     indices: Indices
     values: Values | None
     counts: NDArray[np.int64]
-    first_nonfinite: dict[int, int]
-    norms: NDArray[np.float64]
-
-
-class SharedWords(np.ndarray):
-    """A gathered buffer at which several ranks of one process look: decoded once for all of them.
-
-    P ranks that each decode P messages would do it P^2 times; the simulator gives them this. What was decoded
-    is kept by how it was asked for (None in views), and is shared, and so read-only.
-    """
-
-    decoded: dict[Any, Any] | None = None
-
-    @classmethod
-    def of(cls, buffer: NDArray[np.int32]) -> SharedWords:
-        """The same memory, read-only from now on."""
-        buffer.flags.writeable = False
-        shared = buffer.view(cls)
-        shared.decoded = {}
-        return shared
+    notes: Notes
 
 
 def unpack_sum(
@@ -187,17 +173,9 @@ def unpack_sum(
 
 
 def decoded_once(buffer: NDArray[np.int32], asked: Any, decode: Callable[[NDArray[np.int32]], Sum]) -> Sum:
-    """What is decoded of a buffer; of `SharedWords` once for all that ask for the same, and read-only."""
-    known = buffer.decoded if isinstance(buffer, SharedWords) else None
-    if known is None:
-        return decode(buffer)
-    if asked not in known:
-        known[asked] = decode(np.asarray(buffer))
-        for name in ("indices", "values", "counts", "norms"):
-            if (array := getattr(known[asked], name, None)) is not None:
-                array.flags.writeable = False
-    found: Sum = known[asked]
-    return found
+    """Decodes a buffer, or asks one that keeps what was decoded of it (`simulation.SharedWords`)."""
+    kept: Callable[..., Sum] | None = getattr(buffer, "decoded_once", None)
+    return decode(buffer) if kept is None else kept(asked, decode)
 
 
 def _unpack(
@@ -210,7 +188,7 @@ def _unpack(
     words, total = buffer.view(np.uint32), sum(count for _, count, _, _ in heads)
     indices, values = np.empty(total, np.int32), None if dtype is None else np.empty(total, dtype)
 
-    begin = 0
+    starts, begin = np.array([start for start, *_ in heads], np.int64), 0
     for rank, (start, count, _, at) in enumerate(heads):
         here = slice(begin, begin + count)
         body = words[start + at.header : start + at.indices]
@@ -235,8 +213,7 @@ def _unpack(
         indices=indices,
         values=values,
         counts=np.array([count for _, count, _, _ in heads], np.int64),
-        first_nonfinite={rank: mark - 1 for rank, (_, _, mark, _) in enumerate(heads) if mark},
-        norms=words.view(np.float32)[[start + 3 for start, *_ in heads]].astype(np.float64),
+        notes=Notes.of(buffer[starts[:, None] + np.arange(2, HEADER_WORDS)]),
     )
 
 

@@ -1,10 +1,10 @@
 """All elements of a rank, a few bits each, as one int32 buffer.
 
-Layout, in 32-bit words: the first four are those of a selection's message (`horovod_sparse.wire.message`),
+Layout, in 32-bit words: the first six are those of a selection's message (`horovod_sparse.wire.message`),
 with the length negative and n for the count; then a tag, and what `Quantization` says::
 
-    4  tag        code of the quantizer, and the low 24 bits of n
-    5  units      of all groups, float32 or float64
+    6  tag        code of the quantizer, and the low 24 bits of n
+    7  units      of all groups, float32 or float64
     .  codes      for every 32 elements one word for each bit
 
 All ranks' messages are of one length, which n and the quantizer alone decide.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import FoldReport, Values
 from horovod_sparse.errors import MessageError
 from horovod_sparse.kernels.quantization import (
+    CHUNK,
     NORMS,
     WORD,
     Quantization,
@@ -30,10 +31,8 @@ from horovod_sparse.kernels.quantization import (
     windows,
 )
 from horovod_sparse.wire.format import HEADER_WORDS, tagged
-from horovod_sparse.wire.message import begun, decoded_once
+from horovod_sparse.wire.message import Notes, begun, decoded_once
 
-#: elements whose votes are counted at once, in cache
-_CHUNK = 1 << 14
 #: words in front of the units
 HEADER = HEADER_WORDS + 1
 
@@ -58,8 +57,7 @@ class QuantizedSum:
     """What an allgather of such messages brought: as `Gathered`, of all elements."""
 
     values: Values
-    first_nonfinite: dict[int, int]
-    norms: NDArray[np.float64]
+    notes: Notes
 
 
 def sum_quantized(
@@ -96,12 +94,7 @@ def _sum(
             "a unit of some rank's message is below 0 or no number: it was damaged, or the ranks do not have "
             "the same model"
         )
-    marks = messages[:, 2]
-    return QuantizedSum(
-        values=values,
-        first_nonfinite={rank: int(marks[rank]) - 1 for rank in np.flatnonzero(marks).tolist()},
-        norms=np.ascontiguousarray(messages[:, 3]).view(np.float32).astype(np.float64),
-    )
+    return QuantizedSum(values, Notes.of(messages[:, 2:HEADER_WORDS]))
 
 
 def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Values:
@@ -110,7 +103,7 @@ def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Valu
     units: Values = np.ascontiguousarray(bodies[:, :at]).view(out.dtype)
     # as the mean of units, size times
     unit = (units / size).sum(0, dtype=out.dtype) * out.dtype.type(size)
-    for start, stop in windows(out.size, length, _CHUNK):
+    for start, stop in windows(out.size, length, CHUNK):
         words = bodies[:, at + start // WORD : at - (-stop // WORD)].view(np.uint32)
         ahead = np.full(stop - start, size, np.int32)
         for one in words:

@@ -245,7 +245,7 @@ def test_telemetry_counts_what_was_sent(engine: Engine) -> None:
     counts = [max(1, round(0.1 * number)) for number in numbers]
     assert last.num_elements == sum(numbers) and last.dense_bytes == 4 * sum(numbers)
     assert last.num_selected == last.num_target == sum(counts)
-    assert last.bytes_sent == sum(4 * (4 + 2 * count) for count in counts)
+    assert last.bytes_sent == sum(4 * (6 + 2 * count) for count in counts)
     assert sum(counts) <= last.num_union <= engine.size * sum(counts)
     assert "x less" in training.telemetry.summary()
 

@@ -11,7 +11,7 @@ from horovod_sparse.collectives import Exchange, Synchronization, Words
 from horovod_sparse.errors import MessageError
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector
-from horovod_sparse.wire import WireFormat, carried_norm, pack, unpack_sum
+from horovod_sparse.wire import Notes, WireFormat, note, pack, unpack_sum
 
 
 def ceil_log2(number: int) -> int:
@@ -19,8 +19,8 @@ def ceil_log2(number: int) -> int:
     return (number - 1).bit_length()
 
 
-#: position of what is not finite, and a norm
-_WORDS_PER_NOTE = 2
+#: see `wire.note`
+_WORDS_PER_NOTE = 4
 
 
 def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -> int:
@@ -31,16 +31,14 @@ def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -
 class Mail:
     """Writes and reads the messages of one rank in one step: sparse vectors, and notes behind them.
 
-    A note is 1 + the position of a rank's first NaN or Inf (0: none), and its residual's norm. A message
-    carries those notes that both sides know to be known to the sender: none says whose it is, and one that
-    arrives twice changes nothing.
+    A message carries those notes that both sides know to be known to the sender: none says whose it is, and
+    one that arrives twice changes nothing.
     """
 
     def __init__(self, report: FoldReport, info: BucketInfo, wire: WireFormat) -> None:
         self._info, self._wire = info, wire
         self._notes = np.zeros((info.size, _WORDS_PER_NOTE), np.int32)
-        self._notes[info.rank, 0] = report.first_nonfinite + 1
-        self._notes[info.rank, 1:].view(np.float32)[0] = carried_norm(report)
+        self._notes[info.rank] = note(report)
 
     def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
         """One message: the vector, whose values must have been rounded, and the notes of some ranks."""
@@ -61,10 +59,8 @@ class Mail:
 
     def sum_of(self, vector: SparseVector, num_selected: int) -> SparseSum:
         """What all ranks end with, of whom each has selected so many elements, and has told its note."""
-        marks, norms = self._notes[:, 0], np.ascontiguousarray(self._notes[:, 1]).view(np.float32)
-        nonfinite = {rank: int(marks[rank]) - 1 for rank in np.flatnonzero(marks > 0).tolist()}
-        counts = np.full(marks.size, num_selected, np.int64)
-        return SparseSum(vector.indices, vector.values, counts, nonfinite, norms.astype(np.float64))
+        counts = np.full(len(self._notes), num_selected, np.int64)
+        return SparseSum(vector.indices, vector.values, counts, Notes.of(self._notes))
 
 
 def bruck_bags(num_members: int) -> list[int]:

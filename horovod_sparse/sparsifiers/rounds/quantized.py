@@ -64,7 +64,7 @@ class Quantizer(Sparsifier):
         found = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
         if votes:  # every rank's part of what is applied
             accumulator.subtract(found.values / dtype.type(info.size))
-        return WholeSum(found.values, np.full(info.size, n), found.first_nonfinite, found.norms), state
+        return WholeSum(found.values, np.full(info.size, n), found.notes), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """The same in every step: a header, the units of groups, and every element's bits."""

@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
-from horovod_sparse.wire import WireFormat, carried_norm
+from horovod_sparse.wire import Notes, WireFormat, note
 
 #: behind the values of an allreduce: a column of these per rank, which only that rank fills
-_NUMBERS_PER_RANK = 3
+_NUMBERS_PER_RANK = 5
 #: a position is sent as two numbers below this, which float32 holds exactly
 _HALF = 1 << 16
-#: in front of a part's values: position of what is not finite, and the norm
-_HEALTH_WORDS = 2
-#: the values summed up; 1 + position of every rank's first NaN or Inf, or 0; norms (none if not asked for)
-_Sum: TypeAlias = tuple[Values, NDArray[np.integer], NDArray[np.float64]]
+#: a note in front of a part's values: see `wire.note`
+_HEALTH_WORDS = 4
+#: the values summed up, and the notes of all ranks (none if not asked for)
+_Sum: TypeAlias = tuple[Values, Notes]
 
 
 def sum_at(
@@ -42,11 +41,10 @@ def sum_at(
     values = accumulator.remove(indices)
     if wire.exact:
         report = accumulator.report if ask_health else None
-        summed, marks, norms = yield from _allreduce(values, report, info, wire)
+        summed, notes = yield from _allreduce(values, report, info, wire)
     else:
-        summed, marks, norms = yield from _sum_in_parts(accumulator, indices, values, info, wire, ask_health)
-    nonfinite = {rank: int(mark) - 1 for rank, mark in enumerate(marks) if mark > 0}
-    return SparseSum(indices, summed, counts, nonfinite, norms if ask_health else None)
+        summed, notes = yield from _sum_in_parts(accumulator, indices, values, info, wire, ask_health)
+    return SparseSum(indices, summed, counts, notes)
 
 
 def sum_traffic(
@@ -75,10 +73,17 @@ def _allreduce(
     buffer[:k] = values
     if report is not None:  # this rank's column; summed up, those of all ranks
         columns = buffer[padded:].reshape(_NUMBERS_PER_RANK, info.size)
-        columns[:, info.rank] = *divmod(report.first_nonfinite + 1, _HALF), carried_norm(report)
+        own = note(report)
+        norm, lean = own.view(np.float32)[1::2]
+        columns[:, info.rank] = *divmod(own[0], _HALF), norm, own[2], lean
     summed = yield AllReduce(buffer)
-    high, low, norms = summed[padded:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
-    return summed[:k], (high * _HALF + low).astype(np.int64), norms
+    if report is None:
+        return summed[:k], Notes()
+    high, low, norms, steps, leans = summed[padded:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
+    notes = np.empty((info.size, _HEALTH_WORDS), np.int32)
+    notes[:, ::2] = np.stack([high * _HALF + low, steps], 1)
+    notes.view(np.float32)[:, 1::2] = np.stack([norms, leans], 1)
+    return summed[:k], Notes.of(notes)
 
 
 def _sum_in_parts(
@@ -92,10 +97,7 @@ def _sum_in_parts(
     num_indices, padded = indices.size, wire.padded(indices.size)
     parts = _parts(padded, info.size)
     values = np.concatenate([values, np.zeros(padded - num_indices, values.dtype)])
-    health = np.zeros(_HEALTH_WORDS if ask_health else 0, np.int32)
-    if ask_health:
-        health[0] = accumulator.report.first_nonfinite + 1
-        health[1:].view(np.float32)[0] = carried_norm(accumulator.report)
+    health = note(accumulator.report) if ask_health else np.zeros(0, np.int32)
     messages = []
     for start, stop in parts:
         words = wire.encode_values(values[start:stop])
@@ -112,9 +114,8 @@ def _sum_in_parts(
     summed, error = yield from gather_parts(total, parts, info, wire)
     here = indices[start:stop]
     accumulator.add(here, error[: here.size])
-    heads = np.stack([message[: health.size] for message in arrived]).reshape(info.size, -1)
-    norms = np.ascontiguousarray(heads[:, 1:]).view(np.float32).astype(np.float64).reshape(-1)
-    return summed[:num_indices], heads[:, :1].reshape(-1), norms
+    notes = Notes.of(np.stack([message[: health.size] for message in arrived])) if ask_health else Notes()
+    return summed[:num_indices], notes
 
 
 def gather_parts(

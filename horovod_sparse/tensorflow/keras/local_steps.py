@@ -119,7 +119,7 @@ class _Part(common.ArrayLayout, common.BucketPart):
         self.gradient.move(mean)
         self.bucket.accept()
         took = time.perf_counter() - started
-        return BucketReport(self.bucket.last, num_union, mean.nbytes, sum_.norms, apply_seconds=took)
+        return BucketReport(self.bucket.last, num_union, mean.nbytes, sum_.notes.norms, apply_seconds=took)
 
     def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         self.bucket.abandon(drop=drop, again=again)

@@ -305,9 +305,11 @@ def test_messages_of_every_sparsifier_tell_how_alike_gradients_are(case: Case, h
         cluster = Scenario(4, 500, hosts=hosts).cluster(Recipe(sparsifier, AdamFeedback()))
         for step in (drawn(20, 1, 500) + drawn(20, 4, 500)).astype(np.float32):
             cluster.step(list(step), 0.1)
-        found.append({(bucket.info.name, bucket.progress.leans) for bucket in cluster.buckets})
-    assert found[0] == found[1] and len(found[0]) == (2 if hosts else 1)
-    assert all(0.5 < mean / own < 0.99 for _, (mean, own) in found[0])
+        found.append(sorted({(bucket.info.name, *bucket.progress.leans) for bucket in cluster.buckets}))
+    assert len(found[0]) == (2 if hosts else 1), "ranks have the same"
+    for (name, mean, own), (other, *leans) in zip(*found, strict=True):
+        assert name == other and (mean, own) == pytest.approx(leans, rel=1e-6)
+        assert 0.5 < mean / own < 0.99
 
 
 def test_clipping_comes_before_the_moment() -> None:

@@ -181,7 +181,7 @@ def test_4096_ranks_of_top_k() -> None:
     cluster, random = SimulatedCluster(recipe("topk", density=0.01), 400, 4096), np.random.default_rng(0)
     cluster.recorder = Recorder(NETWORK)
     sum_ = cluster.synchronize([random.laplace(size=400).astype(np.float32) for _ in range(4096)])[0]
-    message = 4 * (4 + 2 * 4)  # header, 4 indices, 4 values
+    message = 4 * (6 + 2 * 4)  # header, 4 indices, 4 values
     assert cluster.recorder.bytes_sent == [[message] * 4096]
     assert cluster.recorder.total(4095) == CollectiveCost(12, 4095 * message)
     assert cluster.recorder.seconds == pytest.approx(12 * 1e-4 + 4095 * message * 1e-8)

@@ -154,7 +154,7 @@ def test_figure_5_messages_of_six_workers() -> None:
     accumulator.fold(np.arange(1, 61, dtype=np.float32))
     sparsifier = SparDL(density=0.1, gather="bruck").resolved(info)
     coroutine = sparsifier.synchronize(accumulator, sparsifier.init(info), info)
-    request, nothing = next(coroutine), np.array([4, 0, 0, 0], np.int32)  # a message without elements
+    request, nothing = next(coroutine), np.array([6, 0, 0, 0, 0, 0], np.int32)  # a message without elements
     for target, source, blocks in expected:
         assert isinstance(request, Exchange)
         (peer, words), *others = request.sends.items()

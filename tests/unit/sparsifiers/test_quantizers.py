@@ -106,7 +106,7 @@ def test_qsgd_by_hand() -> None:
     assert not np.any(cluster.residuals())
     message = blank(QSGD(levels=4).quantization, 5, np.float32, FoldReport())
     encode(exactly([4, -2, 1, 0, 3]), QSGD(levels=4).quantization, 0, message[HEADER:])
-    assert message[:2].tolist() == [-10, 5]
+    assert message[:2].tolist() == [-12, 5]
     assert message[HEADER : HEADER + 1].view(np.float32).tolist() == [1.0]
     assert [bin(word) for word in message[HEADER + 1 :]] == ["0b10", "0b10100", "0b10010", "0b1"]
 

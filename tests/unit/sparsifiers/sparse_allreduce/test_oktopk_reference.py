@@ -201,7 +201,7 @@ def test_topk_dsa_is_that_of_the_paper(size: int, density: float) -> None:
 
 
 def test_topk_dsa_by_hand() -> None:
-    # n = 40, k = 2: two messages of 4 + 2 * 2 words are shorter than 40 words without indices.
+    # n = 40, k = 2: two messages of 6 + 2 * 2 words are shorter than 40 words without indices.
     one, other = np.zeros(40, np.float32), np.zeros(40, np.float32)
     one[[3, 7, 30]] = 5, 1, -4
     other[[3, 21, 39]] = 2, 6, 0.5
@@ -211,7 +211,7 @@ def test_topk_dsa_by_hand() -> None:
     assert (sum_.indices.tolist(), sum_.values.tolist()) == ([3, 21, 30], [7.0, 6.0, -4.0])
     assert (sum_.facts["union"], sum_.facts["dense"]) == (3.0, 0.0)
     assert [np.flatnonzero(residual).tolist() for residual in held(cluster)] == [[7], [39]]
-    # n = 4, k = 1: 4 words without indices against 2 * 4 + 2 * 2.
+    # n = 4, k = 1: 4 words without indices against 2 * 6 + 2 * 2.
     small = SimulatedCluster(recipe("topk_dsa", density=0.25), num_elements=4, size=2)
     sum_ = small.synchronize([floats(5, 1, 2, 3), floats(1, 4, 6, -1)])[0]
     assert (sum_.indices.tolist(), sum_.values.tolist()) == ([0, 2], [5.0, 6.0])

@@ -17,7 +17,7 @@ from horovod_sparse.simulation import SimulatedCluster
 from support.gradients import gaussian
 from support.sampling import rest_nightly, rows_by
 
-_HEADER, _NOTE, _FRAME = 4, 2, 1  # words: of a message, of a rank's note, of a message within a message
+_HEADER, _NOTE, _FRAME = 6, 4, 1  # words: of a message, of a rank's note, of a message within a message
 _SIZES = range(2, 17)
 _PER_RANK = 4  # k / P
 
