@@ -20,7 +20,7 @@ from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
 from horovod_sparse.tensors.parts import Part, SparseBucket
-from horovod_sparse.torch._horovod import claim, hvd, present_start
+from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, refuse_whole_gradients
 from horovod_sparse.torch.planned import PlannedTraining
@@ -312,7 +312,7 @@ class GradientSynchronizer(PlannedTraining):
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
             if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
                 self.take_in()
-            if self._agreed_under is not present_start():
+            if not self.is_agreed:
                 self.agree()
             for part in self.parts:
                 if part.task is None:

@@ -255,7 +255,7 @@ class Training:
             return
         under = self.engine.start_token()
         start = self._together(self._agreement())
-        self.label, self._agreed_under = start.label, under
+        self.label = start.label
         if start.anew:
             self.start_anew(start)
         if self.topology is not None and start.elsewhere:
