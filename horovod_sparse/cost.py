@@ -8,9 +8,7 @@ from horovod_sparse.planning.cost_model import communication_of as communication
 from horovod_sparse.planning.cost_model import fit_selection as fit_selection
 from horovod_sparse.planning.cost_model import fit_time as fit_time
 from horovod_sparse.planning.first_plan import check_same_profile as check_same_profile
-from horovod_sparse.planning.formulas import LevelChoice as LevelChoice
 from horovod_sparse.planning.formulas import assumed_profile as assumed_profile
-from horovod_sparse.planning.formulas import choose_levels as choose_levels
 from horovod_sparse.planning.formulas import network_of as network_of
 from horovod_sparse.planning.formulas import profile_at as profile_at
 from horovod_sparse.planning.formulas import with_levels as with_levels

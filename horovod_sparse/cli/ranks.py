@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import HorovodMissingError, HorovodSparseError
+from horovod_sparse.errors import HorovodMissingError, HorovodSparseError, UnsupportedError
 from horovod_sparse.planning.calibration.collectives import TrainingWork
-from horovod_sparse.planning.formulas import LevelChoice
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import raise_together
@@ -70,12 +69,11 @@ class Ranks:
 
     def topology(self) -> Topology | None:
         """Which ranks share a host; None unless there are several hosts of several ranks, as many on each."""
-
-        def choose(num_hosts: int, per_host: int) -> LevelChoice:
-            return LevelChoice("host" if per_host > 1 else "flat", "")
-
-        found: Topology | None = self.carry_out(agreed_topology("auto", own_place(self.place), choose))
-        return found
+        try:
+            found: Topology = self.carry_out(agreed_topology(own_place(self.place)))
+        except UnsupportedError:
+            return None
+        return found if found.num_hosts > 1 and found.per_host > 1 else None
 
     def gathered(self, value: Any) -> list[Any]:
         """A plain value of every rank, in rank order."""

@@ -16,7 +16,6 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketGradient, BucketParameters, DistributedEngine, plan_of
 from horovod_sparse.feedback import MomentumCorrection, Recipe
-from horovod_sparse.planning import by_cost
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.tensors.adoption import adopt, adopted_class
 from horovod_sparse.tensors.driver import keep_out_of_graphs
@@ -28,9 +27,7 @@ from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.compression import recipe_of, refuse_double_momentum, refuse_later_momentum
-from horovod_sparse.training.host_topology import ChosenLevels
 from horovod_sparse.training.outcome import Outcome, worst
-from horovod_sparse.training.parts import assign_residuals
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry, load_entry, share_factor
 from horovod_sparse.training.training import Training
@@ -107,9 +104,6 @@ class Synchronizer(Training):
         """A rank without a plan follows DistributedDataParallel's buckets, which come to differ."""
         return {**super().declared(), "plan": "none" if self.settings.plan is None else "given"}
 
-    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
-        return by_cost(self.recipe.sparsifier, self.parameters, None)(num_hosts, per_host)
-
     def _entered(self, parts: Sequence[Any]) -> None:
         self._gradients = [part.gradient for part in parts]
         self._place_of = {
@@ -142,7 +136,7 @@ class Synchronizer(Training):
         given = self.settings.plan
         if self._loaded is not None:
             entry = self._checked(self._loaded, complete=True)
-            self._assume_place()
+            self._take_place(self.topology_for(entry))
             saved = Plan.from_dict(entry["plan"])
             self.build(self._fitting(saved, layout) if given is None else given)
             load_entry(self, entry, share_factor(entry["rank"], entry["size"], self.size))
@@ -189,7 +183,7 @@ class Synchronizer(Training):
             entry = self._checked(entry, complete=bool(self.facts))
         if entry is None or not entry["step"]:
             self._loaded, self.step = None, 0
-            assign_residuals(self.parts, (), {})
+            self.put((), {})
         else:
             self._loaded = entry
         self._agreed_under = None

@@ -177,9 +177,26 @@ class Bucket:
         """The facts of all of it, and of all ranks: with two levels `info` is of a rank's part of it."""
         return self.info
 
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The elements [start, stop) of the whole whose residual this rank keeps."""
+        return 0, self.info.num_elements
+
     def spread(self, held: np.ndarray) -> np.ndarray:
-        """What this rank holds of its elements, among all of the whole: 0 elsewhere. To be read only."""
+        """Returns a shard's values among zeros for all other elements of the whole. To be read only."""
         return held
+
+    def held(self) -> tuple[np.ndarray, ...]:
+        """Returns residual and companions, [n] each, to be read only: zeros outside of the shard."""
+        return tuple(map(self.spread, self.accumulator.held()))
+
+    def load(self, held: Sequence[np.ndarray]) -> None:
+        """Replaces residual and companions by the shard's elements of `held`, [n] each."""
+        self.accumulator.assign_held(held)
+
+    def gathered(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+        """Loads the sum of what the ranks of this host hold, [n] each; with one level that is loaded."""
+        yield from ()
 
     def step(
         self,

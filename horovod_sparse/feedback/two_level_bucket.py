@@ -151,11 +151,6 @@ class TwoLevelBucket(Bucket):
         super().__init__(shard_of(whole, topology), recipe, accumulator, members)
         self._summable, self._foldable = summable, foldable
         self.host, self.local = topology.place(whole.rank)
-        #: what this rank holds of others' shards, [n] each as `held` gives them: loaded, or of another plan.
-        #: It waits until all ranks bring such to whose it is
-        self.elsewhere: list[np.ndarray] | None = None
-        #: [start, stop) of this rank's shard in the whole
-        self.shard = part(whole.num_elements, self.local, topology.per_host)
 
     @property
     def summed(self) -> int:
@@ -166,31 +161,33 @@ class TwoLevelBucket(Bucket):
         """The facts of all of it, and of all ranks."""
         return self._whole
 
-    def held(self, own: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """What this rank holds of the whole: residual and companions, [n] each."""
-        spread = [self.spread(values) for values in own]
-        if self.elsewhere is not None:
-            spread = [values + more for values, more in zip(spread, self.elsewhere, strict=True)]
-        return tuple(spread)
-
-    def take(self, held: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What of the whole is of this rank's shard; the rest waits (`elsewhere`)."""
-        own = slice(*self.shard)
-        rest = [values.copy() for values in held]
-        for values in rest:
-            values[own] = 0
-        self.elsewhere = rest if any(values.any() for values in rest) else None
-        return [self.filled(values[own]) for values in held]
-
-    def filled(self, shard: np.ndarray) -> np.ndarray:
-        """A shard's values, and 0 up to the length of the longest."""
-        return np.append(shard, np.zeros(self.info.num_elements - shard.size, shard.dtype))
+    @property
+    def shard(self) -> tuple[int, int]:
+        """See `Bucket.shard`."""
+        return part(self.whole.num_elements, self.local, self.topology.per_host)
 
     def spread(self, held: np.ndarray) -> np.ndarray:
+        """See `Bucket.spread`."""
         start, stop = self.shard
         values = np.zeros(self.whole.num_elements, held.dtype)
         values[start:stop] = held[: stop - start]
         return values
+
+    def load(self, held: Sequence[np.ndarray]) -> None:
+        """See `Bucket.load`."""
+        self._load([values[slice(*self.shard)] for values in held])
+
+    def gathered(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+        """See `Bucket.gathered`; all ranks of the host do so together."""
+        shards = []
+        for values in held:
+            shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
+            shards.append(shard)
+        self._load(shards)
+
+    def _load(self, shards: Sequence[np.ndarray]) -> None:
+        short = self.info.num_elements - shards[0].size  # up to the length of the longest
+        self.accumulator.assign_held([np.append(one, np.zeros(short, one.dtype)) for one in shards])
 
     def step(
         self,

@@ -5,14 +5,11 @@ The modules here are loaded with `merging`, `tensor_selection` or `profile`: mos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from horovod_sparse.plans.plan import ParameterFacts, Plan, only_one
-from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.plans.plan import Plan, only_one
 
 if TYPE_CHECKING:
-    from horovod_sparse.planning.formulas import LevelChoice
     from horovod_sparse.planning.request import PlanRequest
 
 
@@ -32,17 +29,3 @@ def plan_request(
     from horovod_sparse.planning.request import requested
 
     return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes)
-
-
-def by_cost(
-    sparsifier: Sparsifier, parameters: Iterable[ParameterFacts], request: Any
-) -> Callable[[int, int], LevelChoice]:
-    """What ``levels="auto"`` chooses by: see `planning.warmup.levels_by_cost`."""
-    parameters = list(parameters)
-
-    def choose(num_hosts: int, per_host: int) -> LevelChoice:
-        from horovod_sparse.planning.warmup import levels_by_cost
-
-        return levels_by_cost(request, parameters, sparsifier, num_hosts, per_host)
-
-    return choose

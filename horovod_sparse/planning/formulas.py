@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Level
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.planning.cost_model import Fit
-from horovod_sparse.planning.profile import ALLREDUCE, Levels, Profile
+from horovod_sparse.planning.profile import ALLREDUCE, Profile
 from horovod_sparse.plans.dense import ELEMENT_SECONDS, SELECTION_SECONDS
 from horovod_sparse.plans.network import (
     COLLECTIVES,
@@ -21,7 +18,7 @@ from horovod_sparse.plans.network import (
     num_rounds,
     share_of_bytes,
 )
-from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
+from horovod_sparse.sparsifiers import ALGORITHMS
 
 #: of a rank that nobody has measured
 TYPICAL_SELECTION = Fit(SELECTION_SECONDS, ELEMENT_SECONDS)
@@ -184,92 +181,6 @@ def assumed_profile(
         per_host=per_host,
         levels=levels,
     )
-
-
-@dataclass(frozen=True)
-class LevelChoice:
-    """Whether gradients are summed within hosts first.
-
-    Attributes:
-        levels: "flat", or "host".
-        reason: in words.
-        flat_seconds: of one synchronization of everything as one bucket, selection included; or of an
-            iteration, where plans were compared.
-        host_seconds: the same with two levels; infinite where they cannot be.
-    """
-
-    levels: Levels
-    reason: str
-    flat_seconds: float = math.inf
-    host_seconds: float = math.inf
-
-
-def choose_levels(
-    sparsifier: Sparsifier,
-    num_elements: int,
-    num_hosts: int,
-    per_host: int,
-    *,
-    profile: Profile | None = None,
-) -> LevelChoice:
-    """What ``levels="auto"`` comes to: two levels, where the cost model says that they are faster.
-
-    Needs no collective: ranks that are given the same decide alike.
-
-    Args:
-        sparsifier: of the buckets.
-        num_elements: of all of them.
-        num_hosts: N.
-        per_host: L, the same on all hosts.
-        profile: of as many ranks, with both levels or with one; by formulas if left out.
-
-    Example:
-        >>> from horovod_sparse.sparsifiers import TopK
-        >>> sparsifiers = [TopK(density=density) for density in (0.0001, 0.01)]
-        >>> [choose_levels(one, 25_600_000, num_hosts=4, per_host=2).levels for one in sparsifiers]
-        ['flat', 'host']
-        >>> choose_levels(TopK(density=0.001), 25_600_000, num_hosts=8, per_host=1).reason
-        'every host has one rank'
-    """
-    if per_host == 1:
-        return LevelChoice("flat", "every host has one rank")
-    size = num_hosts * per_host
-    if profile is None:
-        profile = assumed_profile(AlphaBeta(), size, per_host=per_host, cycle_seconds=0.001)
-    known = with_levels(profile_at(profile, size), per_host)
-
-    def seconds(levels: Levels) -> float:
-        cost = known.cost(sparsifier, levels=levels)
-        return float(cost.selection.seconds(num_elements) + cost.communication.seconds(num_elements))
-
-    return faster_levels(seconds, sparsifier, profile, num_hosts, per_host)
-
-
-def faster_levels(
-    seconds: Callable[[Levels], float],
-    sparsifier: Sparsifier,
-    profile: Profile,
-    num_hosts: int,
-    per_host: int,
-    what: str = "",
-) -> LevelChoice:
-    """The faster number of levels, by what each takes."""
-    stands_on = "by the profile"
-    if profile.framework == _FORMULAS:
-        stands_on = "by formulas"
-    elif not profile.levels or profile.per_host != per_host:
-        stands_on = "by the profile, and by formulas within hosts"
-    flat = seconds("flat")
-    try:
-        host = seconds("host")
-    except ArgumentError as error:  # the sparsifier's arguments do not go with N ranks
-        return LevelChoice(
-            "flat", f"{sparsifier.name} cannot be used among {num_hosts} hosts ({error})", flat
-        )
-    chosen: Levels = "host" if host < flat else "flat"
-    times = f"{1e3 * host:.3g} ms with two levels, {1e3 * flat:.3g} ms flat"
-    reason = f"{num_hosts} hosts of {per_host} ranks: {what}{times}, {stands_on}"
-    return LevelChoice(chosen, reason, flat, host)
 
 
 def with_levels(profile: Profile, per_host: int, inside: AlphaBeta = HOST_NETWORK) -> Profile:

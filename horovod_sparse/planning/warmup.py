@@ -10,13 +10,10 @@ from typing import Any, Protocol, TypeAlias
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.planning.calibration import QUICK, Extent, calibration
 from horovod_sparse.planning.calibration.buckets import BucketMemory
 from horovod_sparse.planning.calibration.steps import BackwardRecorder, BackwardTimes, mean_times
 from horovod_sparse.planning.first_plan import check_agreement
-from horovod_sparse.planning.formulas import LevelChoice, choose_levels, faster_levels
-from horovod_sparse.planning.profile import Levels, Profile
 from horovod_sparse.planning.request import Decision, PlanRequest, plan_by_times
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan
@@ -78,36 +75,6 @@ def decide(
     everyone = yield from shared_lines(told)
     plan, predicted = everyone[0]
     return Decision(Plan.from_dict(plan), request.describe(), predicted, profile)
-
-
-def levels_by_cost(
-    request: PlanRequest | None,
-    parameters: Sequence[ParameterFacts],
-    sparsifier: Sparsifier,
-    num_hosts: int,
-    per_host: int,
-) -> LevelChoice:
-    """What ``levels="auto"`` comes to, by the profile that was given, or by formulas.
-
-    Where plans go by a complete profile, it is the levels of the shorter iteration.
-    """
-    profile, n = None if request is None else request.profile, sum(one.num_elements for one in parameters)
-    try:
-        if request is None or profile is None or not (request.measures and request.complete) or per_host == 1:
-            return choose_levels(sparsifier, max(1, n), num_hosts, per_host, profile=profile)
-        cluster = profile.framework, profile.controller, profile.cycle_seconds
-        flat = ClusterFacts(0, num_hosts * per_host, *cluster)
-        host = dataclasses.replace(flat, topology=Topology.regular(num_hosts, per_host))
-        plain = dataclasses.replace(request, profile=None)  # whose differences are told elsewhere
-        known: Profile = profile
-
-        def seconds(levels: Levels) -> float:
-            where = host if levels == "host" else flat
-            return plan_by_times(plain, where, parameters, sparsifier, known).predicted_seconds["taken"]
-
-        return faster_levels(seconds, sparsifier, profile, num_hosts, per_host, "an iteration: ")
-    except ProfileMismatchError as error:
-        return LevelChoice("flat", f"the profile cannot tell ({error})")
 
 
 Decide: TypeAlias = Callable[..., Synchronization[Decision]]

@@ -117,9 +117,7 @@ class SparseBucket(common.ArrayLayout, common.BucketPart):
         """Puts the last sum of variables that nobody applies back: each rank's residual gets its share."""
         # those that hold the same elements: with two levels the ranks of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
-        first, last = (
-            self.bucket.shard if isinstance(self.bucket, TwoLevelBucket) else (0, self.places[-1][1])
-        )
+        first, last = self.bucket.shard
         for name, (start, stop) in zip(self.names, self.places, strict=True):
             if name in names:
                 inside = (sum_.indices >= max(start, first)) & (sum_.indices < min(stop, last))

@@ -14,7 +14,7 @@ from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, rounds_by_pairs
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
-from horovod_sparse.planning import by_cost, plan_request
+from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.first_plan import check_agreement, first_plan
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
@@ -27,7 +27,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.host_topology import ChosenLevels, Ranks, assumed_topology
+from horovod_sparse.training.host_topology import Ranks, launched_hosts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
@@ -215,8 +215,7 @@ class VariablesTraining(Training):
             yield from check_agreement(request)
 
             def cluster() -> ClusterFacts:
-                choose = by_cost(self.recipe.sparsifier, parameters, request)
-                topology = assumed_topology(self.settings.levels, self.engine.ranks, choose)
+                topology = launched_hosts(self.settings.levels, self.engine.ranks())
                 here = ClusterFacts.of(self.process_set, "tensorflow", hvd)
                 return dataclasses.replace(here, topology=topology)
 
@@ -235,9 +234,6 @@ class VariablesTraining(Training):
         known = {id(variable) for variable in new}
         present = [[variable for variable in group if id(variable) in known] for group in groups]
         return {**self._given, "groups": [group for group in present if group]}
-
-    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
-        return by_cost(self.recipe.sparsifier, self.parameters, self.request)(num_hosts, per_host)
 
     # other plans
 

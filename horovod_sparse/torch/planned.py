@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning import by_cost, plan_request
+from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.first_plan import check_agreement, first_plan
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.host_topology import ChosenLevels, assumed_topology
+from horovod_sparse.training.host_topology import launched_hosts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
@@ -37,8 +37,7 @@ class PlannedTraining(Training):
         parameters = [fact for fact, _ in facts.values()]
 
         def where() -> ClusterFacts:
-            choose = by_cost(recipe.sparsifier, parameters, request)
-            hosts = assumed_topology(settings.levels, engine.ranks, choose)
+            hosts = launched_hosts(settings.levels, engine.ranks())
             return dataclasses.replace(where_of(engine.process_set, most_of(parameters)[0]), topology=hosts)
 
         self._first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
@@ -60,9 +59,6 @@ class PlannedTraining(Training):
                 self._first.decision,
             )
         self.facts = facts
-
-    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
-        return by_cost(self.recipe.sparsifier, self.parameters, self._first.request)(num_hosts, per_host)
 
     def first_plan_of(self, facts: Facts) -> Plan:
         """As `merging` and `tensor_selection` ask for, as far as that needs no times."""

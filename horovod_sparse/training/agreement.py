@@ -84,8 +84,6 @@ class RankStatus:
     told: Mapping[str, Any] = field(default_factory=dict)
     #: with two levels, whose states have to be equal to this rank's: those of its column
     column: int = 0
-    #: whether this rank holds something of others' shards
-    elsewhere: bool = False
     #: whether it has nothing of a training yet
     fresh: bool = False
     #: see `started_again`
@@ -108,8 +106,6 @@ class AgreedStatus:
     told: Mapping[str, Any] = field(default_factory=dict)
     #: whether what is measured may go on, since all have come equally far
     measures: bool = True
-    #: whether some rank holds something of others' shards
-    elsewhere: bool = False
 
 
 class _Summary(NamedTuple):
@@ -122,7 +118,6 @@ class _Summary(NamedTuple):
     measuring: str
     label: str
     column: int
-    elsewhere: bool
     fresh: bool
     again: bool
 
@@ -142,7 +137,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares where all ranks stand: one collective, and one more where something differs."""
     plan, model = status.plan.to_dict(), model_of(status.parameters)
     mine = status.step, status.digest, list(status.made_for), _digest([plan, model])
-    rest = status.measuring, status.label, status.column, status.elsewhere, status.fresh, status.again
+    rest = status.measuring, status.label, status.column, status.fresh, status.again
     ranks = [_Summary(*one) for one in (yield from shared_lines([*mine, *rest]))]
     if all(one.fresh for one in ranks) and any(one.again for one in ranks):
         _log.warning(_BEGINS_ANEW)
@@ -158,17 +153,15 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
         reason = "plans differ"
     elif len({(one.column, one.digest) for one in ranks}) > len({one.column for one in ranks}):
         reason = "states differ"
-    label, elsewhere = ranks[0].label, any(one.elsewhere for one in ranks)
-    measures = len({one.measuring for one in ranks}) == 1
+    label, measures = ranks[0].label, len({one.measuring for one in ranks}) == 1
     if not reason:
-        return AgreedStatus(False, status.step, status.plan, "", label, {}, measures, elsewhere)
+        return AgreedStatus(False, status.step, status.plan, "", label, {}, measures)
     furthest = max(steps)
     progress = dict(status.told) if status.step == furthest else {}
     everyone = yield from shared_lines([plan, model, progress])
     check_same_model([model for _, model, _ in everyone])
     plan, _, progress = everyone[steps.index(furthest)]
-    # other buckets have other shards
-    return AgreedStatus(True, furthest, Plan.from_dict(plan), reason, label, progress, measures, True)
+    return AgreedStatus(True, furthest, Plan.from_dict(plan), reason, label, progress, measures)
 
 
 def kept_share(old_size: int, size: int) -> float:

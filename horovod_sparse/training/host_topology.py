@@ -1,45 +1,23 @@
-"""Whether gradients are summed within hosts first, and which ranks share one: what all front ends do alike.
+"""Which ranks share a host: every rank says where it is in the first step after every start.
 
-A rank assumes what Horovod tells it when buckets are made, so that nothing waits for other ranks then; in the
-first synchronization after every start of Horovod all ranks tell each other, and buckets follow where that
-differs. What a rank held of others' shards (of a checkpoint with one level, say) goes to them then.
+Until then a training has no hosts, or those of the checkpoint that it has loaded.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
-
-import numpy as np
+from typing import Any
 
 from horovod_sparse.checks import whole_number
-from horovod_sparse.collectives import ReduceScatter, Synchronization, shared_lines
+from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import TwoLevelBucket
 from horovod_sparse.topology import Topology
-
-
-class ChosenLevels(Protocol):
-    """Levels, and why: what `horovod_sparse.planning` has to say."""
-
-    @property
-    def levels(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-
-
-#: which levels are faster, by numbers of hosts and of ranks on each; the same on all ranks
-Choose: TypeAlias = Callable[[int, int], ChosenLevels]
 
 #: as if so many ranks, one behind the other, had a host of their own: for tests, and for hosts in which the
 #: fast network joins some of the ranks only
 RANKS_VARIABLE = "HOROVOD_SPARSE_RANKS_PER_HOST"
-
-_log = logging.getLogger("horovod_sparse")
 
 
 @dataclass(frozen=True)
@@ -84,79 +62,14 @@ def _are_alike(hvd: Any) -> bool:
     return asked is None or bool(asked())
 
 
-def assumed_topology(levels: str, ranks: Callable[[], Ranks], choose: Choose) -> Topology | None:
-    """Which ranks share a host, as far as a rank can tell alone; None for one level."""
-    if levels == "flat":
-        return None
-    here = ranks()
-    if here.size == 1 or here.size != here.world_size:
-        return None
-    host, local = own_place(here)
+def launched_hosts(levels: str, here: Ranks) -> Topology | None:
+    """Returns the hosts that the cost of a plan is estimated for; None for one level. No collective."""
     per_host = int(os.environ.get(RANKS_VARIABLE, "").strip() or here.host_size)
-    if per_host < 1 or here.size % per_host or host != f"host {here.world_rank // per_host}":
+    if levels == "flat" or here.size != here.world_size or here.size % per_host:
         return None
-    if local != here.world_rank % per_host:
-        return None
-    return _wanted(levels, Topology.regular(here.size // per_host, per_host), choose)[0]
+    return Topology.regular(here.size // per_host, per_host)
 
 
-def agreed_topology(levels: str, place: tuple[str, int], choose: Choose) -> Synchronization[Topology | None]:
-    """Which ranks share a host, as all tell by `own_place`; None for one level. One collective, or none."""
-    if levels == "flat":
-        return None
-    places = [(host, local) for host, local in (yield from shared_lines(place))]
-    counts: dict[str, int] = {}
-    for host, _ in places:
-        counts[host] = counts.get(host, 0) + 1
-    if levels == "auto" and len(set(counts.values())) > 1:
-        _say("flat", f"hosts have different numbers of ranks ({sorted(counts.values())})")
-        return None
-    topology, why = _wanted(levels, Topology.of(places), choose)
-    if topology is not None:
-        _say("host", f"gradients are summed within hosts first ({why})")
-    else:
-        _say("flat", why)
-    return topology
-
-
-_said: set[str] = set()
-
-
-def _say(levels: str, why: str) -> None:
-    words = f"levels={levels!r}: {why}"
-    if words not in _said:
-        _said.add(words)
-        _log.info("%s", words)
-
-
-def _wanted(levels: str, topology: Topology, choose: Choose) -> tuple[Topology | None, str]:
-    """What is asked for, or is faster, and why."""
-    if levels == "host":
-        return topology, str(topology)
-    if topology.num_hosts == 1:
-        return None, "there is one host"
-    choice = choose(topology.num_hosts, topology.per_host)
-    return (topology if choice.levels == "host" else None), choice.reason
-
-
-def hold_elsewhere(parts: Sequence[Any]) -> bool:
-    """Whether a rank holds something of others' shards; see `gathered_shards`."""
-    return any(
-        bucket.elsewhere is not None
-        for bucket in (getattr(part, "bucket", None) for part in parts)
-        if isinstance(bucket, TwoLevelBucket)
-    )
-
-
-def gathered_shards(parts: Sequence[Any]) -> Synchronization[None]:
-    """Brings what ranks hold of each other's shards to whose they are; all ranks together."""
-    for part in parts:
-        bucket = getattr(part, "bucket", None)
-        if not isinstance(bucket, TwoLevelBucket):
-            continue
-        shards = []
-        for values in part.held():
-            shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
-            shards.append(bucket.filled(shard))
-        bucket.elsewhere = None
-        bucket.accumulator.assign_held(shards)
+def agreed_topology(place: tuple[str, int]) -> Synchronization[Topology]:
+    """Returns which ranks share a host, from the place that each gives (`own_place`). One collective."""
+    return Topology.of([(host, local) for host, local in (yield from shared_lines(place))])

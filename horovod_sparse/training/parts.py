@@ -15,7 +15,7 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe, TwoLevelBucket
+from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport, BucketStep
@@ -84,8 +84,7 @@ class BucketPart:
 
     def held(self) -> tuple[np.ndarray, ...]:
         """See `Part.held`: views, where the accumulator is on the host."""
-        own = self.bucket.accumulator.held()
-        return self.bucket.held(own) if isinstance(self.bucket, TwoLevelBucket) else own
+        return self.bucket.held()
 
     def blank(self) -> list[np.ndarray]:
         count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
@@ -96,8 +95,7 @@ class BucketPart:
         self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
-        own = self.bucket.take(held) if isinstance(self.bucket, TwoLevelBucket) else held
-        self.bucket.accumulator.assign_held(own)
+        self.bucket.load(held)
 
 
 class DensePart:
@@ -187,16 +185,31 @@ def assign_residuals(
     """Puts residuals and companions into parts, whose sparsifiers start anew; dense ones carry theirs."""
     for part in parts:
         part.restart(progress_of(part.names, progress))
-        if not any(name in by_name for by_name in arrays for name in part.names):
-            continue
-        filled = part.blank()
-        for by_name, into in zip(arrays, filled, strict=False):
-            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
-                if name in by_name:
-                    into[slice(*place)] = part.flat(number, by_name[name])
-                    if by_name is not arrays[0] and name in progress:
-                        into[slice(*place)] *= _moved(part, progress[name])
-        part.assign(filled)
+        if any(name in by_name for by_name in arrays for name in part.names):
+            part.assign(_filled(part, arrays, progress))
+
+
+def gather_shards(
+    parts: Sequence[Part], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
+) -> Synchronization[None]:
+    """Brings what the ranks of a host hold of each other's shards to the ranks whose shards they are."""
+    for part in parts:
+        if isinstance(part, BucketPart):
+            yield from part.bucket.gathered(_filled(part, arrays, progress))
+
+
+def _filled(
+    part: Part, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
+) -> list[np.ndarray]:
+    """Returns a part's residual and companions, [n] each, from those of its parameters."""
+    filled = part.blank()
+    for by_name, into in zip(arrays, filled, strict=False):
+        for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+            if name in by_name:
+                into[slice(*place)] = part.flat(number, by_name[name])
+                if by_name is not arrays[0] and name in progress:
+                    into[slice(*place)] *= _moved(part, progress[name])
+    return filled
 
 
 def _moved(part: Part, progress: Progress) -> float:

@@ -181,7 +181,7 @@ class Rounds(Training):
         self._flying: int | None = None
         self._header: Any = None
         #: number of ranks, and residuals after an exchange given up here that others may have completed
-        self._if_completed: tuple[int, list[dict[str, Any]]] | None = None
+        self._if_completed: tuple[int, Sequence[Mapping[str, Any]]] | None = None
         self._has_begun = False
         #: steps of this process, when the first of them was, and seconds that exchanges have held it up
         self._num_steps, self._since, self._held_up = 0, 0.0, 0.0
@@ -407,7 +407,7 @@ class Rounds(Training):
         for part in self.parts:
             if part.streams is not None:
                 part.streams.join()
-        self._if_completed = self.made_for[1], self._held()
+        self._if_completed = self.made_for[1], self.held()[0]
         for part in self.parts:
             part.abandon(drop=True)
 

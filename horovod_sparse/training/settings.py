@@ -20,7 +20,7 @@ RAISE, SKIP, ZERO = "raise", "skip", "zero"
 #: what `on_drift` may be
 POLICIES = "raise", "warn", "resync"
 #: what `levels` may be
-LEVELS = "flat", "host", "auto"
+LEVELS = "flat", "host"
 
 #: defaults, for those too who have no argument to give (Horovod's own optimizer with our compressor)
 EVERY_VARIABLE, POLICY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY", "HOROVOD_SPARSE_ON_DRIFT"
@@ -62,7 +62,7 @@ class SettingsOptions(PlannedOptions, total=False):
 
 
 #: what may be said without a sparsifier, too
-_HARMLESS = {"levels": ("flat", "auto"), "on_nonfinite": (RAISE,), "synchronize_at": ("backward",)}
+_HARMLESS = {"levels": ("flat",), "on_nonfinite": (RAISE,), "synchronize_at": ("backward",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,7 @@ class Settings:
             differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
             counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
         levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
-            sparsified between hosts, see docs/merging.md; "auto": "host" where there are several hosts, of
-            several ranks each, as many on all of them, and the cost model says that it is faster.
+            sparsified between hosts, see docs/merging.md.
 
     `plan` and Horovod's `groups` exclude each other and all of `bucket_bytes`, `merging` and
     `tensor_selection`; `bucket_bytes` is short for ``merging=fixed(bytes=...)``. What is left to
@@ -128,7 +127,7 @@ class Settings:
         'skip'
         >>> Settings(levels="hosts")
         Traceback (most recent call last):
-        horovod_sparse.errors.UnknownNameError: unknown levels 'hosts': the known ones are auto, flat, host
+        horovod_sparse.errors.UnknownNameError: unknown levels 'hosts': the known ones are flat, host
     """
 
     plan: Plan | None = None

@@ -15,6 +15,7 @@ to buckets. Both differ from rank to rank, so every rank saves an entry of its o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ import numpy as np
 
 from horovod_sparse.checks import MOST_STEPS, out_of_range
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe, TwoLevelBucket
+from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe, shard_of
 from horovod_sparse.plans.plan import Plan
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
-from horovod_sparse.training.parts import Part, assign_residuals, held_residuals, shared_out
+from horovod_sparse.training.parts import shared_out
 
 FORMAT = 2
 _log = logging.getLogger("horovod_sparse")
@@ -40,7 +41,7 @@ class _Head:
 
     Attributes:
         feedback: says what the companions are.
-        levels: hosts, ranks on each, and the host and the place of this one; empty for one level.
+        hosts: how many ranks each has, then the ranks of all, host by host; empty for one level.
         resized: whether residuals are those of another number of ranks already, which no state fits.
     """
 
@@ -50,7 +51,7 @@ class _Head:
     rank: int = 0
     size: int = 1
     step: int = 0
-    levels: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
     resized: bool = False
 
     def flaw(self, _fresh: _Head) -> str:
@@ -67,25 +68,26 @@ class Holder(Protocol):
     @property
     def rank_and_size(self) -> tuple[int, int]: ...
     @property
-    def topology(self) -> Topology | None: ...
-    @property
     def facts(self) -> Mapping[str, tuple[Any, Any]]: ...
     @property
     def plan(self) -> Plan: ...
     @property
-    def parts(self) -> Sequence[Part]: ...
-    @property
     def sparse(self) -> Sequence[Any]: ...
+
+    def topology_for(self, entry: Mapping[str, Any] | None) -> Topology | None: ...
+    def held(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]: ...
+    def put(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None: ...
 
 
 def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
     """The entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
     (rank, size), recipe = engine.rank_and_size, engine.recipe
-    residuals, *companions = held_residuals(engine.parts, recipe.feedback.num_companions)
+    (residuals, *companions), topology = engine.held()[0], engine.topology_for(None)
     names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
+    hosts = () if topology is None else (topology.per_host, *itertools.chain(*topology.hosts))
     return {
         "format": FORMAT,
-        **to_plain(_Head(*names, rank, size, engine.step, _levels_of(engine))),
+        **to_plain(_Head(*names, rank, size, engine.step, hosts)),
         **more,
         "plan": engine.plan.to_dict(),
         "residuals": residuals,
@@ -118,6 +120,8 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
     head: _Head = from_plain(_Head(), {name: entry[name] for name in fields & set(entry)}, "the saved state")
     if recipe is not None and head.algorithm != recipe.sparsifier.name:
         raise StateMismatchError(f"the saved state is of {head.recipe}, {advice.format(recipe.describe())}")
+    if (topology := topology_of(entry)) is not None and topology.size != head.size:
+        raise StateMismatchError(f"hosts of the saved state have {topology.size} ranks, not {head.size}")
     companions = list(entry["companions"])
     if recipe is not None:
         wanted = recipe.feedback.num_companions
@@ -165,15 +169,14 @@ def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None
     (rank, size), plan = engine.rank_and_size, Plan.from_dict(entry["plan"])
     if plan != engine.plan or entry["size"] != size or entry["resized"]:
         return None
-    if tuple(entry["levels"]) != _levels_of(engine):
+    topology = topology_of(entry)
+    if topology != engine.topology_for(entry) or (topology is not None and entry["rank"] != rank):
         return None
     states = []
     for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
         bucket = part.bucket
-        info = bucket.info
-        if not isinstance(bucket, TwoLevelBucket):
-            info = dataclasses.replace(info, rank=rank, size=size)
-        fresh = bucket.recipe.sparsifier.init(info)
+        info = dataclasses.replace(bucket.whole, rank=rank, size=size)
+        fresh = bucket.recipe.sparsifier.init(info if topology is None else shard_of(info, topology))
         state = from_plain(fresh, one["state"], f"buckets[{number}].state")
         if state.step != one["step"]:
             raise StateMismatchError(f"buckets[{number}].state.step is {state.step}, not {one['step']}")
@@ -181,11 +184,12 @@ def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None
     return states
 
 
-def _levels_of(engine: Holder) -> tuple[int, ...]:
-    (rank, size), topology = engine.rank_and_size, engine.topology
-    if topology is None or topology.size != size:
-        return ()
-    return (topology.num_hosts, topology.per_host, *topology.place(rank))
+def topology_of(entry: Mapping[str, Any]) -> Topology | None:
+    """Returns which ranks shared a host when an entry was saved; None for one level."""
+    if not entry["hosts"]:
+        return None
+    per_host, *ranks = entry["hosts"]
+    return Topology(tuple(tuple(ranks[at : at + per_host]) for at in range(0, len(ranks), per_host)))
 
 
 def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
@@ -201,7 +205,7 @@ def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
     # of what is dense nothing but the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
     held = shared_out([entry["residuals"], *entry["companions"]], factor, engine.recipe.feedback)
-    assign_residuals(engine.parts, held, progress)
+    engine.put(held, progress)
     engine.step = int(entry["step"])
     if states is not None:
         for part, state in zip(engine.sparse, states, strict=True):

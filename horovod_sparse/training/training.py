@@ -30,25 +30,19 @@ from horovod_sparse.training.agreement import (
 from horovod_sparse.training.drift import DriftCheck
 from horovod_sparse.training.encoding import shared_digest, to_plain
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
-from horovod_sparse.training.host_topology import (
-    ChosenLevels,
-    agreed_topology,
-    assumed_topology,
-    gathered_shards,
-    hold_elsewhere,
-    own_place,
-)
+from horovod_sparse.training.host_topology import agreed_topology, own_place
 from horovod_sparse.training.outcome import NonFinitePolicy
 from horovod_sparse.training.parts import (
     assign_residuals,
     dense_groups,
+    gather_shards,
     held_residuals,
     needs_bucket,
     resumed,
     shared_out,
 )
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_shapes, load_entry, saved_entry, share_factor
+from horovod_sparse.training.state import check_shapes, load_entry, saved_entry, share_factor, topology_of
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -87,6 +81,8 @@ class Training:
         self.joined: set[str] = set()
         #: the start of the collectives under which ranks have agreed; None where they have to
         self._agreed_under: object = None
+        #: with two levels, residuals and progress of whole parameters, until ranks agree on their hosts
+        self._loose: tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]] | None = None
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
@@ -125,10 +121,6 @@ class Training:
 
     # what a front end may add
 
-    def choose_levels(self, num_hosts: int, per_host: int) -> ChosenLevels:
-        """Which levels are faster, for ``levels="auto"``; the same on all ranks."""
-        raise UnsupportedError("levels='auto' takes a cost model, which this front end has not")
-
     def first_plan_of(self, facts: Facts) -> Plan:
         """The plan of parameters that have come, without any times."""
         return fixed_bytes([fact for fact, _ in facts.values()])
@@ -158,18 +150,27 @@ class Training:
     def begin(self, facts: Facts, plan: Plan) -> None:
         """The first parts. No collective: ranks agree before these are synchronized."""
         self.facts = dict(facts)
-        self._assume_place()
+        self._take_place(None)
         self.build(plan)
         if self.size == 1:
             self._agreed_under = self.engine.start_token()
 
-    def _assume_place(self) -> None:
+    def _take_place(self, topology: Topology | None) -> None:
         self.made_for = self.rank_and_size
         self.sizes.add(self.made_for[1])
-        topology = assumed_topology(self.settings.levels, self.engine.ranks, self.choose_levels)
+        self._set_topology(topology)
+
+    def _set_topology(self, topology: Topology | None) -> None:
         if topology != self.topology:
             self.topology = topology
             self.engine.move_to(topology)
+
+    def topology_for(self, entry: Mapping[str, Any] | None) -> Topology | None:
+        """Returns the hosts on which ranks have agreed, else those of this rank's entry; None if unknown."""
+        if self.settings.levels == "flat" or (self.topology is not None and self.topology.size == self.size):
+            return self.topology
+        fits = entry is not None and (entry["rank"], entry["size"]) == self.rank_and_size
+        return topology_of(entry) if entry is not None and fits else None
 
     def build(self, plan: Plan) -> None:
         """Fresh parts for a plan of all parameters. Gradients stay what they are."""
@@ -191,21 +192,30 @@ class Training:
             specs.append(PartSpec(f"dense.{names[0]}", names, kept, dense=True, halves=halves))
         return self.engine.make_parts(specs, facts, self.made_for, self.topology)
 
-    def _progress(self) -> dict[str, Progress]:
+    def _progress(self) -> Mapping[str, Progress]:
+        if self._loose is not None:
+            return self._loose[1]
         buckets = [part for part in self.parts if hasattr(part, "bucket")]
         return {name: part.bucket.progress for part in buckets for name in part.names}
 
-    def _held(self) -> list[dict[str, Any]]:
-        return held_residuals(self.parts, self.recipe.feedback.num_companions)
+    def held(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
+        """Returns residuals and companions by parameter, in its shape, and how far each has come."""
+        if self._loose is not None:
+            return self._loose
+        return held_residuals(self.parts, self.recipe.feedback.num_companions), self._progress()
+
+    def put(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
+        """Replaces what `held` gives, in fresh states; with two levels ranks have to agree again."""
+        assign_residuals(self.parts, held, progress)
+        if self.settings.levels == "host" and self.size > 1:
+            self._loose, self._agreed_under = (held, progress), None
 
     def replan(self, plan: Plan) -> None:
         """Another plan, between two steps, on all ranks: residuals are kept, sparsifiers start anew."""
         plan.check(self.parameters)
-        held, progress = self._held(), self._progress()
+        held = self.held()
         self.build(plan)
-        assign_residuals(self.parts, held, progress)
-        if self.topology is not None:  # other buckets have other shards: ranks bring each other theirs
-            self._agreed_under = None
+        self.put(*held)
 
     def follow(self, facts: Facts, what: str) -> None:
         """Parts of the types and on the devices that parameters have now; residuals are converted."""
@@ -258,9 +268,9 @@ class Training:
         self.label = start.label
         if start.anew:
             self.start_anew(start)
-        if self.topology is not None and start.elsewhere:
-            self._together(gathered_shards(self.parts))
-        self._agreed_under = under
+        if self.topology is not None and start.step > 0:
+            self._together(gather_shards(self.parts, *self.held()))
+        self._loose, self._agreed_under = None, under
         self.drift.restart(self.step)
         if not start.measures:
             self._stop_measuring()
@@ -276,13 +286,12 @@ class Training:
     def _agreement(self) -> Synchronization[AgreedStatus]:
         yield from compared(self.declared(), self.parameters)
         yield from self._compare_plans()
-        place = own_place(self.engine.ranks()) if self.settings.levels != "flat" else ("", 0)
-        topology = yield from agreed_topology(self.settings.levels, place, self.choose_levels)
-        if topology != self.topology:
-            self.topology = topology
-            self.engine.move_to(topology)
+        if self.settings.levels == "host":
+            before, place = self.topology, own_place(self.engine.ranks())
+            topology = (yield from agreed_topology(place)) if self.size > 1 else None
+            self._set_topology(topology)
             # a rank that was another one has parts of its old place: then all start anew, with other ones
-            if self.made_for == self.rank_and_size:
+            if topology != before and self.made_for == self.rank_and_size:
                 self.replan(self.plan)
         return (yield from agreed_status(self._status()))
 
@@ -297,7 +306,6 @@ class Training:
             label=self._own_label,
             told={name: to_plain(one) for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
-            elsewhere=hold_elsewhere(self.parts),
             fresh=self._is_fresh,
             again=started_again(self.engine.ranks().world_rank),
         )
@@ -310,13 +318,10 @@ class Training:
             _log.warning(
                 "sparsifier states start anew at step %d, residuals are kept: %s", start.step, start.reason
             )
-        held = self._held()
-        progress = {
-            name: resumed(one, start.told.get(name), start.step) for name, one in self._progress().items()
-        }
+        held, known = self.held()
+        progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
-        held = shared_out(held, kept_share(old_size, self.size), self.recipe.feedback)
-        assign_residuals(self.parts, held, progress)
+        self.put(shared_out(held, kept_share(old_size, self.size), self.recipe.feedback), progress)
 
     # a step
 
@@ -360,12 +365,13 @@ class Training:
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
         """Continues from an entry that fits, or from nothing; ranks agree in the next step. No collective."""
-        if self.made_for != self.rank_and_size:
-            self._assume_place()
+        topology = self.topology_for(entry)
+        if (self.made_for, self.topology) != (self.rank_and_size, topology):
+            self._take_place(topology)
             self.build(self.plan)
         self._agreed_under = None
         if entry is None:
-            assign_residuals(self.parts, (), {})
+            self.put((), {})
             self.step = 0
             return
         if not set(Plan.from_dict(entry["plan"]).names()) <= set(self.facts):

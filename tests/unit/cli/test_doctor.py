@@ -170,10 +170,8 @@ def test_the_command_ends_with_1_only_for_problems(alone, capsys, monkeypatch):
     ("hosts", "asked", "level"),
     [
         ("aabb", "flat", "advice"),
-        ("aabb", "auto", "good"),
         ("aaaa", "flat", None),
         ("aaab", "host", "problem"),
-        ("aaab", "auto", None),
         ("aabb", "host", "good"),
     ],
 )

@@ -11,10 +11,8 @@ from horovod_sparse.cost import (
     Fit,
     Profile,
     assumed_profile,
-    choose_levels,
     fit_time,
     profile_at,
-    with_levels,
 )
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.sparsifiers import ExDyna, TopK
@@ -151,19 +149,6 @@ def test_what_a_step_costs_is_the_sum_of_its_three_parts() -> None:
     gathered = inside.alpha_seconds + 8 * 4 * selected * inside.beta_seconds
     assert cost.communication.seconds(n) == pytest.approx(scattered + between + gathered, rel=1e-3)
     assert cost.selection.seconds(n) == pytest.approx(1e-4 + 1e-9 * shard)
-
-
-def test_the_faster_one_is_chosen() -> None:
-    few = choose_levels(TopK(density=0.001), 25_600_000, 1, 8)
-    assert "by formulas" in few.reason
-    assert few.levels == "flat" and few.host_seconds > few.flat_seconds, "within one host it is dense"
-    slow_inside = with_levels(_profile(), 2)
-    slow = {kind: Fit(1.0, 1e-6) for kind in slow_inside.levels["host"]}
-    slow_inside = dataclasses.replace(
-        slow_inside, levels={**slow_inside.levels, "host": slow}, framework="torch"
-    )
-    told = choose_levels(TopK(density=0.01), 25_600_000, 4, 2, profile=slow_inside)
-    assert told.levels == "flat" and "by the profile" in told.reason
 
 
 def test_only_two_levels_are_written_and_have_to_fit() -> None:

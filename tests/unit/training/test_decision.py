@@ -6,10 +6,10 @@ import logging
 import numpy as np
 import pytest
 
-from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile, choose_levels
+from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
-from horovod_sparse.planning import by_cost, plan_request
+from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.calibration import Extent
 from horovod_sparse.planning.calibration.steps import BackwardTimes, measured_step
 from horovod_sparse.planning.first_plan import first_plan
@@ -237,25 +237,6 @@ def test_the_warm_up_measures_both_levels_and_all_ranks_take_one_plan():
     assert profile.per_host == 2 and set(profile.levels["host"]) == {"reducescatter", "allgather"}
     again = plan_by_times(asked(merging="optimal"), on_hosts(), NINE, TOPK, profile)
     assert again.plan == found[0].plan and again.predicted_seconds == dict(found[0].predicted_seconds)
-
-
-def test_auto_takes_the_levels_of_the_shorter_iteration():
-    """Communication that is hidden costs nothing: as one bucket two levels may win, as iterations lose."""
-    seen = set()
-    for between, inside in ((1e-8, 1e-9), (8e-8, 1e-9), (8e-8, 3e-8)):
-        profile = profile_of(between=AlphaBeta(1e-5, between), inside=AlphaBeta(1e-5, inside))
-        request = asked(merging="optimal", profile=profile)
-        taken = {
-            levels: plan_by_times(request, on_hosts(levels), NINE, TOPK, profile).predicted_seconds["taken"]
-            for levels in ("flat", "host")
-        }
-        choice = by_cost(TOPK, NINE, request)(2, 2)
-        assert choice.levels == min(taken, key=lambda levels: taken[levels])
-        assert (choice.flat_seconds, choice.host_seconds) == (taken["flat"], taken["host"])
-        assert "an iteration" in choice.reason and "by the profile" in choice.reason
-        together = choose_levels(TOPK, sum(SIZES), 2, 2, profile=profile).levels
-        seen.add((choice.levels, together))
-    assert seen == {("flat", "host"), ("host", "host"), ("flat", "flat")}
 
 
 def test_by_formulas_a_bucket_of_two_levels_pays_for_three_rounds(monkeypatch):

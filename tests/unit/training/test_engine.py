@@ -18,7 +18,14 @@ from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import redistribute
 from horovod_sparse.training.encoding import from_bytes, to_bytes
-from horovod_sparse.training.parts import ArrayLayout, BucketPart, DensePart, Part
+from horovod_sparse.training.parts import (
+    ArrayLayout,
+    BucketPart,
+    DensePart,
+    Part,
+    assign_residuals,
+    held_residuals,
+)
 from horovod_sparse.training.state import (
     Holder,
     check_entry,
@@ -54,9 +61,18 @@ class ArrayEngine:
 
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
         self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
-        self.topology = None
         self.sparse = [ArrayBucket(names, recipe, place) for names in plan.buckets]
         self.parts: list[Part] = [*self.sparse, *(ArrayDense(name) for name in plan.dense)]
+
+    def topology_for(self, entry: Any) -> None:
+        """One level."""
+
+    def held(self) -> Any:
+        progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
+        return held_residuals(self.parts, self.recipe.feedback.num_companions), progress
+
+    def put(self, held: Any, progress: Any) -> None:
+        assign_residuals(self.parts, held, progress)
 
 
 ONE = Plan((("w", "b", "v"),))

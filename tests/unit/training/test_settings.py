@@ -77,7 +77,7 @@ def test_the_environment_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_sparsifier_most_of_it_is_refused() -> None:
-    refuse_without_sparsifier({"levels": "auto", "on_nonfinite": "raise", "plan": None}, "none")
+    refuse_without_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
     with pytest.raises(ArgumentError, match="a sparsifier, or leave levels, check_every out"):
         refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
 
