@@ -329,6 +329,7 @@ def test_a_file_of_another_rank_or_save_is_refused(tmp_path: Path) -> None:
         {"size": True},
         {"size": None},
         {"save": "another"},
+        {"save": []},
         {"ranks": [5, 6]},
         {"format": None},
         {"step": {}},
