@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.layers import layer_table
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.merging import (
     ParameterFacts,
@@ -23,7 +24,6 @@ from horovod_sparse.merging import (
     Workload,
     dense_of,
     fixed,
-    layer_table,
     layerwise,
     omgs,
     optimal,

@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.ddp
-from horovod_sparse.cost import AlphaBeta, assumed_profile
+from horovod_sparse.cost import AlphaBeta, CollectiveCost, bytes_by_round, num_rounds, share_of_bytes
 from horovod_sparse.feedback import parse_recipe
 
 __all__ = ["METHODS", "Network", "draw", "predicted", "table"]
@@ -65,16 +65,18 @@ def predicted(name: str, shapes: list[torch.Size], compute: float, rate: float) 
         compute: seconds of a pass without synchronization.
         rate: of a host, in bit/s; TCP's frames leave 95.6 % of it.
     """
-    profile = assumed_profile(AlphaBeta(5e-5, 8 / (0.956 * rate)), SIZE)
-    n = sum(shape.numel() for shape in shapes)
+    network, n = AlphaBeta(5e-5, 8 / (0.956 * rate)), sum(shape.numel() for shape in shapes)
+    added = 0.0
     if name in RECIPES:
-        cost = profile.cost(parse_recipe(RECIPES[name]).sparsifier)
-        added = cost.selection.seconds(n) + cost.communication.seconds(n)
+        sent = list(bytes_by_round(parse_recipe(RECIPES[name]).sparsifier, SIZE, n))
+        added = 1e-4 + 1e-9 * n  # selection
     else:
         if name == POWER:  # two thin factors of each matrix that they halve
             thin = [(shape.numel(), 4 * sum(shape)) for shape in shapes if len(shape) > 1]
             n -= sum(whole - few for whole, few in thin if 2 * few < whole)
-        added = profile.dense_cost().dense.seconds((2 if name == FP16 else 4) * n)
+        sent = [("allreduce", (2 if name == FP16 else 4) * n)]
+    for kind, put in sent:
+        added += network.seconds(CollectiveCost(num_rounds(kind, SIZE), share_of_bytes(kind, SIZE) * put))
     return compute + added / METHODS[name]
 
 

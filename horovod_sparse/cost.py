@@ -8,10 +8,6 @@ from horovod_sparse.planning.cost_model import communication_of as communication
 from horovod_sparse.planning.cost_model import fit_selection as fit_selection
 from horovod_sparse.planning.cost_model import fit_time as fit_time
 from horovod_sparse.planning.first_plan import check_same_profile as check_same_profile
-from horovod_sparse.planning.formulas import assumed_profile as assumed_profile
-from horovod_sparse.planning.formulas import network_of as network_of
-from horovod_sparse.planning.formulas import profile_at as profile_at
-from horovod_sparse.planning.formulas import with_levels as with_levels
 from horovod_sparse.planning.profile import ALLREDUCE as ALLREDUCE
 from horovod_sparse.planning.profile import DENSE as DENSE
 from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
@@ -19,8 +15,9 @@ from horovod_sparse.planning.profile import START as START
 from horovod_sparse.planning.profile import UPDATE as UPDATE
 from horovod_sparse.planning.profile import Levels as Levels
 from horovod_sparse.planning.profile import Profile as Profile
+from horovod_sparse.plans.dense import bytes_by_round as bytes_by_round
 from horovod_sparse.plans.network import COLLECTIVES as COLLECTIVES
-from horovod_sparse.plans.network import HOST_NETWORK as HOST_NETWORK
 from horovod_sparse.plans.network import AlphaBeta as AlphaBeta
 from horovod_sparse.plans.network import CollectiveCost as CollectiveCost
-from horovod_sparse.plans.network import network_at as network_at
+from horovod_sparse.plans.network import num_rounds as num_rounds
+from horovod_sparse.plans.network import share_of_bytes as share_of_bytes

@@ -20,12 +20,7 @@ from horovod_sparse.planning.timeline import UPDATE as UPDATE
 from horovod_sparse.planning.timeline import Span as Span
 from horovod_sparse.planning.timeline import Timeline as Timeline
 from horovod_sparse.planning.timeline import predict as predict
-from horovod_sparse.planning.workload import DEVICES as DEVICES
-from horovod_sparse.planning.workload import LAYER_TABLES as LAYER_TABLES
-from horovod_sparse.planning.workload import LayerTable as LayerTable
-from horovod_sparse.planning.workload import StepTime as StepTime
 from horovod_sparse.planning.workload import Workload as Workload
-from horovod_sparse.planning.workload import layer_table as layer_table
 from horovod_sparse.planning.workload import plan_of_segments as plan_of_segments
 from horovod_sparse.plans.plan import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from horovod_sparse.plans.plan import ParameterFacts as ParameterFacts

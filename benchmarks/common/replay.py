@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_sparse.planning.workload import layer_table
+from benchmarks.common.layers import layer_table
 
 
 class _Sleeping(torch.autograd.Function):

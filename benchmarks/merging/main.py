@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.hosts import NETWORKS, cluster_for, machine_facts
+from benchmarks.common.layers import LAYER_TABLES
 from benchmarks.common.options import carry_out, count, launch, named_sparsifiers
 from benchmarks.common.tables import hosts_table
-from horovod_sparse.planning.workload import LAYER_TABLES
 
 METHODS = ("layerwise", "single", "fixed 8192", "omgs", "optimal", "cost, optimal", "all dense")
 #: the training that measured goes on under the plan it decided for, without another launch

@@ -12,6 +12,7 @@ from benchmarks.common.hosts import (
     machine_facts,
     parts_of,
 )
+from benchmarks.common.layers import LAYER_TABLES, layer_table
 from benchmarks.common.options import (
     PAIRS_SUFFIX,
     add_common,
@@ -23,7 +24,6 @@ from benchmarks.common.options import (
     named_sparsifiers,
 )
 from benchmarks.common.tables import launch_tables
-from horovod_sparse.planning.workload import LAYER_TABLES, layer_table
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 _BASELINES = ("dense", "dense float16", "naive")

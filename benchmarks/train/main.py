@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.hosts import cluster_for, machine_facts
+from benchmarks.common.layers import LAYER_TABLES
 from benchmarks.common.options import (
     add_common,
     baselines,
@@ -17,7 +18,6 @@ from benchmarks.common.options import (
     named_sparsifiers,
 )
 from benchmarks.common.tables import launch_tables
-from horovod_sparse.planning.workload import LAYER_TABLES
 
 _BASELINES = ("dense", "dense float16")
 #: a training that synchronizes nothing: what computing alone takes where ranks share cores

@@ -75,7 +75,7 @@ class Training:
         options = dict(settings["options"]) if name in settings["sparsifiers"] else {}
         if options and settings["min_elements"] is not None:
             options["tensor_selection"] = min_elements(settings["min_elements"])
-        os.environ[TENSOR_SELECTION_VARIABLE] = "formulas" if BY_DEFAULT in name else "all"
+        os.environ[TENSOR_SELECTION_VARIABLE] = "large" if BY_DEFAULT in name else "all"
         chosen = hvd.Compression.parse(compression)
         if DENSELY in name:
             recipe = replace(chosen.recipe, sparsifier=densely(chosen.recipe.sparsifier))

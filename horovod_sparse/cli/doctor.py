@@ -28,9 +28,7 @@ from horovod_sparse.planning.calibration.collectives import Stopwatch
 from horovod_sparse.training.deadline import seconds_of_horovod
 from horovod_sparse.training.settings import LEVELS
 
-_PACKAGES = (
-    "horovod-sparse horovod torch tensorflow tensorflow-cpu keras tf-keras numpy numba scipy mpi4py triton"
-)
+_PACKAGES = "horovod-sparse horovod torch tensorflow tensorflow-cpu keras tf-keras numpy numba mpi4py triton"
 _REPETITIONS = 25
 
 

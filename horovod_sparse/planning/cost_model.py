@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,22 +103,13 @@ class Fit:
         each = float(self.seconds_per_unit) + density * float(self.seconds_per_selected)
         return AffineTime(float(self.fixed_seconds), each)
 
-    def scaled(self, factor: float, note: str) -> Fit:
-        """All that it costs, times a factor."""
-        names = ("fixed_seconds", "seconds_per_unit", "seconds_per_selected")
-        changed: dict[str, Any] = {name: factor * getattr(self, name) for name in names}
-        return dataclasses.replace(self, **changed, notes=(*self.notes, note))
-
-
-#: relative errors beyond this pull linearly instead of quadratically
-_HUBER = 0.05
-
 
 def fit_time(amounts: Sequence[float], seconds: Sequence[float], *, what: str = "amounts") -> Fit:
     """Fits ``seconds = a + b * amount``, a and b not negative.
 
-    Repetitions of an amount count as their median. Errors are those of logarithms, so that small messages,
-    which fix a, weigh as much as large ones, which fix b; and Huber's loss keeps outliers from pulling.
+    Repetitions of an amount count as their median, so that slow ones do not pull. A line of least squares
+    goes through the medians; errors are relative, so that small messages, which fix a, weigh as much as large
+    ones, which fix b.
 
     Args:
         amounts: bytes or elements, one per measurement.
@@ -163,27 +155,13 @@ def fit_selection(
 
 
 def _fit(what: str, amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    from scipy.optimize import least_squares, nnls
-
     features, times = _medians(what, amounts, seconds)
     design = np.column_stack([np.ones(len(times)), features])
     scale = np.abs(design).max(axis=0)
     design = design / scale / times[:, None]  # of relative times: 1 is right
     if np.linalg.matrix_rank(design) < design.shape[1]:
         raise ArgumentError(what, features.tolist(), "sizes that are not all in the same proportion")
-    start = nnls(design, np.ones(len(times)))[0]
-    found = least_squares(
-        lambda x: np.log(design @ x),
-        start + 1e-6 * start.max(),
-        bounds=(0.0, np.inf),
-        loss="huber",
-        f_scale=_HUBER,
-        x_scale=start + 1e-3 * start.max(),
-        xtol=1e-14,
-        ftol=1e-14,
-        gtol=1e-14,
-    ).x
-    found[found < 1e-10 * found.max()] = 0.0
+    found = _least_squares(design)
     model = design @ found
     variance = float(np.sum((times - times.mean()) ** 2))
     explained = 1.0 - float(np.sum((times * (1.0 - model)) ** 2)) / variance if variance > 0.0 else 1.0
@@ -192,6 +170,20 @@ def _fit(what: str, amounts: Sequence[Sequence[float]], seconds: Sequence[float]
     error = np.abs(model - 1.0)
     quality = explained, float(np.median(error)), float(error.max())
     return Fit(fixed, each, of_selected, len(times), *quality)
+
+
+def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns x >= 0 with the least ``|design x - 1|``, by trying all choices of columns."""
+    ones, count = np.ones(len(design)), design.shape[1]
+    best, least = np.zeros(count), np.inf
+    for size in range(1, count + 1):
+        for columns in itertools.combinations(range(count), size):
+            solved = np.linalg.lstsq(design[:, columns], ones, rcond=None)[0]
+            error = float(np.sum((design[:, columns] @ solved - ones) ** 2))
+            if solved.min() >= 0.0 and error < least:
+                best, least = np.zeros(count), error
+                best[list(columns)] = solved
+    return best
 
 
 def _medians(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ProfileMismatchError
-from horovod_sparse.plans.dense import ClusterFacts, by_formulas, sparsifies_by_formulas
+from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE, ClusterFacts, without_small_buckets
 from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.sparsifiers import Sparsifier
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision, PlanRequest
+
+_log = logging.getLogger("horovod_sparse")
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,13 @@ def first_plan(
     parameters = [fact for fact, _ in facts.values()]
     if request is None:
         made = make_plan(facts, **arguments)
-        if all(given is None for given in arguments.values()) and sparsifies_by_formulas():
-            kept, words = by_formulas(made, parameters, sparsifier, cluster())
-            return FirstPlan(kept, selection=words)
-        return FirstPlan(made)
+        if any(given is not None for given in arguments.values()):
+            return FirstPlan(made)
+        kept, words = without_small_buckets(made, parameters)
+        if words:
+            remedy = f"tensor_selection='all' sparsifies them, and so does {TENSOR_SELECTION_VARIABLE}=all"
+            _log.warning("%s. %s", words, remedy)
+        return FirstPlan(kept, selection=words)
     try:
         if request.failure is not None:
             raise request.failure

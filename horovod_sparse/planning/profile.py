@@ -95,7 +95,7 @@ class Profile:
         saved = {"version": PROFILE_VERSION, **dataclasses.asdict(self)}
         # the model's order is kept by a list: sorted keys would lose it
         saved["backward_seconds"] = [list(item) for item in self.backward_seconds.items()]
-        if not self.levels:  # what was measured with one is written as it ever was
+        if not self.levels:  # one level is what a reader takes for granted
             del saved["levels"], saved["per_host"]
         if not self.training:
             del saved["training"]
@@ -220,7 +220,7 @@ class Profile:
                 and needs no collective.
         """
         size = self.size if size is None else size
-        among, per_host = (size, 1) if levels == "flat" else (self.num_hosts, self.per_host)
+        among, per_host = (size, 1) if levels == "flat" else (size // self.per_host, self.per_host)
         selection = self.work(sparsifier, among, per_host)
         times = self._times(sparsifier, among, self.collectives if levels == "flat" else None)
         communication = communication_of(sparsifier, among, times).per(1 / per_host)

@@ -1,16 +1,14 @@
-"""A step of a model, as a plan is made for it: parameters and times, and tables of known networks."""
+"""A step of a model, as a plan is made for it: parameters and times."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import resources
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from horovod_sparse.checks import check_seconds
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, ParameterFacts, Plan, same_kind
 
 
@@ -132,86 +130,3 @@ def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
             filling[same_kind(parameter)] = names, total
         start = stop
     return Plan(tuple(map(tuple, buckets)), workload.dense_names)
-
-
-LAYER_TABLES = (
-    "bert_base",
-    "gpt2_medium",
-    "gpt2_small",
-    "inception_v4",
-    "llama_1b",
-    "lstm_ptb",
-    "resnet18",
-    "resnet50",
-    "vgg16_cifar",
-    "vit_base",
-    "xml_one_layer",
-)
-#: whose step times tables may have
-DEVICES = ("v100", "rtx3090", "a100", "h100")
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Forward and backward on one device.
-
-    Attributes:
-        seconds: of both.
-        batch: samples.
-        source: where the number is from, and what is assumed.
-    """
-
-    seconds: float
-    batch: int
-    source: str
-
-
-@dataclass(frozen=True)
-class LayerTable:
-    """A network's parameters, and times of its step on one device.
-
-    Attributes:
-        name: one of `LAYER_TABLES`.
-        source: where shapes and times come from, and what is assumed.
-        batch: samples for each rank.
-        density: that the source trains it with.
-        shapes: of the parameters.
-        workload: parameters and times.
-        steps: times of today's devices, by name (some of `DEVICES`).
-    """
-
-    name: str
-    source: str
-    batch: int
-    density: float
-    shapes: tuple[tuple[int, ...], ...]
-    workload: Workload
-    steps: Mapping[str, StepTime] = field(default_factory=dict)
-
-
-def layer_table(name: str) -> LayerTable:
-    """Reads a table.
-
-    Args:
-        name: one of `LAYER_TABLES`.
-
-    Raises:
-        UnknownNameError: for another name, with those there are.
-
-    Example:
-        >>> sum(parameter.num_elements for parameter in layer_table("resnet50").workload.parameters)
-        25557032
-    """
-    if name not in LAYER_TABLES:
-        raise UnknownNameError("layer table", name, LAYER_TABLES)
-    file = resources.files("horovod_sparse.planning") / "layer_tables" / f"{name}.json"
-    saved = json.loads(file.read_text(encoding="utf-8"))
-    rows = saved["parameters"]
-    workload = Workload(
-        tuple(ParameterFacts(parameter, math.prod(shape)) for parameter, shape, _ in rows),
-        tuple(seconds for _, _, seconds in rows),
-        saved["forward_seconds"],
-    )
-    shapes = tuple(tuple(shape) for _, shape, _ in rows)
-    steps = {device: StepTime(**step) for device, step in saved.get("steps", {}).items()}
-    return LayerTable(name, saved["source"], saved["batch"], saved["density"], shapes, workload, steps)

@@ -11,7 +11,6 @@ from horovod_sparse.collectives import (
     AllToAll,
     Broadcast,
     Exchange,
-    Level,
     ReduceScatter,
     Request,
 )
@@ -90,61 +89,3 @@ class AlphaBeta:
     def seconds(self, cost: CollectiveCost) -> float:
         """Time of a cost on this network."""
         return cost.rounds * self.alpha_seconds + cost.bytes_received * self.beta_seconds
-
-
-#: between the ranks of a host, where nobody has measured it: shared memory, or the loopback device
-HOST_NETWORK = AlphaBeta(20e-6, 2.5e-10)
-
-
-def network_at(
-    kind: str,
-    level: Level,
-    network: AlphaBeta,
-    num_hosts: int,
-    per_host: int,
-    inside: AlphaBeta = HOST_NETWORK,
-) -> AlphaBeta:
-    """The network as a rank sees it in a collective, where the ranks of a host share its card.
-
-    Within a host it is another one. Among one rank of every host, L such groups are at work at a time. Among
-    all ranks, what goes in a ring passes from host to host once, whatever number of ranks a host has, and
-    messages between pairs of ranks are each rank's own.
-
-    Args:
-        kind: of the collective, see `COLLECTIVES`.
-        level: among whom it is.
-        network: between hosts.
-        num_hosts: N.
-        per_host: L.
-        inside: within a host.
-
-    Example:
-        >>> one = AlphaBeta(1e-4, 1.0)
-        >>> [network_at("allgather", level, one, 4, 2).beta_seconds for level in ("all", "across")]
-        [1.0, 2.0]
-        >>> round(network_at("exchange", "all", one, 4, 2).beta_seconds, 2)
-        1.71
-    """
-    size = num_hosts * per_host
-    if level == "host" or num_hosts == 1:
-        return inside if size > 1 and per_host > 1 else network
-    crowded = 1.0
-    if level == "across":
-        crowded = per_host
-    elif kind in ("exchange", "alltoall"):
-        crowded = per_host * (size - per_host) / (size - 1)
-    return AlphaBeta(network.alpha_seconds, network.beta_seconds * crowded)
-
-
-def collective_seconds(
-    kind: str,
-    level: Level,
-    network: AlphaBeta,
-    num_hosts: int,
-    per_host: int,
-    inside: AlphaBeta = HOST_NETWORK,
-) -> tuple[float, float]:
-    """Seconds of a collective, and of each byte that a rank puts in: ``rounds alpha``, ``share beta``."""
-    on = network_at(kind, level, network, num_hosts, per_host, inside)
-    among = {"all": num_hosts * per_host, "host": per_host, "across": num_hosts}[level]
-    return num_rounds(kind, among) * on.alpha_seconds, share_of_bytes(kind, among) * on.beta_seconds

@@ -53,7 +53,7 @@ def main() -> int:
     print(f"TensorFlow  {f'{tensorflow}, {keras}' if tensorflow else 'left out'}")
     abilities = f"launched by {' or '.join(controllers)}; collectives by {', '.join(operations)}"
     print(f"Horovod     {version('horovod')}; {abilities}")
-    print(f"Numbers     {installed('numpy', 'numba', 'scipy', 'mpi4py')}")
+    print(f"Numbers     {installed('numpy', 'numba', 'mpi4py')}")
     print(f"horovod_mpi={int(hvd.mpi_built())}")
     return 0
 

@@ -33,7 +33,7 @@ def launched(
         text=True,
         stdin=subprocess.DEVNULL,
         timeout=300,
-        # these models are small, and would stay dense by formulas
+        # these models are small, and would stay dense
         env={**os.environ, "HOROVOD_SPARSE_TENSOR_SELECTION": selection, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -71,7 +71,7 @@ def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -
     arguments = ["--tensorboard", str(tmp_path / "curves")] if curves else []
     arguments += ["--checkpoint", str(tmp_path / "saved")] if example == "cifar10_resnet" else []
     # a dry run says itself that all is sparsified: it takes the paths of a large model
-    run = launched(example, tmp_path / "run.json", "--dry-run", *arguments, selection="formulas")
+    run = launched(example, tmp_path / "run.json", "--dry-run", *arguments, selection="large")
     assert run["steps"] == 2 and run["size"] == 2
     assert run["bytes_per_step"] < run["num_parameters"] / 2, "an eighth of dense or less"
     assert math.isfinite(run["final_loss"]) and run["final_loss"] > 0.0

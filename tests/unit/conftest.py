@@ -1,10 +1,14 @@
 """What unit tests of several folders share."""
 
+import os
 import sys
 
 import pytest
 
 from support.memories import choose_memory
+
+# the models of tests are small, and would stay dense
+os.environ.setdefault("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
 
 
 @pytest.fixture(params=["host", "device"])

@@ -162,10 +162,12 @@ def calibration(
 
 def _kinds_of_levels(sparsifiers: Sequence[Sparsifier], topology: Topology | None) -> list[tuple[Level, str]]:
     """What two levels need: within hosts the sum and the shards, between them what sparsifiers use there."""
-    if topology is None or topology.per_host == 1 or topology.num_hosts == 1:
+    if topology is None or topology.per_host == 1:
         return []
+    inside: list[tuple[Level, str]] = [("host", "reducescatter"), ("host", "allgather")]
+    if topology.num_hosts == 1:
+        return inside
     between = sorted(
         {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(topology.num_hosts)}
     )
-    inside: list[tuple[Level, str]] = [("host", "reducescatter"), ("host", "allgather")]
     return [*inside, *(("across", kind) for kind in between)]

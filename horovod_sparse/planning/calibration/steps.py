@@ -12,7 +12,6 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.formulas import profile_at, with_levels
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.workload import Workload, whole_parameters
 from horovod_sparse.plans.plan import ParameterFacts
@@ -190,5 +189,9 @@ def measured_step(
     if topology is None or topology.per_host == 1:
         # Horovod sends what waits at the same time as one
         return workload, profile.cost(sparsifier, size, fuse_sparse=True)
-    of_hosts = with_levels(profile_at(profile, size), topology.per_host)
-    return workload, of_hosts.cost(sparsifier, levels="host")
+    if profile.levels and profile.per_host != topology.per_host:
+        raise ProfileMismatchError(
+            f"the profile was measured with {profile.per_host} ranks on a host, here are "
+            f"{topology.per_host}: run horovod-sparse calibrate with as many"
+        )
+    return workload, profile.cost(sparsifier, size, levels="host")

@@ -10,12 +10,11 @@ from horovod_sparse.cost import (
     AlphaBeta,
     Fit,
     Profile,
-    assumed_profile,
     fit_time,
-    profile_at,
 )
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.sparsifiers import ExDyna, TopK
+from support.merging_models import profile_of_hosts
 
 PROFILE = Profile(
     size=4,
@@ -134,13 +133,9 @@ def test_nonsense_is_refused(sizes, times, match) -> None:
 GIGABIT = AlphaBeta(50e-6, 8e-9)
 
 
-def _profile(**changed):
-    return assumed_profile(GIGABIT, 8, per_host=2, **changed)
-
-
 def test_what_a_step_costs_is_the_sum_of_its_three_parts() -> None:
     n, density, inside = 1_000_000, 0.01, AlphaBeta(1e-5, 1e-10)
-    profile = _profile(host_network=inside, selection=Fit(1e-4, 1e-9))
+    profile = profile_of_hosts(GIGABIT, inside, 4, 2, Fit(1e-4, 1e-9))
     cost = profile.cost(TopK(density=density), levels="host")
     shard, selected = n / 2, density * n / 2
     scattered = inside.alpha_seconds + 4 * n * (1 / 2) * inside.beta_seconds
@@ -152,22 +147,14 @@ def test_what_a_step_costs_is_the_sum_of_its_three_parts() -> None:
 
 
 def test_only_two_levels_are_written_and_have_to_fit() -> None:
-    two = _profile()
+    two = profile_of_hosts(GIGABIT, GIGABIT, 4, 2, Fit(1e-4, 1e-9))
     assert Profile.from_json(two.to_json()) == two
-    assert not {"levels", "per_host"} & set(json.loads(assumed_profile(GIGABIT, 8).to_json()))
+    assert not {"levels", "per_host"} & set(json.loads(Profile(8, "torch", "gloo", 1e-3).to_json()))
     with pytest.raises(ArgumentError, match="levels and per_host"):
         dataclasses.replace(two, per_host=3)
-    with pytest.raises(ArgumentError, match="per_host"):
-        assumed_profile(GIGABIT, 8, per_host=3)
 
 
-def test_more_hosts_of_as_many_ranks() -> None:
-    sixteen = profile_at(_profile(), 32)
-    assert (sixteen.num_hosts, sixteen.per_host) == (16, 2)
-    expected = assumed_profile(GIGABIT, 32, per_host=2).levels
-    for kind in ("allgather", "allreduce"):
-        told, wanted = (levels["across"][kind] for levels in (sixteen.levels, expected))
-        assert told.seconds_per_unit == pytest.approx(wanted.seconds_per_unit)
-        assert told.fixed_seconds == pytest.approx(wanted.fixed_seconds)
-    assert sixteen.levels["host"] == expected["host"]
-    assert not profile_at(_profile(), 9).levels
+def test_more_hosts_of_as_many_ranks_are_costed_by_their_own_traffic() -> None:
+    two, topk = profile_of_hosts(GIGABIT, GIGABIT, 4, 2, Fit(1e-4, 1e-9)), TopK(density=0.01)
+    four, sixteen = (two.cost(topk, size, levels="host").communication.seconds(10**6) for size in (8, 32))
+    assert sixteen > four

@@ -1,8 +1,6 @@
 """Plans: what they refuse, what they keep apart, and that they are plain values."""
 
 import dataclasses
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common.layers import LAYER_TABLES, layer_table
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import (
-    LAYER_TABLES,
     ParameterFacts,
     Plan,
     explicit_groups,
     fixed_bytes,
-    layer_table,
     min_elements,
     same_kind,
     select_tensors,
@@ -139,32 +136,17 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # number of parameters as published, and tensors
 PUBLISHED = {
-    "bert_base": (109_482_240, 199),
-    "gpt2_medium": (354_823_168, 292),
-    "gpt2_small": (124_439_808, 148),
     "inception_v4": (42_679_816, 449),
-    "llama_1b": (1_100_048_384, 201),
     "lstm_ptb": (66_034_000, 11),
-    "resnet18": (11_689_512, 62),
     "resnet50": (25_557_032, 161),
     "vgg16_cifar": (14_728_266, 54),
-    "vit_base": (86_567_656, 152),
-    "xml_one_layer": (126_722_048, 1),
 }
 
 
 @pytest.mark.parametrize("name", LAYER_TABLES)
-def test_tables_are_generated_and_have_the_published_totals(name: str, monkeypatch) -> None:
-    table = layer_table(name)
-    parameters = table.workload.parameters
-    assert [parameter.num_elements for parameter in parameters] == list(map(math.prod, table.shapes))
-    assert (sum(parameter.num_elements for parameter in parameters), len(parameters)) == PUBLISHED[name]
-    assert min(table.workload.backward_seconds) > 0.0
-    assert table.source
+def test_layer_tables_have_the_published_totals(name: str) -> None:
+    workload = layer_table(name).workload
+    numbers = [parameter.num_elements for parameter in workload.parameters]
+    assert (sum(numbers), len(numbers)) == PUBLISHED[name]
     # a third of the step is forward
-    assert sum(table.workload.backward_seconds) == pytest.approx(2 * table.workload.forward_seconds, rel=1e-3)
-    # and the file is what the generator writes
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts" / "lib"), *sys.path])
-    from layer_tables_lib import write
-
-    assert (write.FOLDER / f"{name}.json").read_text(encoding="utf-8") == write.content(name)
+    assert sum(workload.backward_seconds) == pytest.approx(2 * workload.forward_seconds, rel=1e-3)

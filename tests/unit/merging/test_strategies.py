@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.common.layers import layer_table
 from benchmarks.plans import SortingTime
 from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError, UnknownNameError
@@ -15,7 +16,6 @@ from horovod_sparse.merging import (
     Workload,
     fixed,
     fixed_elements,
-    layer_table,
     layerwise,
     needs_times,
     omgs,

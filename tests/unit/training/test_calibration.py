@@ -185,7 +185,9 @@ def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
         assert all(cost.communication.seconds(10**6) > 0 for cost in both)
     one_host = Topology.regular(1, 4)
     ranks = [calibration(place, [TopK()], extent=extent, topology=one_host) for place in places]
-    assert not run_lockstep(ranks, topology=one_host)[0].levels
+    alone = run_lockstep(ranks, topology=one_host)[0]
+    assert sorted(alone.levels["host"]) == ["allgather", "reducescatter"] and not alone.levels["across"]
+    assert alone.cost(TopK(), levels="host").communication.seconds(10**6) > 0.0, "nothing goes between hosts"
 
 
 TOPK = TopK(density=0.01)

@@ -6,20 +6,20 @@ import logging
 import numpy as np
 import pytest
 
-from horovod_sparse.cost import AlphaBeta, Fit, assumed_profile
-from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
+from horovod_sparse.cost import AlphaBeta, Fit
+from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.calibration import Extent
 from horovod_sparse.planning.calibration.steps import BackwardTimes, measured_step
-from horovod_sparse.planning.first_plan import first_plan
+from horovod_sparse.planning.first_plan import FirstPlan, first_plan
 from horovod_sparse.planning.request import plan_by_times
 from horovod_sparse.planning.warmup import decide
-from horovod_sparse.plans.dense import ClusterFacts, bucket_seconds
+from horovod_sparse.plans.dense import DENSE_BELOW, ClusterFacts
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ExDyna, TopK
 from horovod_sparse.topology import Topology
-from support.merging_models import all_plans, profile_of_two, seconds
+from support.merging_models import all_plans, profile_of_hosts, profile_of_two, seconds
 from support.sampling import rows_by
 
 FACTS = [ParameterFacts(name, size) for name, size in (("a", 4000), ("b", 10), ("c", 300_000), ("d", 20_000))]
@@ -78,43 +78,42 @@ def test_what_needs_no_times_is_planned_at_once():
     assert by_bytes.first_plan(FACTS) == Plan((("d",), ("b", "a")), ("c",))
 
 
-def begun(*facts, one_host=True, **arguments):
+def begun(*facts, **arguments):
     """The plan to begin with, of parameters a, b, ..."""
     named = {fact.name: (fact, None) for fact in facts}
-    place = dataclasses.replace(where(0), one_host=one_host)
-    return first_plan(None, named, ExDyna(density=0.01), lambda: place, **arguments)
+    return first_plan(None, named, ExDyna(density=0.01), lambda: where(0), **arguments)
 
 
 @pytest.fixture
-def by_formulas(monkeypatch):
+def nothing_said(monkeypatch):
     """As it is where nobody has said anything."""
     monkeypatch.delenv("HOROVOD_SPARSE_TENSOR_SELECTION", raising=False)
-    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
 
 
-def test_small_models_on_one_host_stay_dense_with_one_line_that_says_so(by_formulas, caplog):
-    """The CNN of the examples has 180,000 parameters: two rounds cannot win against one."""
+def test_small_buckets_stay_dense_with_one_line_that_says_so(nothing_said, caplog):
     with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        begin = begun(ParameterFacts("a", 170_000), ParameterFacts("b", 10_000))
-    assert begin.plan == Plan((), ("b", "a"))
-    place = ClusterFacts(0, 2, "torch", "gloo", one_host=True)
-    selection, sparse, dense = bucket_seconds(ExDyna(density=0.01), place, 180_000, 720_000)
-    words = "this model is too small to gain from exdyna on this network (2 ranks on one host)"
-    assert begin.selection.startswith(f"{words}: sparsifying 180,000 of 180,000 elements would make a step")
-    assert f"{1e3 * (selection + sparse - dense):.3g} ms longer by formulas" in begin.selection
+        begin = begun(
+            ParameterFacts("a", DENSE_BELOW),
+            ParameterFacts("b", DENSE_BELOW - 1, group=1),
+            ParameterFacts("c", 10, density=0.5),
+        )
+    assert begin.plan == Plan((("c",), ("a",)), ("b",))
+    assert begin.selection.startswith("65,535 of 131,081 elements stay dense: buckets of fewer than 65,536")
     (record,) = caplog.records
     told = record.getMessage()
     assert "tensor_selection='all'" in told and "HOROVOD_SPARSE_TENSOR_SELECTION=all" in told
 
 
-def test_between_hosts_a_slow_network_is_taken(by_formulas):
-    facts = ParameterFacts("a", 180_000)
-    assert begun(facts, one_host=False).plan == Plan((("a",),))
-    assert begun(ParameterFacts("a", 10_000), one_host=False).plan == Plan((), ("a",))
+def test_the_environment_sparsifies_all_or_is_refused(nothing_said, monkeypatch):
+    monkeypatch.setenv("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
+    assert begun(ParameterFacts("a", 10)) == FirstPlan(Plan((("a",),)))
+    monkeypatch.setenv("HOROVOD_SPARSE_TENSOR_SELECTION", "formulas")
+    with pytest.raises(UnknownNameError, match="'formulas': the known ones are all, large"):
+        begun(ParameterFacts("a", 10))
 
 
 @pytest.mark.parametrize("arguments", [{"groups": 1}, {"bucket_bytes": 1 << 20}, {"plan": Plan((("a",),))}])
-def test_who_says_anything_of_buckets_gets_what_he_asks_for(arguments, by_formulas):
+def test_who_says_anything_of_buckets_gets_what_he_asks_for(arguments, nothing_said):
     assert begun(ParameterFacts("a", 1000), **arguments).plan == Plan((("a",),))
 
 
@@ -197,7 +196,7 @@ SLOW, FAST = AlphaBeta(1e-4, 8e-9), AlphaBeta(2e-5, 2.5e-10)
 def profile_of(seed=0, between=SLOW, inside=FAST, selection=SELECTION, **changed):
     """A complete profile of 2 x 2 ranks, as if it were measured."""
     random = np.random.default_rng(seed)
-    made = assumed_profile(between, 4, per_host=2, host_network=inside, selection=selection)
+    made = profile_of_hosts(between, inside, 2, 2, selection)
     times = {fact.name: float(each) for fact, each in zip(NINE, random.exponential(2e-4, 9), strict=True)}
     return dataclasses.replace(
         made, framework="torch", controller="gloo", backward_seconds=times, forward_seconds=1e-3, **changed
@@ -237,24 +236,3 @@ def test_the_warm_up_measures_both_levels_and_all_ranks_take_one_plan():
     assert profile.per_host == 2 and set(profile.levels["host"]) == {"reducescatter", "allgather"}
     again = plan_by_times(asked(merging="optimal"), on_hosts(), NINE, TOPK, profile)
     assert again.plan == found[0].plan and again.predicted_seconds == dict(found[0].predicted_seconds)
-
-
-def test_by_formulas_a_bucket_of_two_levels_pays_for_three_rounds(monkeypatch):
-    def seconds(topology=None, controller="gloo", n=1000):
-        cluster = ClusterFacts(0, 8, "torch", controller, topology=topology)
-        return bucket_seconds(TOPK, cluster, n, 4 * n)
-
-    hosts = Topology.regular(4, 2)
-    assert seconds(hosts)[1] > 2.5 * seconds()[1]
-    assert seconds(hosts, "mpi")[1] < seconds()[1], "no cycle is waited for"
-    assert seconds(hosts, n=10**6)[0] < seconds(n=10**6)[0]
-    assert seconds(hosts)[2] == seconds()[2]
-    # and so a bucket that wins with one level may stay dense with two
-    monkeypatch.delenv("HOROVOD_SPARSE_TENSOR_SELECTION", raising=False)
-    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
-    fact = ParameterFacts("a", 40_000)
-    found = [
-        first_plan(None, {"a": (fact, fact)}, TOPK, lambda levels=levels: on_hosts(levels)).plan
-        for levels in ("flat", "host")
-    ]
-    assert found == [Plan((("a",),)), Plan((), ("a",))]

@@ -1,1 +1,0 @@
-"""Layer tables of known networks, derived from their architectures."""
