@@ -16,11 +16,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator, FoldReport, GradientParts
@@ -34,6 +33,8 @@ from horovod_sparse.wire import Notes, WireFormat, pack, unpack_sum
 
 #: within a host bytes are cheap, and every index is written by who knows its shard
 _INSIDE = WireFormat()
+#: errors of a column that its host's other ranks raise as they are; others are a HorovodSparseError there
+_MADE_OF_TEXT = errors.StateMismatchError, MessageError, errors.CollectiveMismatchError
 
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
@@ -55,75 +56,49 @@ def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
 
 @dataclass(frozen=True, eq=False)
 class ShardMessage:
-    """What a rank's column has found of its shard, for the ranks of its host: in one row of words.
+    """The result of a column for the ranks of a host: the sum of its shard, behind a line of JSON.
 
-    By host: `counts`, `marks` and `norms`; then w, `step` and 1 + `overflow` (or 0); then w words of an
-    error's text, and the sum: a selection, which begins with its length, or minus the number of words that
-    follow, counting itself, and the values of all elements.
+    Attributes:
+        step: synchronizations that this rank has done.
+        counts: how many elements each host has selected.
+        marks: by host, the first element of its sum that is not finite; None if there is none.
+        norms: of the residual of each host; None if the sparsifier tells none.
+        overflow: the first element of the sum that its type cannot hold.
+        failure: name and text of the column's error, in place of a sum.
+        whole: whether the sum has the values of all elements, and no indices.
+        sum: its words.
     """
 
-    #: elements selected
-    counts: NDArray[np.integer]
-    #: 1 + the first element that is not finite, or 0
-    marks: NDArray[np.int32]
-    #: of the residuals, float32 on the way
-    norms: NDArray[np.floating]
-    #: synchronizations that this rank has done
     step: int
-    #: the first element of the sum that its type cannot hold
-    overflow: int | None = None
-    #: of the column, in place of its sum
-    failure: HorovodSparseError | None = None
-    selection: Words = field(default_factory=lambda: np.empty(0, np.int32))
-    values: Words | None = None
+    counts: list[int]
+    marks: list[int | None]
+    norms: list[float] | None
+    overflow: int | None
+    failure: tuple[str, str] | None
+    whole: bool
+    sum: Words
 
     def packed(self) -> Words:
-        """As it travels."""
-        text = np.empty(0, np.int32)
-        if self.failure is not None:
-            line = json.dumps([type(self.failure).__name__, str(self.failure)]).encode()
-            text = np.frombuffer(line + b" " * (-len(line) % 4), np.int32)
-        norms = np.asarray(self.norms, np.float32).view(np.int32)
-        overflow = 0 if self.overflow is None else 1 + self.overflow
-        numbers = [text.size, self.step, overflow]
-        body = [self.selection] if self.values is None else [[-1 - self.values.size], self.values]
-        parts = [self.counts, self.marks, norms, numbers, text, *body]
-        return np.concatenate([np.asarray(one, np.int32) for one in parts])
+        """Returns the message as it travels: how many words its line and its sum have, then both."""
+        *head, words = vars(self).values()
+        line = json.dumps(head).encode()
+        text = np.frombuffer(line + b" " * (-len(line) % 4), np.int32)
+        return np.concatenate([np.array([text.size, words.size], np.int32), text, words])
 
     @classmethod
-    def unpacked(cls, words: Words, count: int, hosts: int) -> list[ShardMessage]:
-        """So many of them, which came one behind the other. An error that one tells is raised."""
+    def unpacked(cls, words: Words, count: int) -> list[ShardMessage]:
+        """Returns the messages that came one behind the other. Raises the error that one of them tells."""
         messages: list[ShardMessage] = []
-        start = 0
         for _ in range(count):
-            end = start + 3 * hosts + 3
-            if end < words.size and (length := int(words[end - 3])) > 0:
-                raise _failure_of(words[end : end + length])
-            if end >= words.size or words[end] == 0:
-                raise MessageError(f"{words.size} words arrived, which are not the sums of all shards")
-            counts, marks, norms = words[start : end - 3].reshape(3, hosts)
-            overflow = int(words[end - 1])
-            start = end + abs(int(words[end]))
-            whole = bool(words[end] < 0)
-            message = cls(
-                counts=counts,
-                marks=marks,
-                norms=norms.view(np.float32).astype(np.float64),
-                step=int(words[end - 2]),
-                overflow=overflow - 1 if overflow else None,
-                selection=words[end:start],
-                values=words[end + 1 : start] if whole else None,
-            )
-            messages.append(message)
+            if words.size < 2 or words.size < (stop := 2 + int(words[0]) + int(words[1])):
+                raise MessageError("words arrived which are not the sums of all shards")
+            head, own = words[2 : 2 + int(words[0])], words[2 + int(words[0]) : stop]
+            messages.append(cls(*[*json.loads(head.tobytes()), own]))
+            words = words[stop:]
+            if (failure := messages[-1].failure) is not None:
+                kind = getattr(errors, failure[0], HorovodSparseError)
+                raise (kind if kind in _MADE_OF_TEXT else HorovodSparseError)(failure[1])
         return messages
-
-
-def _failure_of(words: Words) -> HorovodSparseError:
-    """The error that another column has told; of its kind, where that is made of a text."""
-    name, text = json.loads(words.tobytes())
-    kind = getattr(errors, name, HorovodSparseError)
-    made_of_text = kind in (errors.StateMismatchError, MessageError, errors.CollectiveMismatchError)
-    return (kind if made_of_text else HorovodSparseError)(text)
 
 
 class TwoLevelBucket(Bucket):
@@ -234,10 +209,11 @@ class TwoLevelBucket(Bucket):
         message = AllGather(self._message(sum_, overflow, failure), level="host")
         gathered = yield message
         try:
-            sum_, marks, overflow = self._joined(gathered, sum_)
+            (whole, marks, overflow), facts = self._joined(gathered), sum_.facts
         except HorovodSparseError as error:
             self.abandon()
             raise failure or error from None
+        sum_, sum_.facts = whole, facts
         if marks or overflow is not None:
             self.abandon()
         own = list(self.topology.hosts[self.host])
@@ -256,44 +232,32 @@ class TwoLevelBucket(Bucket):
 
     def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
         """What this rank's column has found, for the ranks of its host."""
-        start, stop = self.shard
-        marks = np.zeros(self.topology.num_hosts, np.int32)
-        for host, position in sum_.notes.first_nonfinite.items():
-            marks[host] = 1 + position
-        norms = np.full(marks.size, np.nan) if sum_.notes.norms is None else sum_.notes.norms
-        given_up = overflow is not None or bool(sum_.notes.first_nonfinite)
-        message = ShardMessage(
-            counts=sum_.counts,
-            marks=marks,
-            norms=norms,
+        (start, stop), notes = self.shard, sum_.notes
+        given_up = overflow is not None or bool(notes.first_nonfinite)
+        whole = sum_.whole and not given_up
+        if whole:
+            sent = sum_.values[: stop - start].view(np.int32)
+        else:  # without the element that fills a shard up: it is 0
+            kept = np.flatnonzero(sum_.indices < (0 if given_up else stop - start))
+            chosen, n = (sum_.indices[kept] + np.int32(start), sum_.values[kept]), self.whole.num_elements
+            sent = pack(*chosen, FoldReport(), format=_INSIDE, num_elements=n)
+        return ShardMessage(
             step=self.accumulator.report.step,
+            counts=sum_.counts.tolist(),
+            marks=list(map(notes.first_nonfinite.get, range(self.topology.num_hosts))),
+            norms=None if notes.norms is None else notes.norms.tolist(),
             overflow=overflow,
-            failure=failure,
-        )
-        if sum_.whole and not given_up:
-            return replace(message, values=sum_.values[: stop - start].view(np.int32)).packed()
-        nothing = np.empty(0, np.int32), sum_.values[:0]
-        indices, values = nothing if given_up else (sum_.indices, sum_.values)
-        if (short := indices >= stop - start).any():  # the element that fills a shard up: it is 0
-            indices, values = indices[~short], values[~short]
-        n = self.whole.num_elements
-        sent = pack(indices + np.int32(start), values, FoldReport(), format=_INSIDE, num_elements=n)
-        return replace(message, selection=sent).packed()
+            failure=None if failure is None else (type(failure).__name__, str(failure)),
+            whole=whole,
+            sum=sent,
+        ).packed()
 
-    def _joined(self, gathered: Words, own: SparseSum) -> tuple[SparseSum, dict[int, int], int | None]:
+    def _joined(self, gathered: Words) -> tuple[SparseSum, dict[int, int], int | None]:
         """The sum of the whole from those of its shards, the marks of ranks, and where it overflows."""
-        hosts, n = self.topology.num_hosts, self.whole.num_elements
-        messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host, hosts)
+        n, dtype = self.whole.num_elements, self.whole.value_dtype
+        messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host)
         self._check_steps(np.array([one.step for one in messages]), self.topology.hosts[self.host])
-        selections = [one.selection for one in messages if one.values is None]
-        whole = unpack_sum(
-            np.concatenate([*selections, np.empty(0, np.int32)]),
-            len(selections),
-            _INSIDE,
-            n,
-            self.whole.value_dtype,
-        )
-        counts = np.zeros(self.whole.size, np.int64)
+        counts, norms = np.zeros(self.whole.size, np.int64), np.zeros(self.whole.size)
         marks: dict[int, int] = {}
         overflows = []
         for local, message in enumerate(messages):
@@ -302,34 +266,25 @@ class TwoLevelBucket(Bucket):
             counts[column] = message.counts
             if message.overflow is not None:
                 overflows.append(start + message.overflow)
-            for host in np.flatnonzero(message.marks).tolist():
-                position = int(message.marks[host]) - 1
-                if position == self.info.num_elements:  # this rank itself refuses
+            for host, ranks in enumerate(map(list, self.topology.hosts)):
+                norms[ranks] += 0.0 if message.norms is None else message.norms[host] ** 2
+                if (position := message.marks[host]) == self.info.num_elements:  # this rank itself refuses
                     marks[column[host]] = n
-                else:
+                elif position is not None:
                     found = min(start + position, stop - 1)
-                    marks |= {rank: min(found, marks.get(rank, n)) for rank in self._spared(host, marks)}
-        values = own.values[:0] if whole.values is None else whole.values
-        norms = None
-        if own.notes.norms is not None:  # of a host, with each of its ranks
-            norms, of_shards = np.zeros(self.whole.size), np.array([one.norms for one in messages])
-            for host, ranks in enumerate(self.topology.hosts):
-                norms[list(ranks)] = math.sqrt(float(np.square(of_shards[:, host]).sum()))
-        notes = Notes(marks, norms)
-        sum_ = SparseSum(whole.indices, values, counts, notes)
-        shards = [one.values for one in messages if one.values is not None]
-        if shards and not selections:
-            values = np.concatenate(shards).view(self.whole.value_dtype)
+                    for rank in ranks:  # but for one that refuses the step by itself
+                        marks[rank] = n if marks.get(rank) == n else min(found, marks.get(rank, n))
+        notes = Notes(marks, None if messages[0].norms is None else np.sqrt(norms))
+        overflow = min(overflows, default=None)
+        selections = [one.sum for one in messages if not one.whole]
+        if not selections:
+            values = np.concatenate([one.sum for one in messages]).view(dtype)
             if values.size != n:
                 raise MessageError(f"{values.size} values arrived for a bucket of {n} elements")
-            sum_ = WholeSum(values, counts, notes)
-        sum_.facts = own.facts
-        return sum_, marks, min(overflows, default=None)
-
-    def _spared(self, host: int, marks: dict[int, int]) -> list[int]:
-        """The ranks of a host whose sum is not finite, but for those that refuse the step by themselves."""
-        n = self.whole.num_elements
-        return [rank for rank in self.topology.hosts[host] if marks.get(rank) != n]
+            return WholeSum(values, counts, notes), marks, overflow
+        whole = unpack_sum(np.concatenate(selections), len(selections), _INSIDE, n, dtype)
+        values = np.empty(0, dtype) if whole.values is None else whole.values
+        return SparseSum(whole.indices, values, counts, notes), marks, overflow
 
 
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
