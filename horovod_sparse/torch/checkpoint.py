@@ -16,8 +16,8 @@ from horovod_sparse.torch.methods import ENTRY, check_groups
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
 
 _NAME = "horovod_sparse.checkpoint"
-#: of dicts whose keys are not strings, and of tensors of types that NumPy has not
-_PAIRS, _BITS = "horovod_sparse.pairs", "horovod_sparse.bits"
+#: marks a tensor of a type that NumPy has not
+_BITS = "horovod_sparse.bits"
 
 
 def save(
@@ -161,7 +161,7 @@ def _check_model(model: torch.nn.Module, saved: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What a checkpoint can hold of a state_dict: keys may be numbers, and tensors of any type."""
+    """A state_dict with arrays in place of tensors."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
         try:
@@ -170,12 +170,10 @@ def _plain(value: Any) -> Any:
             bits = tensor.reshape(-1).view(torch.uint8).numpy()
             return {_BITS: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bits]}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: _plain(item) for key, item in value.items()}
-        return {_PAIRS: [[key, _plain(item)] for key, item in value.items()]}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
+        items = map(_plain, value)
+        return tuple(items) if isinstance(value, tuple) else list(items)
     return value
 
 
@@ -184,12 +182,10 @@ def _live(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, Mapping):
-        if set(value) == {_PAIRS}:
-            return {key: _live(item) for key, item in value[_PAIRS]}
         if set(value) == {_BITS}:
             dtype, shape, bits = value[_BITS]
             return torch.from_numpy(bits).view(getattr(torch, dtype)).reshape(shape)
         return {key: _live(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_live(item) for item in value)
+        return type(value)(map(_live, value))
     return value

@@ -68,7 +68,7 @@ def _flatten(value: Any, arrays: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return [_flatten(item, arrays) for item in value]
     if isinstance(value, dict):
-        return {"dict": [[key, _flatten(item, arrays)] for key, item in value.items()]}
+        return {"dict": [[_flatten(key, arrays), _flatten(item, arrays)] for key, item in value.items()]}
     raise StateMismatchError(f"a checkpoint cannot hold a {type(value).__name__}")
 
 
@@ -84,32 +84,26 @@ def _unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
         return base64.b64decode(content)
     if kind == "tuple":
         return tuple(_unflatten(item, arrays) for item in content)
-    return {key: _unflatten(item, arrays) for key, item in content}
+    return {_unflatten(key, arrays): _unflatten(item, arrays) for key, item in content}
 
 
 def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy, *, shared: bool = False) -> Any:
     """A state dataclass as nested dicts that share nothing with it; `shared`: less what is marked `LOCAL`."""
-
-    def plain(value: Any, path: str) -> Any:
-        if dataclasses.is_dataclass(value):
-            return {
-                item.name: plain(getattr(value, item.name), f"{path}.{item.name}")
-                for item in dataclasses.fields(value)
-                if not (shared and item.metadata.get("local"))
-            }
-        if isinstance(value, np.ndarray):
-            return array(value)
-        if isinstance(value, np.generic):
-            return value.item()
-        if isinstance(value, Mapping):
-            return {str(key): plain(item, f"{path}.{key}") for key, item in sorted(value.items())}
-        if isinstance(value, (list, tuple)):
-            return [plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
-        if value is None or isinstance(value, (bool, int, float, str, bytes)):
-            return value
-        raise StateMismatchError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
-
-    return plain(state, type(state).__name__)
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        return {
+            item.name: to_plain(getattr(state, item.name), array, shared=shared)
+            for item in dataclasses.fields(state)
+            if not (shared and item.metadata.get("local"))
+        }
+    if isinstance(state, np.ndarray):
+        return array(state)
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, (list, tuple)):
+        return [to_plain(item, array, shared=shared) for item in state]
+    if state is None or isinstance(state, (bool, int, float, str)):
+        return state
+    raise StateMismatchError(f"a state holds a {type(state).__name__}, which a checkpoint cannot hold")
 
 
 def shared_digest(states: Mapping[str, Any]) -> str:

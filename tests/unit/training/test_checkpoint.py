@@ -88,7 +88,9 @@ plain = st.recursive(
         st.sampled_from([np.float32, np.float64, np.float16, np.int32, np.int64, np.uint8, np.bool_]),
         st_numpy.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
     ),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(-3, 3), inner)
+    ),
     max_leaves=10,
 )
 
