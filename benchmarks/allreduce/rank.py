@@ -18,7 +18,6 @@ from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, NoFeedback, Recipe, parse_recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.torch.transport import transport_words
 
 #: repetitions before those that count: Ok-Topk finds its thresholds and regions in the first
 _NUM_WARMUP = 2
@@ -104,6 +103,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     source = GradientSource(random_layers(settings["elements"]), hvd.rank())
     memory = HostAccumulator(settings["elements"], density=settings["density"])
     driver = HorovodDriver()
+    driver.connect()
     methods = [Method(name, text, memory, driver, place) for name, text in settings["sparsifiers"].items()]
     drawn = np.empty(settings["elements"], np.float32)
     whole: dict[str, list[Sample]] = {method.name: [] for method in methods}
@@ -128,7 +128,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         )
         both = [summarize([rank[which] for rank in everyone]) for which in (0, 1)]
         results.append({"method": method.name, "step": both[0], "communication": both[1]})
-    return {"transport": transport_words(), "results": results}
+    return {"transport": driver.transport, "results": results}
 
 
 if __name__ == "__main__":

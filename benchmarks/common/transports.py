@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
-
-import horovod_sparse.torch as hvd
-from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, transport_asked
-from horovod_sparse.collectives import Exchange, Synchronization
-from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.torch.transport import forget_transports
+from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
 
 #: how rounds travel, as the user has said
 ASKED = transport_asked()
 
 
 def travel_by(transport: str) -> None:
-    """From now on, and agreed upon before anything is timed.
+    """Sets the way that optimizers take whose ranks agree from now on.
 
     Args:
-        transport: see `horovod_sparse.carriers.pairs`.
+        transport: see `horovod_sparse.carriers.mpi`.
     """
-    if transport_asked() != transport:
-        os.environ[TRANSPORT_VARIABLE] = transport
-        forget_transports(hvd.global_process_set)
-        driver = HorovodDriver()
-        driver.start("benchmark's first message", _hello((hvd.rank() + 1) % hvd.size()))
-        driver.wait()
-
-
-def _hello(peer: int) -> Synchronization[None]:
-    yield Exchange({peer: np.zeros(1, np.int32)}, ((hvd.rank() - 1) % hvd.size(),))
+    os.environ[TRANSPORT_VARIABLE] = transport

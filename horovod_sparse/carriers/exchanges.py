@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -113,13 +113,18 @@ def as_alltoall(request: Exchange, size: int) -> list[np.ndarray]:
 
 
 def inbox(request: Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """What has come of it, of the messages of all ranks."""
-    strangers = [peer for peer, one in enumerate(messages) if one.size and peer not in request.sources]
-    if strangers:
+    """The messages of an exchange by source, of those of all ranks, most of which are empty."""
+    came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
+    return awaited(came, request.sources, whose)
+
+
+def awaited(messages: dict[int, np.ndarray], sources: Collection[int], whose: str) -> dict[int, np.ndarray]:
+    """Returns the messages of an exchange; refuses one of a rank that is no source."""
+    if strangers := sorted(messages.keys() - set(sources)):
         raise CollectiveMismatchError(
-            f"{whose} awaits messages from {sorted(request.sources)}, but {strangers} sent to it too"
+            f"{whose} awaits messages from {sorted(sources)}, but {strangers} sent to it too"
         )
-    return {peer: messages[peer] for peer in request.sources}
+    return messages
 
 
 class Handle(Protocol):
@@ -147,9 +152,9 @@ class Rounds:
     def done(self) -> bool | None:
         """Starts what comes after messages that are there; raises nothing, as hooks ask: `result` does."""
         while not self._ended:
-            if self._inner is not None and not (done := self._inner.done()):
-                return done
             try:
+                if self._inner is not None and not (done := self._inner.done()):
+                    return done
                 exchange = self._steps.send(None if self._inner is None else self._inner.result())
                 self._number += 1
                 self._inner = self._begin(exchange, f"{self._name}/{self._number}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, WAYS
+from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, WAYS
 from horovod_sparse.checks import whole_number
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.training.host_topology import RANKS_VARIABLE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, rounds_by_pairs
+from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
@@ -103,7 +103,7 @@ class VariablesTraining(Training):
 
     def __init__(self, engine: VariablesEngine, recipe: Recipe, settings: Settings, groups: Any) -> None:
         super().__init__(engine, recipe, settings)
-        if rounds_by_pairs():
+        if transport_asked() == "pairs":
             raise UnsupportedError(
                 f"{TRANSPORT_VARIABLE}=pairs is for PyTorch: in a graph of TensorFlow all rounds are "
                 "operations of Horovod's. Unset it"

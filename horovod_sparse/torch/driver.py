@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.carriers.exchanges import Handle, Rounds, alone, among, as_alltoall, inbox, known
-from horovod_sparse.carriers.pairs import rounds_by_pairs
+from horovod_sparse.carriers.mpi import MpiCarrier, transport_asked, why_not_mpi
 from horovod_sparse.collectives import (
     AllGather,
     AllReduce,
@@ -23,13 +23,13 @@ from horovod_sparse.collectives import (
     Request,
     Synchronization,
     part,
+    shared_lines,
 )
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensors.driver import Driver, answer_alone
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
-from horovod_sparse.torch.transport import forget_transports, start_round
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import carry_out
 
@@ -61,7 +61,7 @@ def start(
     request: Request,
     name: str,
     process_set: Any = hvd.global_process_set,
-    by_pairs: bool = True,
+    mpi: MpiCarrier | None = None,
     topology: Topology | None = None,
 ) -> Handle:
     """Starts a collective without waiting: on all ranks the same kind under the same name, in any order."""
@@ -70,11 +70,9 @@ def start(
             "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
         )
     if request.level != "all":
-        return _start_within(request, name, process_set, by_pairs, topology)
-    sums = (AllReduce, ReduceScatter)
-    dense = isinstance(request, sums) and isinstance(request.buffer, torch.Tensor)
-    if isinstance(request, Exchange) or (by_pairs and rounds_by_pairs() and not dense):
-        return start_round(request, name, process_set, _start_horovods)
+        return _start_within(request, name, process_set, mpi, topology)
+    if mpi is not None and mpi.carries(request):
+        return mpi.start(request, name)
     return _start_horovods(request, name, process_set)
 
 
@@ -103,7 +101,7 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
 
 
 def _start_within(
-    request: Request, name: str, process_set: Any, by_pairs: bool, topology: Topology | None
+    request: Request, name: str, process_set: Any, mpi: MpiCarrier | None, topology: Topology | None
 ) -> Handle:
     """A request among the ranks of a host, or of a column, by messages: process sets cost every cycle."""
     if topology is None:
@@ -111,12 +109,7 @@ def _start_within(
     ranks = topology.group(request.level, process_set.rank())
     if isinstance(request, ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
         return _scatter_sum(request, name, process_set, ranks)
-
-    def begin(exchange: Exchange, name: str) -> Handle:
-        if by_pairs:
-            return start_round(exchange, name, process_set, _start_horovods)
-        return _start_horovods(exchange, name, process_set)
-
+    begin = partial(start, process_set=process_set, mpi=mpi)
     if len(ranks) == 1:
         return Rounds(begin, known(answer_alone(request)), name)
     return Rounds(begin, among(request, ranks, process_set.rank()), name)
@@ -190,23 +183,49 @@ class HorovodDriver(Driver):
         self,
         process_set: Any = hvd.global_process_set,
         deadline_seconds: float | None = None,
-        *,
-        by_pairs: bool = True,
         topology: Topology | None = None,
     ) -> None:
+        self.process_set, self._topology = process_set, topology
+        self.mpi: MpiCarrier | None = None
+        #: how messages between two ranks travel, and why so; empty until ranks have connected
+        self.transport = ""
+        self._connected_under: Any = None
         super().__init__(
-            partial(start, process_set=process_set, by_pairs=by_pairs, topology=topology),
+            partial(start, process_set=process_set, topology=topology),
             hvd.HorovodInternalError,
-            partial(forget_transports, process_set),
+            lambda: None,
             process_set.size,
             Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks))),
         )
-        self.process_set, self._by_pairs = process_set, by_pairs
 
     def move_to(self, topology: Topology | None) -> None:
         """From now on ranks share other hosts."""
-        given = {"process_set": self.process_set, "by_pairs": self._by_pairs}
-        self._start = partial(start, **given, topology=topology)
+        self._topology = topology
+        self._start = partial(start, process_set=self.process_set, mpi=self.mpi, topology=topology)
+
+    def connect(self) -> None:
+        """Decides how messages between two ranks travel: by MPI, if every rank can send by it.
+
+        Does so once after each start of Horovod; all ranks call it together.
+        """
+        since, own = present_start(), why_not_mpi(hvd)
+        if self._connected_under is since or self.process_set.size() == 1:
+            return
+        self._connected_under, self.mpi, reasons = since, None, [own]
+        if hvd.mpi_enabled():
+            name = "horovod_sparse.transport"
+            reasons = carry_out_together(shared_lines(own), self.process_set, name)
+        told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        if told:
+            self.transport = f"Horovod's all-to-all ({own if set(reasons) == {own} else told[0]})"
+        else:
+            self.transport = "MPI, on a communicator of their own (every rank can)"
+            self.mpi = MpiCarrier(self.process_set.ranks, lambda: present_start() is since)
+            self._forget = self.mpi.forget
+        in_vain = told and self.process_set.rank() == 0 and transport_asked() == "pairs"
+        level = logging.WARNING if in_vain else logging.INFO
+        _log.log(level, "messages between two ranks go through %s", self.transport)
+        self.move_to(self._topology)
 
 
 def carry_out_together(
@@ -219,7 +238,7 @@ def carry_out_together(
     topology: Topology | None = None,
 ) -> Any:
     """Runs a coroutine on all ranks; `note_start` gets seconds, `meanwhile` is called in waiting."""
-    driver = HorovodDriver(process_set, deadline_seconds, by_pairs=False, topology=topology)
+    driver = HorovodDriver(process_set, deadline_seconds, topology)
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()

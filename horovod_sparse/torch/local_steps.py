@@ -90,6 +90,7 @@ class LocalSteps(LocalTraining):
     def agree(self, *, as_first: bool = False) -> None:
         super().agree(as_first=as_first)
         self.engine.driver.label = self.label
+        self.engine.driver.connect()
 
 
 class _Survivor(StateHandler):

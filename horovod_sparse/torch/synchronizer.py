@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from horovod_sparse import errors
+from horovod_sparse.collectives import Exchange
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensors.adoption import SGDWithoutMomentum
@@ -24,7 +25,6 @@ from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, refuse_whole_gradients
 from horovod_sparse.torch.planned import PlannedTraining
-from horovod_sparse.torch.transport import transport_words
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.compression import refuse_later_momentum
 from horovod_sparse.training.engine import Facts
@@ -149,6 +149,10 @@ class GradientSynchronizer(PlannedTraining):
             refuse_whole_gradients(sorted(self.facts), self.process_set)
             raise
         self.driver.label = self.label
+        self.driver.connect()
+        kinds = {kind for part in self.sparse for kind in part.bucket.recipe.sparsifier.rounds(self.size)}
+        if self.topology is not None or Exchange in kinds:
+            self.telemetry.transport = self.driver.transport
 
     def save(self, **more: Any) -> dict[str, Any]:
         """This rank's entry, of tensors, numbers and strings alone (``torch.load(weights_only=True)``)."""
@@ -339,8 +343,6 @@ class GradientSynchronizer(PlannedTraining):
         reports = [part.apply(scale) for part in self.parts]
         self._make_ready()
         self.step += 1
-        if size > 1:
-            self.telemetry.transport = transport_words(self.process_set)
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
         if isinstance(self.engine.optimizer, SGDWithoutMomentum):
             self.engine.optimizer.keeps_momentum = not self.plan.buckets

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from horovod_sparse import __version__
-from horovod_sparse.carriers.pairs import TRANSPORT_VARIABLE, transport_asked
+from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.plans.plan import ParameterFacts, Plan

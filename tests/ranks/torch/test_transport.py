@@ -13,11 +13,10 @@ import pytest
 from conformance.engines_torch import ENGINES
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllGather, AllReduce, Exchange
-from horovod_sparse.errors import NonFiniteGradientError
+from horovod_sparse.errors import CollectiveMismatchError, NonFiniteGradientError
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.torch import transport
 from horovod_sparse.torch.driver import HorovodDriver, _start_horovods
 from support.linear import LinearModel
 from support.optimizers import make, train_step
@@ -35,10 +34,8 @@ def way(request, monkeypatch):
     """Which transport the next choice makes."""
     if request.param == "pairs":
         needs_mpi()
-    transport.forget_transports(hvd.global_process_set)
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", request.param)
-    yield request.param
-    transport.forget_transports(hvd.global_process_set)
+    return request.param
 
 
 @pytest.fixture
@@ -54,6 +51,12 @@ def carrier(way: str) -> str:
     if way != "alltoall" and hvd.mpi_enabled() and hvd.mpi_threads_supported():
         return "mpi"
     return "alltoall"
+
+
+def connected() -> HorovodDriver:
+    driver = HorovodDriver()
+    driver.connect()
+    return driver
 
 
 def ring(rank: int, size: int, length: int, rounds: int):
@@ -79,7 +82,7 @@ def of_all_kinds(rank: int, size: int, number: int):
 
 def test_many_rounds_in_any_order(each_way_once, rank, size):
     """Small and large messages, each rank starting in an order of its own, names used again and again."""
-    driver, shuffle = HorovodDriver(), random.Random(rank)
+    driver, shuffle = connected(), random.Random(rank)
     for _ in range(4):
         names = list(range(12))
         shuffle.shuffle(names)
@@ -113,7 +116,7 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
             heard.append((yield Exchange({(rank + 1) % size: message}, ((rank - 1) % size,))))
         return heard
 
-    driver = HorovodDriver()
+    driver = connected()
     # rank 0 never starts the second round, in which the others have sent already
     task = driver.start("given up", talk(1, 1 if rank == 0 else 2))
     while task.num_rounds < 2 and not task.done:
@@ -121,7 +124,6 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
         time.sleep(1e-4)
     hvd.barrier()
     driver.clear()
-    assert transport.transport_words() == ""
     hvd.barrier()
     again = driver.start("given up", talk(2, 2))
     driver.wait()
@@ -130,13 +132,12 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
 
 
 def test_what_all_ranks_give_up_is_no_message_for_the_next(each_way_once, rank, size):
-    """A task that nobody waits for, its driver gone with it, and another of its name after that."""
+    """A task that nobody waits for, and another of its name after that."""
     if carrier(each_way_once) == "alltoall":
         pytest.skip("Horovod keeps its own collectives apart")
-    driver = HorovodDriver()
-    driver.start("agreed how", ring(rank, size, 1, 1))
-    driver.wait()
-    HorovodDriver().start("left alone", ring(rank, size, 4, 1))
+    driver = connected()
+    driver.start("left alone", ring(rank, size, 4, 1))
+    driver.clear(forget=False)
     for _ in range(2):
         hvd.barrier()
         task = driver.start("left alone", ring(rank, size, 5, 1))
@@ -145,9 +146,32 @@ def test_what_all_ranks_give_up_is_no_message_for_the_next(each_way_once, rank, 
         assert task.value() == [{source: (5 * (source + 1), {source})}]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_unawaited_message_is_an_error_of_its_receiver(late, rank, size):
+    """The last rank sends to the first before that one has started its own exchange, or after it was done."""
+    needs_mpi()
+    mpi = connected().mpi
+    if mpi is None:
+        pytest.skip("messages go through Horovod")
+    nothing = Exchange({}, ())
+    if rank == 0 and late:
+        assert mpi.start(nothing, "deaf").result() == {}
+    hvd.barrier()
+    if rank == size - 1:
+        sent = mpi.start(Exchange({0: np.ones(3, np.int32)}, ()), "deaf")
+        while not sent.done():
+            time.sleep(1e-4)
+    if rank == 0:
+        while not mpi._inbox:
+            mpi._progress()
+        with pytest.raises(CollectiveMismatchError, match=rf"\[{size - 1}\] sent to it too"):
+            mpi.start(nothing, "deaf").result()
+    hvd.barrier()
+
+
 def test_starting_waits_for_nobody(way, rank, size):
     """All but one rank start, and have other things to do together before the last one does."""
-    driver, late = HorovodDriver(), size - 1
+    driver, late = connected(), size - 1
     task = driver.start("waits", ring(rank, size, 9, 2)) if rank != late else None
     driver.advance()
     hvd.barrier()
@@ -167,7 +191,6 @@ def test_telemetry_says_which_and_why(way, rank, size):
         "mpi": "MPI, on a communicator of their own (every rank can)",
         "alltoall": "Horovod's all-to-all (HOROVOD_SPARSE_TRANSPORT says so)",
     }
-    assert transport.transport_words() == ""
     found = {}
     for name in ("spardl", "topk"):
         for engine in ENGINES:
@@ -175,8 +198,6 @@ def test_telemetry_says_which_and_why(way, rank, size):
             training.step({f"{name}_{engine.name}": np.ones((20, 2))})
             found[name, engine.name] = which = training.telemetry.transport
             assert training.telemetry.summary().endswith(f"; pairs of ranks by {which}") == (which != "")
-        if name == "spardl":
-            assert transport.transport_words() == which
     told = {found["spardl", "own"], found["spardl", "stock"]}
     if way == "auto" and carrier(way) == "alltoall":
         assert told == {"Horovod's all-to-all (Horovod does not run on MPI)"}
@@ -187,7 +208,6 @@ def test_telemetry_says_which_and_why(way, rank, size):
 def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
     """Every kind of round, several buckets in orders of their own, and ranks that abandon a step together."""
     needs_mpi()
-    transport.forget_transports(hvd.global_process_set)
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     started = []
     monkeypatch.setattr(
@@ -200,7 +220,7 @@ def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
     n, generator = 3000, np.random.default_rng(size)
     gradients = generator.standard_normal((len(texts), 4, size, n)).astype(np.float32)
     gradients[1, 2, size - 1, 7] = np.nan
-    driver, order = HorovodDriver(), list(range(len(texts)))
+    driver, order = connected(), list(range(len(texts)))
     buckets, clusters = [], []
     for number, text in enumerate(texts):
         name, _, last = text.partition(":")
@@ -224,15 +244,13 @@ def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
                 np.testing.assert_allclose(tasks[b].value().values, expected.values, rtol=1e-5, atol=1e-5)
     everyone = hvd.allgather_object([zlib.crc32(task.value().values.tobytes()) for task in tasks.values()])
     assert all(sorted(other) == sorted(everyone[0]) for other in everyone)
-    assert not [one for one in started if not one.startswith("horovod_sparse.transport")]  # the agreement
-    transport.forget_transports(hvd.global_process_set)
+    assert not [one for one in started if not one.startswith("horovod_sparse.transport")]
 
 
 @pytest.mark.parametrize("name", ["exdyna", "gtopk", "oktopk"])
 def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, name, rank, size):
     """Messages of ranks that come last, and of another optimizer that is in the midst of its own step."""
     needs_mpi()
-    transport.forget_transports(hvd.global_process_set)
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     shapes, trained = {"first": (40, 30), "second": (30, 50)}, []
     for owner in ("sick", "well"):
@@ -248,7 +266,6 @@ def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, n
 
     for model, optimizer in trained:
         train_step(model, optimizer, gradients(model))
-    choice = transport._agreements[transport._key(hvd.global_process_set)]
     (sick, first), (well, second) = trained
     for _ in range(2):
         well.backward(gradients(well))
@@ -263,9 +280,7 @@ def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, n
         second.step()
         second.zero_grad()
         first.zero_grad()
-    assert transport._agreements[transport._key(hvd.global_process_set)] is choice
     for model, optimizer in trained:
         train_step(model, optimizer, gradients(model))
         values = [zlib.crc32(parameter.detach().numpy().tobytes()) for parameter in model.parameters()]
         assert len({tuple(other) for other in hvd.allgather_object(values)}) == 1
-    transport.forget_transports(hvd.global_process_set)

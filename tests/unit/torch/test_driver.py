@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.carriers.pairs import TransportChoice
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.ddp.collectives import Communicator
-from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.torch import driver as module
-from horovod_sparse.torch import transport
 from horovod_sparse.torch._horovod import holder_of
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.training.deadline import Deadline
@@ -39,7 +37,7 @@ def held(monkeypatch):
     """Every collective started, by name."""
     collectives: dict[str, Held] = {}
 
-    def fake(request, name, process_set, by_pairs, topology):
+    def fake(request, name, process_set, topology):
         assert name not in collectives or collectives[name].finished or not collectives[name].known
         collectives[name] = Held(request, name)
         return collectives[name]
@@ -137,14 +135,14 @@ def test_handles_of_a_horovod_that_was_shut_down_are_dropped(held):
 
 def test_what_all_ranks_give_up_alike_leaves_other_drivers_their_messages(held, monkeypatch):
     forgotten = []
-    monkeypatch.setattr(module, "forget_transports", forgotten.append)
     driver = HorovodDriver()
+    driver._forget = lambda: forgotten.append(driver)
     for forget in (False, True):
         task = driver.start("w", two_rounds())
         driver.clear(forget=forget)
         assert task.done and isinstance(task.error, UnsupportedError)
         held["w.0"].known = False
-        assert forgotten == ([hvd.global_process_set] if forget else [])
+        assert forgotten == ([driver] if forget else [])
 
 
 def test_a_tensor_is_held_though_horovod_changes_its_shape_meanwhile(monkeypatch):
@@ -174,56 +172,25 @@ def test_an_interrupt_is_not_kept(held):
     assert not driver.parked
 
 
-class Choice:
-    """What ranks have agreed on; or what the agreement ended with."""
-
-    def __init__(self, process_set=None, number=0, by_horovod=None):
-        self.known, self.failure, self.chosen = True, None, TransportChoice(self, "")
-
-    def is_known(self):
-        return self.known
-
-    def done(self):
-        return True
-
-    def result(self):
-        if self.failure is not None:
-            raise self.failure
-        return self.chosen
-
-    def start(self, request, name, rank):
-        raise CollectiveMismatchError(f"{name}: rank {rank} did not await messages")
-
-
-def test_every_choice_of_a_former_start_is_given_up(monkeypatch):
-    """Of process sets that nobody uses any more, too."""
+def test_what_one_rank_cannot_no_rank_does(monkeypatch):
+    """Of three ranks the last has no MPI; every rank takes the same way, and connects once."""
     hvd.init()
-    former = {(number, (0,)): Choice() for number in range(3)}
-    choices = dict(former)
-    monkeypatch.setattr(transport, "_agreements", choices)
-    monkeypatch.setattr(transport, "_PendingAgreement", Choice)
-    for key in ((1, (0,)), (2, (0,))):
-        former[key].known = False
-    present = transport._agreement_of(hvd.global_process_set, None)
-    assert present is former[0, (0,)], "what is known stays, and nothing else is looked at"
-    present.known = False
-    assert transport._agreement_of(hvd.global_process_set, None) is not present
-    assert list(choices) == [(0, (0,))]
+    asked = []
 
+    def gathered(coroutine, process_set, name):
+        next(coroutine)
+        asked.append(name)
+        return ["", "", "no mpi4py"]
 
-@pytest.mark.parametrize("where", ["agreement", "start"])
-def test_a_hook_that_asks_is_not_interrupted_by_an_error(monkeypatch, where):
-    """Backward passes ask `done`; the error waits for `result`."""
-    hvd.init()
-    choice = Choice()
-    if where == "agreement":
-        choice.failure = CollectiveMismatchError("x: rank 0 did not await messages")
-    monkeypatch.setattr(transport, "_agreement_of", lambda process_set, by_horovod: choice)
-    request = Exchange({0: np.ones(1, np.int32)}, (0,))
-    handle = transport.start_round(request, "x", hvd.global_process_set, lambda *_: None)
-    assert handle.done()
-    with pytest.raises(CollectiveMismatchError, match="rank 0 did not await"):
-        handle.result()
+    monkeypatch.setattr(module, "carry_out_together", gathered)
+    monkeypatch.setattr(module, "why_not_mpi", lambda hvd: "")
+    monkeypatch.setattr(hvd, "mpi_enabled", lambda: True)
+    monkeypatch.setattr(hvd.global_process_set, "size", lambda: 3)
+    driver = HorovodDriver()
+    for _ in range(2):
+        driver.connect()
+        assert (driver.mpi, driver.transport) == (None, "Horovod's all-to-all (rank 2: no mpi4py)")
+    assert asked == ["horovod_sparse.transport"]
 
 
 def test_who_waits_for_the_thread_of_its_own_rank_waits_for_no_network():
