@@ -1,36 +1,43 @@
-"""`horovod-sparse calibrate`: measures collectives through Horovod, and selection, into a profile."""
+"""`horovod-sparse calibrate`: measures collectives and selection under a launch, into a profile."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from horovod_sparse.cli.console import console as make_console
-from horovod_sparse.cli.console import is_launched, plain_table, show
+from horovod_sparse.cli.console import launcher, show
+from horovod_sparse.cli.launch import FRAMEWORKS, HorovodLaunch, Launch, start
 from horovod_sparse.cli.options import count, density, read_recipe, time
-from horovod_sparse.cli.ranks import FRAMEWORKS, Ranks, start
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
+from horovod_sparse.planning.cost_model import Fit
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
-#: more than a training's warm-up takes, which knows its one sparsifier
+_USUAL_KINDS = ("allgather", "allreduce", "broadcast", "exchange")
+#: seconds of --quick
 _QUICK_SECONDS = 10.0
+_COLUMNS = ("fixed ms", "ns per unit", "ns per selected", "points", "median error", "largest error")
+#: a median error above which a fit is doubted
+_DOUBTFUL = 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.epilog = "Run it as the training is run: horovodrun --gloo -np 4 horovod-sparse calibrate"
+    parser.epilog = (
+        "Run it as the training is run: horovodrun --gloo -np 4 horovod-sparse calibrate, or "
+        "torchrun --nproc-per-node 4 -m horovod_sparse calibrate"
+    )
     add("--framework", choices=FRAMEWORKS, help="to communicate through (default: torch if it is there)")
     text = f"may stand several times, or all (default: {', '.join(_DEFAULT)})"
     add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
@@ -46,18 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures on all ranks; rank 0 prints and writes."""
-    sparsifiers, extent = _what(options)
+    sparsifiers, extent = _asked(options)
     if options.device == "cuda" and options.framework == "tensorflow":
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
-    ranks = start(options.framework)
+    launch = start(options.framework)
     try:
-        return _measure(options, ranks, sparsifiers, extent)
+        _measure(options, launch, sparsifiers, extent)
     finally:
-        ranks.end()
+        launch.end()
+    return 0
 
 
-def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
-    """What is measured, refused before Horovod is started."""
+def _asked(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
+    """Returns what to measure, and how much of it; refuses before ranks are connected."""
     texts = options.sparsifier or list(_DEFAULT)
     if texts == ["all"]:
         texts = list(ALGORITHMS)
@@ -66,16 +74,15 @@ def _what(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
     if len(set(names)) < len(names):
         raise ArgumentError("--sparsifier", names, "every name once: profiles keep times by name")
     extent = dataclasses.replace(QUICK, budget_seconds=_QUICK_SECONDS) if options.quick else THOROUGH
-    changes: dict[str, Any] = {}
-    if options.repetitions is not None:
-        changes["repetitions"] = options.repetitions
-    if options.budget is not None:
-        changes["budget_seconds"] = options.budget
+    given = {"repetitions": options.repetitions, "budget_seconds": options.budget}
+    changes = {name: value for name, value in given.items() if value is not None}
     return sparsifiers, dataclasses.replace(extent, **changes)
 
 
-def _device(options: argparse.Namespace, ranks: Ranks) -> str:
-    if ranks.framework == "tensorflow":
+def _device(options: argparse.Namespace, launch: Launch) -> str:
+    if launch.rank == 0 and not Path(options.out).resolve().parent.is_dir():
+        raise ArgumentError("--out", options.out, "a file in a folder that exists")
+    if launch.framework == "tensorflow":
         return "cpu"
     available = bool(importlib.import_module("torch").cuda.is_available())
     if options.device == "cuda" and not available:
@@ -83,117 +90,92 @@ def _device(options: argparse.Namespace, ranks: Ranks) -> str:
     return options.device or ("cuda" if available else "cpu")
 
 
-def _measure(options: argparse.Namespace, ranks: Ranks, sparsifiers: list[Sparsifier], extent: Extent) -> int:
-    def prepared() -> str:
-        if ranks.rank == 0 and not Path(options.out).resolve().parent.is_dir():
-            raise ArgumentError("--out", options.out, "a file in a folder that exists")
-        return _device(options, ranks)
-
-    device = ranks.agreed(prepared)
+def _measure(
+    options: argparse.Namespace, launch: Launch, sparsifiers: list[Sparsifier], extent: Extent
+) -> None:
+    device = launch.agreed(lambda: _device(options, launch))
     told = {"device": device, "sparsifiers": [one.describe() for one in sparsifiers], "extent": repr(extent)}
-    ranks.agreed(lambda: _same(ranks.gathered(told)))
-    usual = ("allgather", "allreduce", "broadcast", "exchange")
+    launch.agreed(lambda: _refuse_others(launch.gathered(told)))
+    cluster, topology, memory, training = launch.cluster(device), launch.topology(), None, None
+    place = None if launch.framework == "tensorflow" else importlib.import_module("torch").device(device)
+    if device == "cuda":
+        memory = importlib.import_module("horovod_sparse.tensors.measuring").bucket_memory(place)
+    if place is not None and isinstance(launch, HorovodLaunch):
+        work = importlib.import_module("horovod_sparse.torch.calibration").DenseTraining
+        training = work(place, launch.process_set)
     console = make_console()
-    if ranks.rank == 0:
-        _introduce(console, ranks, device)
-    topology = ranks.topology()
-    with progress_of(ranks.rank) as tell:
-        profile: Profile = ranks.carry_out(
+    if launch.rank == 0:
+        cycle = f", cycle {cluster.cycle_seconds * 1e3:g} ms" if cluster.cycle_seconds else ""
+        text = f"{cluster.size} ranks, {cluster.framework}, controller {cluster.controller}{cycle}"
+        show(console, f"{text}, selection on {cluster.device}", "bold")
+        if cluster.size == 1:
+            how = "" if launcher() else " (horovodrun --gloo -np 4 horovod-sparse calibrate)"
+            text = (
+                "one rank alone communicates nothing: selection is measured, and the profile is for one rank"
+            )
+            show(console, f"warning: {text}{how}", "yellow")
+    with _progress(launch.rank) as tell:
+        profile: Profile = launch.carry_out(
             calibration(
-                ranks.where(device),
+                cluster,
                 sparsifiers,
                 extent=extent,
-                kinds=sorted({*usual, *needed_kinds(sparsifiers, ranks.size)}),
-                memory=ranks.memory(device),
+                kinds=sorted({*_USUAL_KINDS, *needed_kinds(sparsifiers, launch.size)}),
+                memory=memory,
                 on_progress=tell,
                 topology=topology,
-                training=ranks.training(device),
+                training=training,
             ),
-            name="calibration",
-            topology=topology,
+            topology,
         )
-    if ranks.rank == 0:
-        for table in tables_of(profile):
-            console.print(table)
-        for note in notes_of(profile):
-            show(console, f"note: {note}", "yellow")
+    if launch.rank == 0:
+        _print(profile, console)
         profile.save(options.out)
         show(console, f"{options.out} written")
-    return 0
 
 
-def _same(everyone: list[Any]) -> None:
-    """Refuses ranks that would measure different things: they would wait for each other."""
+def _refuse_others(everyone: list[Any]) -> None:
+    """Refuses ranks that would measure different things, as they would wait for each other."""
     for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            differing = [name for name in other if other[name] != everyone[0][name]]
+        differing = [name for name in other if other[name] != everyone[0][name]]
+        if differing:
             given = [everyone[0][differing[0]], other[differing[0]]]
             raise ArgumentError(differing[0], given, f"the same on ranks 0 and {rank}")
 
 
-def _introduce(console: Console, ranks: Ranks, device: str) -> None:
-    where = ranks.where(device)
-    text = f"{where.size} ranks, {where.framework}, controller {where.controller}"
-    show(console, f"{text}, cycle {where.cycle_seconds * 1e3:g} ms, selection on {where.device}", "bold")
-    if where.size == 1:
-        how = "" if is_launched() else " (horovodrun --gloo -np 4 horovod-sparse calibrate)"
-        text = "one rank alone communicates nothing: selection is measured, and the profile is for one rank"
-        show(console, f"warning: {text}{how}", "yellow")
-
-
 @contextmanager
-def progress_of(rank: int) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on rank 0's terminal; under mpirun, where there is none, the last line of it."""
+def _progress(rank: int) -> Iterator[Callable[[int, int, str], None]]:
+    """Shows a progress bar on rank 0; its last line alone, where ranks have no terminal."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=make_console(to_stderr=True), disable=rank != 0) as bar:
         task = bar.add_task("calibrating")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-_COLUMNS = ("of", "fixed ms", "ns per unit", "ns per selected", "points", "R2", "error", "largest")
-
-
-def tables_of(profile: Profile) -> list[Table]:
-    """Every fitted time, and how well it fits: the error in the median and at most, over all sizes."""
-    put, hosts = "by bytes that a rank puts in", f"{profile.num_hosts} hosts of {profile.per_host} ranks"
-    groups = {
-        f"Collectives of {profile.size} ranks, through Horovod, {put} (alpha and beta)": profile.collectives,
-        f"Collectives within {hosts}, all hosts at a time, {put}": profile.levels.get("host", {}),
-        f"Collectives between {hosts}, all groups at a time, {put}": profile.levels.get("across", {}),
+def _print(profile: Profile, console: Console) -> None:
+    """Prints every fit with its error, and what is wrong with fits."""
+    hosts = f"{profile.num_hosts} hosts of {profile.per_host} ranks"
+    groups: dict[str, Mapping[str, Fit]] = {
+        f"Collectives of {profile.size} ranks, by bytes that a rank puts in": profile.collectives,
+        f"Collectives within {hosts}, all hosts at a time": profile.levels.get("host", {}),
+        f"Collectives between {hosts}, all groups at a time": profile.levels.get("across", {}),
         f"Fold and selection on {profile.device}, by elements": profile.selection,
         f"Decoding and scattering on {profile.device}, by elements and what was selected": profile.decoding,
         f"A dense training on {profile.device}: allreduce by bytes, update by elements": profile.training,
     }
-    tables = []
-    for title, fits in groups.items():
-        table = plain_table(title, _COLUMNS)
-        for name, fit in fits.items():
-            slopes = (fit.seconds_per_unit, fit.seconds_per_selected)
-            table.add_row(
-                name,
-                f"{fit.fixed_seconds * 1e3:.3f}",
-                *(f"{slope * 1e9:.3g}" for slope in slopes),
-                str(fit.num_points),
-                f"{fit.r_squared:.4f}",
-                f"{fit.median_error:.1%}",
-                f"{fit.largest_error:.1%}",
-            )
-        if fits:
-            tables.append(table)
-    return tables
-
-
-def notes_of(profile: Profile) -> list[str]:
-    """What fits have to say (slopes cut off at 0), and which of them are bad."""
     notes: list[str] = []
-    groups = {"": {**profile.collectives, **profile.training}}
-    groups |= {"selection of ": {**profile.selection}, "decoding of ": {**profile.decoding}}
-    for what, fits in groups.items():
+    for title, fits in groups.items():
+        if fits:
+            show(console, f"\n{title}", "bold")
+            show(console, " " * 12 + "".join(f"{column:>17}" for column in _COLUMNS))
         for name, fit in fits.items():
+            slopes = (f"{slope * 1e9:.3g}" for slope in (fit.seconds_per_unit, fit.seconds_per_selected))
+            errors = f"{fit.median_error:.1%}", f"{fit.largest_error:.1%}"
+            cells = f"{fit.fixed_seconds * 1e3:.3f}", *slopes, str(fit.num_points), *errors
+            show(console, f"{name:12}" + "".join(f"{cell:>17}" for cell in cells))
             notes += fit.notes
-            if fit.median_error > 0.3:
-                notes.append(
-                    f"{what}{name}: the model is off by {fit.median_error:.0%} in the median. Was the "
-                    "machine busy? Repeat with more --repetitions"
-                )
-    return notes
+            if fit.median_error > _DOUBTFUL:
+                busy = "was the machine busy? Repeat with more --repetitions"
+                notes.append(f"{title}, {name}: off by {fit.median_error:.0%} in the median: {busy}")
+    for note in notes:
+        show(console, f"note: {note}", "yellow")

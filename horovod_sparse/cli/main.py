@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from horovod_sparse import __version__
-from horovod_sparse.cli.console import LAUNCHERS
+from horovod_sparse.cli.console import rank_words
 from horovod_sparse.errors import HorovodSparseError
 
 #: name -> (module, one line); a module is imported only if it is the one that runs
@@ -55,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(command: str, reason: str) -> int:
     """Prints what is wrong, with the rank under a launch, and returns the exit code."""
-    rank = next((f"rank {os.environ[name]}: " for name in LAUNCHERS if name in os.environ), "")
-    print(f"{rank}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+    print(f"{rank_words()}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
     return 2
 
 

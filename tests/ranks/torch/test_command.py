@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_written_is_told_to_all_ranks(tmp_path, capsys, ra
 
 
 def test_doctor_prints_once_and_ends_alike_everywhere(capsys, rank, size):
-    code = main(["doctor", "--sparsifier", "topk"])
+    code = main(["doctor"])
     printed = capsys.readouterr().out
     assert hvd.allgather_object(code) == [code] * size
     if rank == 0:

@@ -1,0 +1,151 @@
+"""The ranks of a launch by Horovod or by torchrun, which run coroutines together."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from horovod_sparse.cli.console import launcher
+from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.errors import ArgumentError, HorovodMissingError, HorovodSparseError
+from horovod_sparse.plans.dense import ClusterFacts, cycle_seconds
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.collective_errors import raise_together
+from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.host_topology import Ranks as Placement
+from horovod_sparse.training.host_topology import own_place
+
+FRAMEWORKS = ("torch", "tensorflow")
+
+
+def bindings() -> dict[str, bool]:
+    """Returns whether Horovod was built for each framework, without loading it."""
+    spec = importlib.util.find_spec("horovod")
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return {
+        framework: any(list(Path(place, framework).glob("mpi_lib*.so")) for place in places)
+        for framework in FRAMEWORKS
+    }
+
+
+def usable_framework(asked: str | None = None) -> str:
+    """Returns the framework that is asked for, or the first that Horovod was built for."""
+    if asked is not None:
+        return asked
+    built = bindings()
+    for framework in FRAMEWORKS:
+        if built[framework] and importlib.util.find_spec(framework) is not None:
+            return framework
+    raise HorovodMissingError.explained("there is no Horovod here that was built for an installed framework")
+
+
+class Launch(ABC):
+    """The ranks of a launch."""
+
+    framework, controller = "torch", "gloo"
+    placement: Placement
+
+    @abstractmethod
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
+        """Returns the result of a coroutine that all ranks run together."""
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+    @property
+    def size(self) -> int:
+        return self.placement.size
+
+    def cluster(self, device: str) -> ClusterFacts:
+        """Returns this rank's place, and what a profile says of the cluster."""
+        words = importlib.import_module("torch").cuda.get_device_name() if device == "cuda" else device
+        cycle = cycle_seconds() if isinstance(self, HorovodLaunch) else 0.0
+        return ClusterFacts(self.rank, self.size, self.framework, self.controller, cycle, str(words))
+
+    def topology(self) -> Topology | None:
+        """Returns which ranks share a host; None unless several hosts have as many ranks, from 2."""
+        places = [(host, local) for host, local in self.gathered(own_place(self.placement))]
+        counts = Counter(host for host, _ in places)
+        alike = len(counts) > 1 and len(set(counts.values())) == 1 and len(places) > len(counts)
+        return Topology.of(places) if alike else None
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns a plain value of every rank, in rank order."""
+        return list(self.carry_out(shared_lines(value)))
+
+    def agreed(self, work: Callable[[], Any]) -> Any:
+        """Returns the result of work on this rank; raises the error of any rank on all of them."""
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except (HorovodSparseError, OSError) as error:
+            failure = error
+        self.carry_out(raise_together(failure))
+        return result
+
+
+class HorovodLaunch(Launch):
+    """Ranks that Horovod connects; starts Horovod unless it runs."""
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+        self._hvd: Any = importlib.import_module(f"horovod_sparse.{framework}")
+        room = "driver" if framework == "torch" else "collectives"
+        self._carry_out = importlib.import_module(f"horovod_sparse.{framework}.{room}").carry_out_together
+        self._started = not self._hvd.is_initialized()
+        if self._started:
+            self._hvd.init()
+        self.controller = "mpi" if self._hvd.mpi_enabled() else "gloo"
+        self.process_set = self._hvd.global_process_set
+        self.placement = Placement.of_horovod(self._hvd, self.process_set)
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
+        return self._carry_out(coroutine, self.process_set, "command", topology=topology)
+
+    def end(self) -> None:
+        if self._started:
+            self._hvd.shutdown()
+
+
+class TorchrunLaunch(Launch):
+    """Ranks of torch.distributed, connected by Gloo; starts it unless it runs."""
+
+    def __init__(self) -> None:
+        self._dist: Any = importlib.import_module("torch.distributed")
+        self._started = not self._dist.is_initialized()
+        if self._started:
+            self._dist.init_process_group("gloo")
+        rank, size = self._dist.get_rank(), self._dist.get_world_size()
+        host = os.environ.get("GROUP_RANK", platform.node())
+        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.placement = Placement(rank, size, rank, size, host, *local)
+        self._carrier = importlib.import_module("horovod_sparse.ddp.collectives").Carrier(None)
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
+        self._carrier.topology = topology
+        return carry_out(coroutine, self._carrier)
+
+    def end(self) -> None:
+        if self._started:
+            self._dist.destroy_process_group()
+
+
+def start(framework: str | None) -> Launch:
+    """Connects the ranks of this launch: by torch.distributed under torchrun, else by Horovod."""
+    if launcher() != "torchrun":
+        return HorovodLaunch(usable_framework(framework))
+    if framework == "tensorflow":
+        raise ArgumentError("--framework", framework, "torch: torchrun starts ranks of PyTorch")
+    return TorchrunLaunch()
