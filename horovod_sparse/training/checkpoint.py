@@ -1,4 +1,4 @@
-"""Saving and loading a training with all ranks together: whose a directory is, and errors on all."""
+"""Saves and loads a training on all ranks together; two trainings never share a directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_together(
     owner: Any,
     world_rank: int,
 ) -> Synchronization[int]:
-    """Saves what every rank has, after the same step of all."""
+    """Saves every rank's entry, after the same step of all ranks; returns the step."""
 
     def make() -> tuple[Path, bool, Mapping[str, Any]]:
         root = folder.root_of(directory)
@@ -60,9 +60,10 @@ def load_together(
     owner: Any,
     loaded: str = "",
 ) -> Synchronization[dict[str, Any]]:
-    """An entry that fits on every rank; nothing has been assigned yet on any.
+    """Reads an entry and has `check` refuse it; an error is raised on all ranks. Assigns nothing.
 
-    `loaded` says what is loaded beside the optimizer. All ranks load the same.
+    Args:
+        loaded: what is loaded beside the optimizer, in words; the same on all ranks.
     """
     yield from compared({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
     entry = yield from folder.read_checkpoint(directory, rank=rank, size=size, step=step)
@@ -72,7 +73,7 @@ def load_together(
 
 
 def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool]:
-    """Whether any rank sees a complete checkpoint."""
+    """True if any rank sees a complete checkpoint."""
 
     def look() -> bool:
         return bool(folder.published(folder.root_of(directory)))
@@ -81,7 +82,7 @@ def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool
 
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
-    """Whether the newest checkpoint is of ranks without this one, and was not loaded here."""
+    """True if ranks without this one saved the newest checkpoint, and this process did not load it."""
     if _owners.get(root, owner) is not owner:
         gc.collect()  # an optimizer that nobody has any more may lie in a circle
     if _owners.get(root, owner) is not owner:

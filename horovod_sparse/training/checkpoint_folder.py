@@ -1,4 +1,4 @@
-"""All ranks' states on disk: a folder per checkpoint, which is complete or is not there.
+"""Checkpoints of all ranks on disk: a folder for each, which is complete or is not there.
 
 ::
 
@@ -27,9 +27,9 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization, shared_lines
@@ -87,16 +87,16 @@ def write_checkpoint(
     def write() -> None:
         hidden.mkdir(exist_ok=True)
         _write(hidden / _file_of(rank), {"manifest": manifest, "rank": rank, "entry": entry})
-        # the first rank on this disk
-        with contextlib.suppress(FileExistsError), _on_disk(hidden / _MANIFEST, "x") as file:
-            json.dump(manifest, file)
+        with contextlib.suppress(FileExistsError), open(hidden / _MANIFEST, "x") as file:
+            json.dump(manifest, file)  # by the first rank on this disk
+        _sync(hidden / _MANIFEST)
 
     def publish(turn: bool) -> None:
         if (rank == 0) == turn and not folder.exists():
             with contextlib.suppress(FileNotFoundError):  # another rank on this disk was faster
-                _sync_folder(hidden)
+                _sync(hidden)
                 os.rename(hidden, folder)
-            _sync_folder(root)
+            _sync(root)
         if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
             raise CheckpointError(
                 f"another training has published {name} in {root} at the same time. {ONE_EACH}"
@@ -121,7 +121,7 @@ def write_checkpoint(
 def read_checkpoint(
     directory: str | os.PathLike[str], *, rank: int, size: int, step: int | None = None
 ) -> Synchronization[dict[str, Any]]:
-    """The entry of this rank, of the newest checkpoint that is complete on all ranks."""
+    """Reads this rank's entry of the newest checkpoint that is complete on all ranks."""
     found = yield from done_by_all(lambda: survey(root_of(directory)), f"look into {directory}")
     root = root_of(directory)
     everyone = yield from shared_lines(
@@ -141,7 +141,7 @@ def read_checkpoint(
 
 
 def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
-    """The newest name that all ranks have alike; raises on all ranks alike."""
+    """Returns the newest name that all ranks see with the same manifest; raises the same error on all."""
     names = sorted(set().union(*everyone), key=age, reverse=True)
     for name in [one for one in names if step in (None, age(one)[1])]:
         for rank, mine in enumerate(everyone):
@@ -163,7 +163,7 @@ def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) 
 
 
 def root_of(directory: str | os.PathLike[str]) -> Path:
-    """A directory's one name; an `ArgumentError` for what is no path."""
+    """Resolves a directory's path; raises `ArgumentError` if it is none."""
     try:
         return Path(directory).resolve()
     except (TypeError, ValueError) as error:
@@ -171,7 +171,7 @@ def root_of(directory: str | os.PathLike[str]) -> Path:
 
 
 def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """The manifests that this rank sees, by name, and what is wrong with them."""
+    """Reads the manifests that this rank sees: by name, each with its fault or an empty text."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
     for name in published(root):
         try:
@@ -186,7 +186,7 @@ def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def published(root: Path) -> list[str]:
-    """The names of the folders that were published."""
+    """Lists the names of complete checkpoints."""
     try:
         return [path.name for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -194,7 +194,7 @@ def published(root: Path) -> list[str]:
 
 
 def age(name: str) -> tuple[int, int]:
-    """By which later ones are larger: a training that was taken back goes on under a number of its own."""
+    """Returns (attempt, step): a training that was taken back saves under the next attempt."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise CheckpointError(f"another rank names a checkpoint {name!r}")
@@ -206,7 +206,7 @@ def _file_of(rank: int) -> str:
 
 
 def done_by_all(work: Callable[[], Result], what: str) -> Synchronization[Result]:
-    """What this rank's work gives, once it has gone well on all ranks."""
+    """Does this rank's work; returns its result once the work of all ranks has gone well."""
     done: list[Result] = []
     failure: Exception | None = None
     try:
@@ -219,29 +219,23 @@ def done_by_all(work: Callable[[], Result], what: str) -> Synchronization[Result
     return done[0]
 
 
-@contextlib.contextmanager
-def _on_disk(path: Path, mode: str) -> Iterator[IO[Any]]:
-    with open(path, mode) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def _write(path: Path, tree: Mapping[str, Any]) -> None:
+    with open(path, "wb") as file:
+        write_tree(file, tree)
+    _sync(path)
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _write(path: Path, tree: Mapping[str, Any]) -> None:
-    with _on_disk(path, "wb") as file:
-        write_tree(file, dict(tree))
-
-
 def _entry_in(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The entry that a rank has saved, if it is this rank's, and of this save."""
+    """Reads the entry that a rank has saved; refuses one of another rank or save."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, or this rank does not see it")
     try:

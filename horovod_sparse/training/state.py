@@ -211,16 +211,10 @@ def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
         for part, state in zip(engine.sparse, states, strict=True):
             part.bucket.state = state
     else:
-        what = f"another plan ({plan})" if entry["size"] == size else f"{entry['size']} ranks"
-        if plan == engine.plan and entry["size"] == size:
-            what = "other hosts, or another number of levels"
-        if entry["resized"]:
-            what = "another number of ranks"
         _log.warning(
-            "the checkpoint is of %s, now %d ranks, %s: residuals are kept, sparsifier states start anew",
-            what,
-            size,
-            engine.plan,
+            "residuals are kept, sparsifier states start anew: the checkpoint has another plan, number of "
+            "ranks, or hosts (%d ranks, %s) than this training (%d ranks, %s)",
+            *(entry["size"], plan, size, engine.plan),
         )
 
 
