@@ -85,7 +85,7 @@ class SparseSum:
         indices: int32; an index may stand more than once (its values add up).
         values: the sum over ranks, float32 or float64.
         counts: int [P], elements selected by each rank.
-        notes: what every rank tells about itself.
+        notes: facts that every rank has sent about itself.
         facts: the algorithm's own telemetry (threshold, imbalance, ...).
     """
 

@@ -1,4 +1,4 @@
-"""Selections as buffers, and back."""
+"""Writes selections as messages, and reads them back."""
 
 from horovod_sparse.wire.format import HEADER_WORDS as HEADER_WORDS
 from horovod_sparse.wire.format import WireFormat as WireFormat

@@ -26,22 +26,22 @@ Words: TypeAlias = NDArray[np.uint32]
 
 
 class IndexCodec(Protocol):
-    """Indices of one selection into 32-bit words, and back."""
+    """Writes the indices of one selection as 32-bit words, and reads them back."""
 
     code: int
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """Length of `count` indices below `num_elements`; never falls when count grows."""
+        """Returns the length of `count` indices below `num_elements`; it never falls when count grows."""
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Fills `words`, which has the length that `num_words` says."""
+        """Fills `words`, whose length `num_words` gives."""
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
         """Fills `out`, as long as the count; False if the words cannot be that many indices."""
 
 
 class Int32:
-    """Every index as it is, in any order: one word each."""
+    """Writes every index as it is, in any order: one word each."""
 
     code = 0
 
@@ -57,7 +57,7 @@ class Int32:
 
 
 class Gaps:
-    """Ascending indices in Elias-Fano code: about 2 + log2(n / count) bits each, 12 at density 0.001.
+    """Writes ascending indices in Elias-Fano code: about 2 + log2(n / count) bits each, 12 at density 0.001.
 
     The lower l bits of every index stand side by side. What is left of it, index >> l, grows slowly:
     its growth is written in unary, as bit (index >> l) + i of a second part for the i-th index.
@@ -90,7 +90,7 @@ class Gaps:
         return -(-(count * (low + 1) + ((num_elements - 1) >> low)) // 32) + 1
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        _check_ascending(indices, num_elements, "gaps")
+        _check_ascending(indices, num_elements)
         if indices.size:
             words[:] = 0
             low = low_bits(indices.size, num_elements)
@@ -117,38 +117,41 @@ def _low_words(count: int, low: int) -> int:
     return -(-count * low // 32)
 
 
-def _check_ascending(indices: Indices, num_elements: int, name: str) -> None:
-    position = int(kernels.find_descent(indices, num_elements))
-    if position >= 0:
+def _check_ascending(indices: Indices, num_elements: int) -> None:
+    wrong = indices >= num_elements
+    wrong[:1] |= indices[:1] < 0
+    wrong[1:] |= indices[1:] <= indices[:-1]
+    if wrong.any():
+        position = int(np.argmax(wrong))
         before = "" if position == 0 else f" after {int(indices[position - 1])}"
         raise ArgumentError(
             "indices",
             f"{int(indices[position])}{before} (position {position})",
-            f'strictly ascending indices within [0, {num_elements}) to "{name}", or take indices="int32"',
+            f'strictly ascending indices within [0, {num_elements}) to "gaps", or take indices="int32"',
         )
 
 
-#: The ways by name.
+#: by name
 INDEX_CODECS: Mapping[str, IndexCodec] = MappingProxyType({"int32": Int32(), "gaps": Gaps()})
 
 
 class ValueCodec(Protocol):
-    """Values of one selection into 32-bit words, and back."""
+    """Writes the values of one selection as 32-bit words, and reads them back."""
 
     code: int
 
     def num_words(self, count: int) -> int:
-        """Length of `count` values; never falls when count grows."""
+        """Returns the length of `count` values; it never falls when count grows."""
 
     def encode(self, values: Values, words: Words) -> None:
-        """Float32 or float64 into `words`, which has the length that `num_words` says."""
+        """Writes float32 or float64 into `words`, whose length `num_words` gives."""
 
     def decode(self, words: Words, out: Values) -> None:
         """Fills `out`, float32 or float64, as long as the count."""
 
 
 class Floats:
-    """Eight, four or two bytes each, by the name of the format: to the nearest, ties to even.
+    """Rounds every value to eight, four or two bytes, as its name says: to the nearest, ties to even.
 
     "float16" is IEEE half precision: 11 significant bits, up to 65504, steps of 6e-8 around 0. Values below
     3e-8 become 0 and stay in the residual: with gradients that small take "bfloat16", the upper half of
@@ -162,7 +165,7 @@ class Floats:
         return -(-count * self._dtype.itemsize // 4)
 
     def encode(self, values: Values, words: Words) -> None:
-        """As they are, or rounded, at most to the largest number; NaN becomes 0."""
+        """Writes the values, rounded where they are wider, to the largest number at most; NaN becomes 0."""
         wider = np.dtype(np.float64 if self._dtype == np.float64 else np.float32)
         if values.itemsize > self._dtype.itemsize:
             values = np.nan_to_num(np.clip(values, -self._largest, self._largest))
@@ -193,7 +196,7 @@ TWO_BIT_BLOCK = 64
 
 
 class TwoBit:
-    """A sign and one of two magnitudes each, and the two as bfloat16 per 64 values: 2.5 bits a value.
+    """Writes a sign and one of two magnitudes for each value, and the two per 64 values: 2.5 bits a value.
 
     ``small = mean |v| of those with |v| <= mean |v|,  large = mean |v| of the others``
 
@@ -251,5 +254,5 @@ class TwoBit:
         return words[:blocks], words[blocks:].reshape(2, -1)
 
 
-#: The ways by name.
+#: by name
 VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType({**_FLOATS, "2bit": TwoBit()})

@@ -1,4 +1,4 @@
-"""How a selection is written: which values, which indices, rounded up to which length."""
+"""Defines how a selection is written: which values, which indices, rounded up to which length."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WireFormat:
         return self.indices != "int32"
 
     def padded(self, count: int) -> int:
-        """Elements that a payload of so many has room for.
+        """Returns the number of elements that a payload of `count` has room for.
 
         Example:
             >>> WireFormat(quantum=8, capacity=20).padded(3), WireFormat(quantum=8, capacity=20).padded(30)
@@ -74,7 +74,7 @@ class WireFormat:
         return -(-max(count, self.capacity) // self.quantum) * self.quantum
 
     def round(self, values: Values) -> Values:
-        """What the receivers will see; the difference belongs back into the residual.
+        """Returns the values that receivers will see; the difference belongs back into the residual.
 
         Example:
             >>> WireFormat("float16").round(np.array([0.1, 1e6], np.float32))
@@ -85,23 +85,23 @@ class WireFormat:
         return self.decode_values(self.encode_values(values), values.size, values.dtype)
 
     def num_value_words(self, count: int, dtype: Any) -> int:
-        """Length of the values alone, in 32-bit words."""
+        """Returns the length of the values alone, in 32-bit words."""
         return self.value_codec(dtype).num_words(count)
 
     def encode_values(self, values: Values) -> NDArray[np.int32]:
-        """Values alone as words, for rounds whose indices all ranks know."""
+        """Writes values alone as words, for rounds whose indices all ranks know."""
         words = np.empty(self.num_value_words(values.size, values.dtype), np.uint32)
         self.value_codec(values.dtype).encode(np.ascontiguousarray(values), words)
         return words.view(np.int32)
 
     def decode_values(self, words: NDArray[np.int32], count: int, dtype: Any) -> Values:
-        """What `encode_values` has written."""
+        """Reads words that `encode_values` has written."""
         values = np.empty(count, dtype)
         self.value_codec(dtype).decode(np.ascontiguousarray(words).view(np.uint32), values)
         return values
 
     def message_words(self, count: int, num_elements: int, dtype: Any) -> int:
-        """Length of a message, header and padding included, in 32-bit words; exact.
+        """Returns the exact length of a message, header and padding included, in 32-bit words.
 
         Example:
             >>> WireFormat().message_words(3, 100, np.float32), WireFormat().message_words(3, 100, None)
@@ -110,7 +110,7 @@ class WireFormat:
         return sections(self, count, num_elements, dtype).length
 
     def message_bytes(self, count: int, num_elements: int, dtype: Any) -> int:
-        """Length of a message in bytes; what `Traffic.bytes_sent` declares."""
+        """Returns the length of a message in bytes, as `Traffic.bytes_sent` declares it."""
         return 4 * self.message_words(count, num_elements, dtype)
 
     def is_plain(self, dtype: Any) -> bool:
@@ -120,7 +120,7 @@ class WireFormat:
         )
 
     def value_codec(self, dtype: Any) -> ValueCodec:
-        """What writes values of an accumulator's dtype."""
+        """Returns the codec for values of an accumulator's dtype."""
         name = _name_of(dtype)
         if name not in ("float32", "float64"):
             raise ArgumentError("values", name, "float32 or float64, as accumulators have them")
@@ -128,7 +128,7 @@ class WireFormat:
 
 
 class Sections(NamedTuple):
-    """What a message of some number of elements consists of, in words."""
+    """Borders of a message of some number of elements, in words."""
 
     #: seventh word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or bucket
     #: differs find out before they decode. None where messages are plain and have six words.
@@ -142,12 +142,12 @@ class Sections(NamedTuple):
     #: of the whole message
     length: int
     index_codec: IndexCodec
-    #: what writes the values; None where only indices are sent
+    #: None where only indices are sent
     value_codec: ValueCodec | None
 
 
 def tagged(code: int, num_elements: int) -> int:
-    """A word of eight bits that say how a payload is written, and the low 24 of n; as an int32."""
+    """Returns an int32 of eight bits that say how a payload is written, and the low 24 of n."""
     word = code | (num_elements & 0xFFFFFF) << 8
     return word - 2**32 if word >= 2**31 else word
 

@@ -1,4 +1,4 @@
-"""One selection as one int32 buffer, so that a round is one collective, and fuses with others.
+"""Writes one selection as one int32 buffer: a round is one collective, and fuses with others.
 
 Layout, in 32-bit words::
 
@@ -53,7 +53,7 @@ _LARGEST, _STEPS = float(np.finfo(np.float32).max), 1 << 24
 
 @dataclass(frozen=True)
 class Notes:
-    """What all ranks tell about themselves in a step.
+    """Facts about all ranks in a step, which each of them has sent.
 
     Attributes:
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
@@ -128,7 +128,7 @@ def pack(
 
 
 def begun(length: int, count: int, report: FoldReport, tag: int | None) -> NDArray[np.int32]:
-    """A buffer of so many words with its header, behind which nothing is written yet."""
+    """Returns a buffer of `length` words of which the header alone is written."""
     buffer = np.empty(length, np.int32)
     buffer[0], buffer[1] = length if tag is None else -length, count
     buffer[2:HEADER_WORDS] = note(report)
@@ -139,13 +139,13 @@ def begun(length: int, count: int, report: FoldReport, tag: int | None) -> NDArr
 
 @dataclass(frozen=True)
 class Gathered:
-    """What an allgather of messages brought.
+    """The decoded messages of an allgather.
 
     Attributes:
         indices: int32, the selections of all ranks one behind the other, in rank order.
         values: float32 or float64, as long; None where only indices were sent.
         counts: int64 [P], elements selected by each rank.
-        notes: what every rank tells about itself.
+        notes: facts that every rank has sent about itself.
     """
 
     indices: Indices
@@ -220,7 +220,7 @@ def _unpack(
 def _scan(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
 ) -> list[tuple[int, int, int, Sections]]:
-    """Walks over the headers: where each message starts, its count, its mark for health, its sections."""
+    """Returns start, count, mark of NaN or Inf, and sections of each message; refuses what is none."""
     tag, header = sections(format, 0, num_elements, dtype)[:2]
     heads, start = [], 0
     for rank in range(size):

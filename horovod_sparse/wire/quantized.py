@@ -1,4 +1,4 @@
-"""All elements of a rank, a few bits each, as one int32 buffer.
+"""Writes all elements of a rank, a few bits each, as one int32 buffer.
 
 Layout, in 32-bit words: the first six are those of a selection's message (`horovod_sparse.wire.message`),
 with the length negative and n for the count; then a tag, and what `Quantization` says::
@@ -42,7 +42,7 @@ def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
 
 
 def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
-    """A message whose units and codes are still to be written, from word `HEADER` on."""
+    """Returns a message of which the header alone is written: units and codes begin at `HEADER`."""
     length = quantized_words(code, num_elements, dtype)
     return begun(length, num_elements, report, _tag(code, num_elements))
 
@@ -54,7 +54,7 @@ def _tag(code: Quantization, num_elements: int) -> int:
 
 @dataclass(frozen=True)
 class QuantizedSum:
-    """What an allgather of such messages brought: as `Gathered`, of all elements."""
+    """The sum of all elements over ranks, and facts about ranks as in `Gathered`."""
 
     values: Values
     notes: Notes

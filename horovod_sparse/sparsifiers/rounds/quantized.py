@@ -1,4 +1,4 @@
-"""The round of quantizers: every element of every rank in a few bits, to every rank, in one allgather."""
+"""Defines the round of quantizers: one allgather of every rank's elements, a few bits each."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Quantizer(Sparsifier):
     @property
     @abc.abstractmethod
     def quantization(self) -> Quantization:
-        """How elements become bits."""
+        """Says how elements become bits."""
 
     @property
     def votes(self) -> bool:
-        """Whether the sum is P times what most ranks have, not what all of them have together."""
+        """True if the sum has the signs that most ranks have."""
         return False
 
     def key(self, info: BucketInfo, step: int) -> int:
-        """64 bits that a rank's random numbers of a step are made of; 0 where none are drawn."""
+        """Returns the 64 bits from which a rank draws the random numbers of a step; 0 if it draws none."""
         return 0
 
     def synchronize(
@@ -67,6 +67,6 @@ class Quantizer(Sparsifier):
         return WholeSum(found.values, np.full(info.size, n), found.notes), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """The same in every step: a header, the units of groups, and every element's bits."""
+        """Declares a header, the units of groups, and every element's bits, the same in every step."""
         words = quantized_words(self.quantization, info.num_elements, info.value_dtype)
         return (Traffic(AllGather, 4 * words),)
