@@ -21,6 +21,7 @@ from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import codecs as kernels
 from horovod_sparse.kernels.host.scatter import find_outside, narrow
+from horovod_sparse.kernels.quantization import spread
 
 Words: TypeAlias = NDArray[np.uint32]
 
@@ -244,9 +245,12 @@ class TwoBit:
         blocks, planes = self._split(words, out.size)
         means = np.empty(2 * blocks.size, np.float32)
         _FLOATS["bfloat16"].decode(blocks, means)
-        negative, large = np.unpackbits(planes.view(np.uint8), axis=1, count=out.size, bitorder="little")
-        sizes = means[np.arange(out.size) // TWO_BIT_BLOCK * 2 + large]
-        out[:] = np.where(negative, 0 - sizes, sizes)
+        bits = np.unpackbits(planes.view(np.uint8), axis=1, count=out.size, bitorder="little")
+        negative, is_large = bits.astype(np.float32)
+        small, large = (spread(means[which::2], 0, out.size, TWO_BIT_BLOCK) for which in (0, 1))
+        out[:] = large * is_large + small * (1 - is_large)  # exact: one of them is 0
+        out *= 1 - 2 * negative
+        out += 0  # no -0
 
     def _split(self, words: Words, count: int) -> tuple[Words, Words]:
         """Returns the words of magnitudes, one per block, and those of bits: a row of signs, one of sizes."""
