@@ -117,7 +117,7 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
             f"the saved state has format {str(entry['format'])[:40]}, this version reads format {FORMAT}"
         )
     fields = {item.name for item in dataclasses.fields(_Head)}
-    head: _Head = from_plain(_Head(), {name: entry[name] for name in fields & set(entry)}, "the saved state")
+    head: _Head = from_plain(_Head(), {name: entry[name] for name in fields & set(entry)}, "entry")
     if recipe is not None and head.algorithm != recipe.sparsifier.name:
         raise StateMismatchError(f"the saved state is of {head.recipe}, {advice.format(recipe.describe())}")
     if (topology := topology_of(entry)) is not None and topology.size != head.size:
