@@ -22,7 +22,6 @@ from horovod_sparse.merging import (
     Plan,
     Strategy,
     Workload,
-    dense_of,
     fixed,
     layerwise,
     omgs,
@@ -153,7 +152,7 @@ def table(name: str, size: int) -> dict[str, Any]:
         rows[strategy] = {"buckets": len(plan.buckets), "seconds": seconds(workload, plan, cost)}
     every = workload.with_dense([parameter.name for parameter in workload.parameters])
     rows["dense"] = {"buckets": 0, "seconds": seconds(every, Plan((), every.dense_names), cost)}
-    by_cost = workload.with_dense(dense_of(select_tensors("cost", workload.parameters, cost)))
+    by_cost = workload.with_dense(select_tensors("cost", workload.parameters, cost))
     plan = optimal(by_cost, cost)
     rows["Eq. (1), then optimal"] = {
         "buckets": len(plan.buckets),

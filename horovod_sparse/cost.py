@@ -8,11 +8,8 @@ from horovod_sparse.planning.cost_model import communication_of as communication
 from horovod_sparse.planning.cost_model import fit_selection as fit_selection
 from horovod_sparse.planning.cost_model import fit_time as fit_time
 from horovod_sparse.planning.first_plan import check_same_profile as check_same_profile
-from horovod_sparse.planning.profile import ALLREDUCE as ALLREDUCE
 from horovod_sparse.planning.profile import DENSE as DENSE
 from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
-from horovod_sparse.planning.profile import START as START
-from horovod_sparse.planning.profile import UPDATE as UPDATE
 from horovod_sparse.planning.profile import Levels as Levels
 from horovod_sparse.planning.profile import Profile as Profile
 from horovod_sparse.plans.dense import bytes_by_round as bytes_by_round

@@ -4,10 +4,8 @@ from horovod_sparse.planning.optimal import optimal as optimal
 from horovod_sparse.planning.request import STRATEGIES as STRATEGIES
 from horovod_sparse.planning.request import needs_times as needs_times
 from horovod_sparse.planning.request import strategy_named as strategy_named
-from horovod_sparse.planning.selection import Choice as Choice
 from horovod_sparse.planning.selection import MinElements as MinElements
 from horovod_sparse.planning.selection import TensorSelection as TensorSelection
-from horovod_sparse.planning.selection import dense_of as dense_of
 from horovod_sparse.planning.selection import min_elements as min_elements
 from horovod_sparse.planning.selection import select_tensors as select_tensors
 from horovod_sparse.planning.strategies import Fixed as Fixed
@@ -16,7 +14,6 @@ from horovod_sparse.planning.strategies import fixed as fixed
 from horovod_sparse.planning.strategies import layerwise as layerwise
 from horovod_sparse.planning.strategies import omgs as omgs
 from horovod_sparse.planning.strategies import single as single
-from horovod_sparse.planning.timeline import UPDATE as UPDATE
 from horovod_sparse.planning.timeline import Span as Span
 from horovod_sparse.planning.timeline import Timeline as Timeline
 from horovod_sparse.planning.timeline import predict as predict

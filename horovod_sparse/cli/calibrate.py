@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from horovod_sparse.cli.console import console as make_console
 from horovod_sparse.cli.console import launcher, show
-from horovod_sparse.cli.launch import FRAMEWORKS, HorovodLaunch, Launch, start
+from horovod_sparse.cli.launch import FRAMEWORKS, Launch, start
 from horovod_sparse.cli.options import count, density, read_recipe, time
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
@@ -96,13 +96,10 @@ def _measure(
     device = launch.agreed(lambda: _device(options, launch))
     told = {"device": device, "sparsifiers": [one.describe() for one in sparsifiers], "extent": repr(extent)}
     launch.agreed(lambda: _refuse_others(launch.gathered(told)))
-    cluster, topology, memory, training = launch.cluster(device), launch.topology(), None, None
-    place = None if launch.framework == "tensorflow" else importlib.import_module("torch").device(device)
+    cluster, topology, memory = launch.cluster(device), launch.topology(), None
     if device == "cuda":
+        place = importlib.import_module("torch").device(device)
         memory = importlib.import_module("horovod_sparse.tensors.measuring").bucket_memory(place)
-    if place is not None and isinstance(launch, HorovodLaunch):
-        work = importlib.import_module("horovod_sparse.torch.calibration").DenseTraining
-        training = work(place, launch.process_set)
     console = make_console()
     if launch.rank == 0:
         cycle = f", cycle {cluster.cycle_seconds * 1e3:g} ms" if cluster.cycle_seconds else ""
@@ -124,7 +121,6 @@ def _measure(
                 memory=memory,
                 on_progress=tell,
                 topology=topology,
-                training=training,
             ),
             topology,
         )
@@ -161,7 +157,6 @@ def _print(profile: Profile, console: Console) -> None:
         f"Collectives between {hosts}, all groups at a time": profile.levels.get("across", {}),
         f"Fold and selection on {profile.device}, by elements": profile.selection,
         f"Decoding and scattering on {profile.device}, by elements and what was selected": profile.decoding,
-        f"A dense training on {profile.device}: allreduce by bytes, update by elements": profile.training,
     }
     notes: list[str] = []
     for title, fits in groups.items():

@@ -48,7 +48,7 @@ def first_plan(
         if any(given is not None for given in arguments.values()):
             return FirstPlan(made)
         kept, words = without_small_buckets(made, parameters)
-        if words:
+        if words and cluster().rank == 0:
             remedy = f"tensor_selection='all' sparsifies them, and so does {TENSOR_SELECTION_VARIABLE}=all"
             _log.warning("%s. %s", words, remedy)
         return FirstPlan(kept, selection=words)

@@ -20,11 +20,7 @@ from horovod_sparse.sparsifiers import Sparsifier
 
 #: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
 DENSE = "dense"
-#: names in `Profile.training`
-ALLREDUCE = "allreduce"
-START = "start"
-UPDATE = "update"
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 #: whether gradients are summed densely within hosts first ("host"), or all ranks are equal
 Levels: TypeAlias = Literal["flat", "host"]
@@ -50,9 +46,6 @@ class Profile:
         per_host: L, ranks on every host, where two levels were measured.
         levels: collectives by level, then: "host" (among the ranks of a host) and "across" (among one of each
             host, all such groups at a time), by the bytes that a rank puts in.
-        training: what a dense training does beside forward and backward, where it was measured: "update", of
-            the optimizer (SGD with momentum), by elements; "allreduce", of gradients in several tensors, as
-            Horovod's own optimizer sums them, by bytes; "start", of one tensor on the thread of backward.
 
     Example:
         >>> profile = Profile(4, "torch", "gloo", 0.001, {"allgather": Fit(1e-3, 1e-8)})
@@ -72,7 +65,6 @@ class Profile:
     device: str = "cpu"
     per_host: int = 1
     levels: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
-    training: Mapping[str, Fit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_count("size", self.size, "a number of ranks, 1 or more")
@@ -85,8 +77,6 @@ class Profile:
         object.__setattr__(self, "size", int(self.size))  # JSON knows no whole number of NumPy's
         if unknown := sorted(set(self.collectives) - set(COLLECTIVES.values())):
             raise ArgumentError("collectives", unknown, f"only {sorted(COLLECTIVES.values())}")
-        if unknown := sorted(set(self.training) - {ALLREDUCE, START, UPDATE}):
-            raise ArgumentError("training", unknown, f"only {ALLREDUCE}, {START} and {UPDATE}")
         for name, seconds in self.backward_seconds.items():
             check_seconds(f"backward_seconds[{name!r}]", seconds, "seconds, 0 or more")
 
@@ -97,8 +87,6 @@ class Profile:
         saved["backward_seconds"] = [list(item) for item in self.backward_seconds.items()]
         if not self.levels:  # one level is what a reader takes for granted
             del saved["levels"], saved["per_host"]
-        if not self.training:
-            del saved["training"]
         return json.dumps(saved, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -117,7 +105,6 @@ class Profile:
             saved["backward_seconds"] = dict(saved["backward_seconds"])
             for key in ("collectives", "selection", "decoding"):
                 saved[key] = {name: Fit(**fit) for name, fit in saved[key].items()}
-            saved["training"] = {name: Fit(**fit) for name, fit in saved.get("training", {}).items()}
             saved["levels"] = {
                 level: {name: Fit(**fit) for name, fit in fits.items()}
                 for level, fits in saved.get("levels", {}).items()
@@ -238,28 +225,6 @@ class Profile:
             dense_work=self.selection[DENSE].time() if DENSE in self.selection else AffineTime(),
             **options,
         )
-
-    def dense_cost(self, **options: Any) -> CostModel:
-        """The cost model of a training that sparsifies nothing, through Horovod's own optimizer.
-
-        Its thread starts an allreduce for every parameter; Horovod copies those that wait together into a
-        buffer and back. Where that was not measured, it is what a parameter that stays dense costs.
-        """
-        sums = self.training.get(ALLREDUCE, self.collectives.get("allreduce")) if self.size > 1 else None
-        work = self.training.get(START, self.selection.get(DENSE))
-        nothing = AffineTime()
-        return CostModel(
-            nothing,
-            nothing,
-            dense=nothing if sums is None else sums.time(),
-            dense_work=nothing if work is None else work.time(),
-            **options,
-        )
-
-    def update_seconds(self, num_elements: Sequence[int]) -> float:
-        """What the optimizer's update takes, by elements of each parameter; 0 where nobody measured it."""
-        fit = self.training.get(UPDATE)
-        return 0.0 if fit is None else math.fsum(fit.time().seconds(n) for n in num_elements)
 
     def work(self, sparsifier: Sparsifier, size: int, per_host: int = 1) -> AffineTime:
         """What a rank does for a bucket, by its n: fold, selection and decoding.

@@ -14,7 +14,7 @@ from horovod_sparse.planning.calibration.steps import measured_step
 from horovod_sparse.planning.cost_model import AffineTime, CostModel
 from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
-from horovod_sparse.planning.selection import TensorSelection, dense_of, select_tensors
+from horovod_sparse.planning.selection import TensorSelection, select_tensors
 from horovod_sparse.planning.strategies import Fixed, Strategy, fixed, layerwise, omgs, single
 from horovod_sparse.planning.timeline import predict
 from horovod_sparse.planning.workload import Workload, whole_parameters
@@ -139,7 +139,7 @@ class PlanRequest:
         """The plan that needs no times: the one asked for, or the default one until times are known."""
         dense = whole_parameters(parameters)
         if self.selection != "cost":
-            dense |= dense_of(select_tensors(self.selection, parameters))
+            dense |= select_tensors(self.selection, parameters)
         workload = Workload(tuple(parameters), (1.0,) * len(parameters), dense=dense)
         strategy = fixed(bytes=DEFAULT_BUCKET_BYTES) if self.measures else self.strategy
         return strategy(workload, _NO_COST)
@@ -233,7 +233,7 @@ def plan_by_times(
             _log.warning("%s", difference)
 
     workload, cost = measured_step(profile, parameters, sparsifier, where.size, where.topology)
-    dense = workload.dense | dense_of(select_tensors(request.selection, workload.parameters, cost))
+    dense = workload.dense | select_tensors(request.selection, workload.parameters, cost)
     plan = request.strategy(workload.with_dense(dense), cost)
     plan.check(workload.parameters)
     return Decision(plan, request.describe(), _predicted(workload, plan, cost), profile)

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.plans.plan import ParameterFacts
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was decided for a parameter, and why.
-
-    Attributes:
-        name: of the parameter.
-        dense: whether it stays dense.
-        reason: in words, for a table.
-    """
-
-    name: str
-    dense: bool
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -62,8 +47,8 @@ def min_elements(num_elements: int) -> MinElements:
 
 def select_tensors(
     rule: TensorSelection, parameters: Sequence[ParameterFacts], cost: CostModel | None = None
-) -> tuple[Choice, ...]:
-    """Decides for every parameter by itself whether it is sparsified.
+) -> frozenset[str]:
+    """Returns the names of the parameters that stay dense, each decided by itself.
 
     ``sparsify if and only if T_comp(n) < T_full(n) - T_spr(n)`` for "cost"
 
@@ -76,9 +61,6 @@ def select_tensors(
         cost: selection is T_comp (decoding may stand in communication: only the sum matters),
             communication T_spr, dense T_full. "cost" needs it.
 
-    Returns:
-        One choice for every parameter, in their order.
-
     Source: DRAGONN, section 4.2, Eq. (1) and Algorithm 2.
 
     Raises:
@@ -88,44 +70,29 @@ def select_tensors(
     Example:
         >>> from horovod_sparse.cost import AffineTime
         >>> cost = CostModel(AffineTime(1.0), AffineTime(1.0), AffineTime(1.0, 0.25))
-        >>> [c.dense for c in select_tensors("cost", [ParameterFacts("a", 1), ParameterFacts("b", 2)], cost)]
-        [True, False]
+        >>> sorted(select_tensors("cost", [ParameterFacts("a", 1), ParameterFacts("b", 2)], cost))
+        ['a']
     """
     if isinstance(rule, str):
         if rule == "all":
-            return tuple(Choice(parameter.name, False, "all are sparsified") for parameter in parameters)
+            return frozenset()
         if rule != "cost":
             raise UnknownNameError("tensor_selection", rule, ["all", "cost", "min_elements(...)"])
         if cost is None:
             raise ArgumentError("tensor_selection", rule, "a profile too, or 'all', which needs none")
-        return tuple(_by_cost(parameter, cost) for parameter in parameters)
+        return frozenset(parameter.name for parameter in parameters if not _pays(parameter, cost))
     if not callable(rule):
         raise ArgumentError("tensor_selection", rule, "'cost', 'all', min_elements(...) or a function")
-    return tuple(_by_rule(parameter, rule) for parameter in parameters)
+    answers = {parameter.name: rule(parameter) for parameter in parameters}
+    for name, answer in answers.items():
+        if answer not in (True, False):
+            raise ArgumentError("tensor_selection", answer, f"True or False for {name}")
+    return frozenset(name for name, answer in answers.items() if not answer)
 
 
-def dense_of(choices: Sequence[Choice]) -> frozenset[str]:
-    """Names of what stays dense, for `Workload.with_dense`."""
-    return frozenset(choice.name for choice in choices if choice.dense)
-
-
-def _by_cost(parameter: ParameterFacts, cost: CostModel) -> Choice:
+def _pays(parameter: ParameterFacts, cost: CostModel) -> bool:
+    """Eq. (1) of DRAGONN."""
     compression = float(cost.selection.seconds(parameter.num_elements))
     sparse = float(cost.communication.seconds(parameter.num_elements))
     full = float(cost.dense.seconds(parameter.num_bytes) + cost.dense_work.seconds(parameter.num_elements))
-    pays = compression < full - sparse
-    sign = "<" if pays else ">="
-    reason = f"{compression * 1e3:.3g} ms {sign} {full * 1e3:.3g} - {sparse * 1e3:.3g} ms"
-    return Choice(parameter.name, not pays, reason)
-
-
-def _by_rule(parameter: ParameterFacts, rule: Callable[[ParameterFacts], Any]) -> Choice:
-    answer = rule(parameter)
-    if answer not in (True, False):
-        raise ArgumentError("tensor_selection", answer, f"True or False for {parameter.name}")
-    if isinstance(rule, MinElements):
-        sign = ">=" if answer else "<"
-        reason = f"{parameter.num_elements} {sign} {rule.num_elements} elements"
-    else:
-        reason = f"{getattr(rule, '__name__', repr(rule))} says {'sparse' if answer else 'dense'}"
-    return Choice(parameter.name, not answer, reason)
+    return compression < full - sparse

@@ -8,18 +8,14 @@ from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.workload import Workload
 from horovod_sparse.plans.plan import HALVES, Plan
 
-#: what the optimizer does once everything has been summed, as a kind of span
-UPDATE = "update"
-
 
 @dataclass(frozen=True)
 class Span:
     """Something that occupies one of the two queues.
 
     Attributes:
-        kind: "forward", "backward", "selection" (of a bucket), "packing" (of a parameter that stays
-            dense) or "update" (of the optimizer) on the computation queue; "sparse" or "dense" on the
-            communication queue.
+        kind: "forward", "backward", "selection" (of a bucket) or "packing" (of a parameter that stays dense)
+            on the computation queue; "sparse" or "dense" on the communication queue.
         start: seconds from the beginning of the step.
         end: likewise.
         buckets: numbers of the buckets it belongs to (several where messages are fused); empty for
@@ -39,7 +35,7 @@ class Timeline:
     """Both queues of a step, as plain data: what a picture or a comparison with a measurement needs.
 
     Attributes:
-        computation: spans one behind the other; the optimizer's update, if there is one, once all is done.
+        computation: spans one behind the other.
         communication: spans that do not overlap; gaps are waiting for a gradient.
     """
 
@@ -49,32 +45,18 @@ class Timeline:
     @property
     def computation_end(self) -> float:
         """Seconds until the last gradient is there and its bucket selected."""
-        return max((span.end for span in self.computation if span.kind != UPDATE), default=0.0)
-
-    @property
-    def update_seconds(self) -> float:
-        """Of the optimizer."""
-        return sum(span.end - span.start for span in self.computation if span.kind == UPDATE)
+        return max((span.end for span in self.computation), default=0.0)
 
     @property
     def iteration_seconds(self) -> float:
-        """Seconds of the step, Eq. (17): until the last communication ends, and the update is made."""
+        """Seconds of the step, Eq. (17): until the last communication ends."""
         ends = [span.end for span in (*self.computation, *self.communication)]
         return max(ends, default=0.0)
 
     @property
     def visible_seconds(self) -> float:
         """What communication adds to computation: Eq. (9) of OMGS-SGD with its sign put right."""
-        return max(0.0, self.iteration_seconds - self.update_seconds - self.computation_end)
-
-    def bucket_spans(self, bucket: int) -> dict[str, Span]:
-        """Selection and communication of a bucket, by kind."""
-        spans = (*self.computation, *self.communication)
-        return {
-            span.kind: span
-            for span in spans
-            if bucket in span.buckets and span.kind in ("selection", "sparse")
-        }
+        return max(0.0, self.iteration_seconds - self.computation_end)
 
 
 @dataclass(frozen=True)
@@ -148,9 +130,6 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
             sending = float(cost.communication.seconds(total))
             waiting.append(_Waiting(clock, sending, "sparse", 0, number, names))
     communication = _communicate(waiting, cost)
-    if workload.update_seconds:
-        done = max(span.end for span in (*computation, *communication))
-        computation.append(Span(UPDATE, done, done + workload.update_seconds))
     return Timeline(tuple(computation), tuple(communication))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.checks import check_seconds
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError
-from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, ParameterFacts, Plan, same_kind
+from horovod_sparse.plans.plan import ParameterFacts, Plan, by_kind
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Workload:
         backward_seconds: as many; from the gradient before it (in backward order) to its own.
         forward_seconds: of the step before backward begins.
         dense: names of parameters that are not sparsified; their allreduce shares the network.
-        update_seconds: of the optimizer, once all gradients have been summed.
 
     Raises:
         ArgumentError: a time is missing, negative or not finite, or `dense` names no parameter.
@@ -37,7 +36,6 @@ class Workload:
     backward_seconds: tuple[float, ...]
     forward_seconds: float = 0.0
     dense: frozenset[str] = frozenset()
-    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", tuple(self.parameters))
@@ -49,7 +47,6 @@ class Workload:
         for parameter, seconds in zip(self.parameters, self.backward_seconds, strict=True):
             check_seconds(f"backward_seconds of {parameter.name}", seconds, "seconds, 0 or more")
         check_seconds("forward_seconds", self.forward_seconds, "seconds, 0 or more")
-        check_seconds("update_seconds", self.update_seconds, "seconds, 0 or more")
         if self.parameters and not any(self.backward_seconds):
             raise ProfileMismatchError("backward takes no time for any parameter: nothing was measured")
         if unknown := sorted(self.dense - {parameter.name for parameter in self.parameters}):
@@ -69,27 +66,6 @@ class Workload:
     def dense_names(self) -> tuple[str, ...]:
         """The parameters that are not, in backward order."""
         return tuple(parameter.name for parameter in self.backward if parameter.name in self.dense)
-
-    @property
-    def step_seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_seconds + math.fsum(self.backward_seconds)
-
-    def lasting(self, seconds: float) -> Workload:
-        """The same step on another device: all times of forward and backward by one factor.
-
-        Args:
-            seconds: of forward and backward together, above 0.
-
-        Example:
-            >>> Workload((ParameterFacts("a", 10),), (3.0,), 1.0).lasting(0.2).backward_seconds
-            (0.15000000000000002,)
-        """
-        factor = seconds / self.step_seconds
-        times = tuple(factor * one for one in self.backward_seconds)
-        return dataclasses.replace(
-            self, backward_seconds=times, forward_seconds=factor * self.forward_seconds
-        )
 
     def with_dense(self, dense: Collection[str]) -> Workload:
         """The same step with another choice of what stays dense."""
@@ -117,16 +93,6 @@ def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
         >>> plan_of_segments(Workload(facts, (1.0, 1.0, 1.0)), [1, 3]).buckets
         (('c',), ('b', 'a'))
     """
-    backward, start, buckets = workload.sparse[::-1], 0, []
-    for stop in segments:
-        filling: dict[tuple[str, str, int, float], tuple[list[str], int]] = {}
-        for parameter in backward[start:stop]:
-            names, total = filling.get(same_kind(parameter), ([], 0))
-            total += parameter.num_elements
-            if not names or total > MAX_BUCKET_ELEMENTS:
-                names, total = [], parameter.num_elements
-                buckets.append(names)
-            names.append(parameter.name)
-            filling[same_kind(parameter)] = names, total
-        start = stop
-    return Plan(tuple(map(tuple, buckets)), workload.dense_names)
+    backward, starts = workload.sparse[::-1], [0, *segments]
+    merged = [by_kind(backward[start:stop]) for start, stop in itertools.pairwise(starts)]
+    return Plan(tuple(bucket for buckets in merged for bucket in buckets), workload.dense_names)

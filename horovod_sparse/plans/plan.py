@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -122,7 +122,8 @@ class Plan:
         try:
             return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]), saved.get("values"))
         except (KeyError, TypeError) as error:
-            raise ArgumentError("plan", saved, "what Plan.to_dict() returned") from error
+            given = f"{type(saved).__name__} ({type(error).__name__})"  # it may be too deep to be shown
+            raise ArgumentError("plan", given, "what Plan.to_dict() returned") from error
 
     def check(self, parameters: Sequence[ParameterFacts]) -> None:
         """Refuses a plan that does not fit these parameters.
@@ -150,6 +151,29 @@ class Plan:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def by_kind(
+    parameters: Iterable[ParameterFacts],
+    is_full: Callable[[int, int, ParameterFacts], bool] = lambda number, size, one: False,
+) -> tuple[tuple[str, ...], ...]:
+    """Fills buckets, one of each kind at a time, and returns the names in each.
+
+    Args:
+        parameters: in backward order.
+        is_full: closes a bucket, by its elements, its bytes, and the parameter that would come next. One that
+            would exceed int32 is closed, too.
+    """
+    buckets: list[list[str]] = []
+    filling: dict[Kind, tuple[list[str], int, int]] = {}
+    for one in parameters:
+        bucket, number, size = filling.get(same_kind(one), ([], 0, 0))
+        if not bucket or number + one.num_elements > MAX_BUCKET_ELEMENTS or is_full(number, size, one):
+            bucket, number, size = [], 0, 0
+            buckets.append(bucket)
+        bucket.append(one.name)
+        filling[same_kind(one)] = bucket, number + one.num_elements, size + one.num_bytes
+    return tuple(map(tuple, buckets))
 
 
 #: Large enough that a bucket's fixed cost (measured: 0.12 ms of CPU for top-k, 0.16 ms for ExDyna, and a
@@ -183,18 +207,7 @@ def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAUL
         (('c', 'b'), ('a',))
     """
     check_count("bucket_bytes", bucket_bytes, "a whole number of bytes, 1 or more")
-    buckets: list[list[str]] = []
-    filling: dict[Kind, tuple[list[str], int, int]] = {}
-    for parameter in reversed(parameters):
-        bucket, num_bytes, num_elements = filling.get(same_kind(parameter), ([], 0, 0))
-        num_bytes += parameter.num_bytes
-        num_elements += parameter.num_elements
-        if not bucket or num_bytes > bucket_bytes or num_elements > MAX_BUCKET_ELEMENTS:
-            bucket, num_bytes, num_elements = [], parameter.num_bytes, parameter.num_elements
-            buckets.append(bucket)
-        bucket.append(parameter.name)
-        filling[same_kind(parameter)] = bucket, num_bytes, num_elements
-    return Plan(tuple(map(tuple, buckets)))
+    return Plan(by_kind(reversed(parameters), lambda _, size, one: size + one.num_bytes > bucket_bytes))
 
 
 def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> Plan:
@@ -219,16 +232,7 @@ def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> P
         (('c', 'b'), ('a',))
     """
     check_count("num_elements", num_elements)
-    buckets: list[list[str]] = []
-    filling: dict[Kind, tuple[list[str], int]] = {}
-    for parameter in reversed(parameters):
-        bucket, total = filling.get(same_kind(parameter), ([], num_elements))
-        if total >= num_elements or total + parameter.num_elements > MAX_BUCKET_ELEMENTS:
-            bucket, total = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter.name)
-        filling[same_kind(parameter)] = bucket, total + parameter.num_elements
-    return Plan(tuple(map(tuple, buckets)))
+    return Plan(by_kind(reversed(parameters), lambda number, _size, _one: number >= num_elements))
 
 
 def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
@@ -251,7 +255,7 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
         stop = start + quotient + (number < remainder)
         groups.append(backward[start:stop])
         start = stop
-    return Plan(tuple(_split_by_kind(groups)))
+    return Plan(tuple(bucket for group in groups for bucket in by_kind(group)))
 
 
 def explicit_groups(parameters: Sequence[ParameterFacts], groups: Iterable[Iterable[str]]) -> Plan:
@@ -270,18 +274,7 @@ def explicit_groups(parameters: Sequence[ParameterFacts], groups: Iterable[Itera
     gathered: dict[object, list[ParameterFacts]] = {}
     for parameter in reversed(parameters):
         gathered.setdefault(wanted.get(parameter.name, parameter.name), []).append(parameter)
-    return Plan(tuple(_split_by_kind(gathered.values())))
-
-
-def _split_by_kind(groups: Iterable[Sequence[ParameterFacts]]) -> list[tuple[str, ...]]:
-    """Each group's names, as one bucket per kind."""
-    buckets: list[tuple[str, ...]] = []
-    for group in groups:
-        kinds: dict[Kind, list[str]] = {}
-        for parameter in group:
-            kinds.setdefault(same_kind(parameter), []).append(parameter.name)
-        buckets.extend(tuple(names) for names in kinds.values())
-    return buckets
+    return Plan(tuple(bucket for group in gathered.values() for bucket in by_kind(group)))
 
 
 def make_plan(

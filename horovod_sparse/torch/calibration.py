@@ -1,9 +1,9 @@
-"""What calibration measures of PyTorch over Horovod: a dense training, and the first steps of any."""
+"""Measuring the first steps of a PyTorch training over Horovod."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,56 +11,10 @@ import torch
 from horovod_sparse.planning.request import Decision
 from horovod_sparse.planning.warmup import Decide
 from horovod_sparse.plans.plan import ParameterFacts
-from horovod_sparse.tensors.flat_gradient import HOST_DEVICES
 from horovod_sparse.tensors.measuring import Stamped, bucket_memory
 from horovod_sparse.topology import Topology
-from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.horovod_engine import most_of, where_of
-
-
-class DenseTraining:
-    """What PyTorch and Horovod do in a dense training; implements `TrainingWork`."""
-
-    def __init__(self, device: torch.device, process_set: Any) -> None:
-        self._device, self._process_set = device, process_set
-
-    def update(self, num_elements: int) -> Callable[[], object]:
-        parameter = torch.nn.Parameter(torch.zeros(num_elements, device=self._device))
-        parameter.grad = torch.full_like(parameter, 1e-3)
-        optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9)
-
-        def run() -> None:
-            optimizer.step()
-            self._wait(parameter)
-
-        return run
-
-    def sums(self, num_elements: int, pieces: int) -> Callable[[], Callable[[], object]]:
-        size = max(1, num_elements // pieces)
-        tensors = [torch.ones(size, device=self._device) for _ in range(pieces)]
-
-        def start() -> Callable[[], object]:
-            handles = [
-                hvd.allreduce_async_(
-                    tensor, name=f"calibration.sum.{number}", op=hvd.Average, process_set=self._process_set
-                )
-                for number, tensor in enumerate(tensors)
-            ]
-
-            def finish() -> None:
-                for handle in handles:
-                    hvd.synchronize(handle)
-                self._wait(tensors[-1])
-
-            return finish
-
-        return start
-
-    @staticmethod
-    def _wait(tensor: torch.Tensor) -> None:
-        if tensor.device.type not in HOST_DEVICES:
-            tensor.detach()[:1].cpu()
 
 
 class HorovodMeasuring(Stamped):

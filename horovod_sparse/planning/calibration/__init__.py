@@ -13,13 +13,7 @@ from horovod_sparse.planning.calibration.buckets import (
     bucket_times,
     dense_times,
 )
-from horovod_sparse.planning.calibration.collectives import (
-    NUM_TRAINING_SIZES,
-    Stopwatch,
-    TrainingWork,
-    collective_times,
-    training_times,
-)
+from horovod_sparse.planning.calibration.collectives import Stopwatch, collective_times
 from horovod_sparse.planning.cost_model import Fit, fit_selection, fit_time
 from horovod_sparse.planning.profile import DENSE, Profile
 from horovod_sparse.plans.dense import ClusterFacts
@@ -81,7 +75,6 @@ def calibration(
     starting_seconds: Callable[[], float] = lambda: 0.0,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     topology: Topology | None = None,
-    training: TrainingWork | None = None,
 ) -> Synchronization[Profile]:
     """Measures collectives, selection and decoding; a coroutine that all ranks run with the same arguments.
 
@@ -98,8 +91,6 @@ def calibration(
     longest = max(len(extent.message_bytes), len(extent.summed_bytes))
     total = num_kinds * longest + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
     shares = num_kinds + _SPARSIFIERS_SHARES * len(sparsifiers)
-    if training is not None:
-        total, shares = total + NUM_TRAINING_SIZES, shares + 2
     share = extent.budget_seconds / max(1, shares)
     done = 0
 
@@ -142,9 +133,6 @@ def calibration(
         elements = extent.bucket_elements[:_DENSE_SIZES]
         amounts, seconds = yield from dense_times(watch, memory, elements, dtype)
         selection[DENSE] = fit_time(amounts, seconds, what="work for dense parameters")
-    alongside: dict[str, Fit] = {}
-    if training is not None:
-        alongside = yield from training_times(training, watch, share)
     return Profile(
         where.size,
         where.framework,
@@ -156,7 +144,6 @@ def calibration(
         device=where.device,
         per_host=topology.per_host if topology is not None and levels else 1,
         levels=levels,
-        training=alongside,
     )
 
 

@@ -1,10 +1,9 @@
-"""Timing collectives on all ranks together, and what a dense training does beside backward."""
+"""Timing collectives on all ranks together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,6 @@ from horovod_sparse.collectives import (
     Synchronization,
 )
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.planning.cost_model import Fit, fit_time
-from horovod_sparse.planning.profile import ALLREDUCE, START, UPDATE
 from horovod_sparse.plans.network import COLLECTIVES
 
 #: sizes that are measured whatever time they take: fewer fix no line
@@ -157,103 +154,19 @@ def collective_times(
     place: tuple[int, int] | None = None,
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Seconds of a collective at several sizes."""
-
-    def carried(num_bytes: int) -> tuple[type[Request], Callable[[], Synchronization[Any]]]:
-        request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
-
-        def once() -> Synchronization[Any]:
-            return (yield request)
-
-        return type(request), once
-
     where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
-    return (yield from _times(carried, watch, message_bytes, budget_seconds, f"{kind} of {{}} bytes{where}"))
-
-
-def _times(
-    carried: Callable[[int], tuple[type[Request], Callable[[], Synchronization[Any]]]],
-    watch: Stopwatch,
-    message_bytes: Sequence[int],
-    budget_seconds: float,
-    what: str,
-) -> Synchronization[tuple[list[float], list[float]]]:
-    """Seconds of what is carried out together, at several sizes; `carried` gives its request, and it."""
 
     def measured(num_bytes: int, often: int) -> Synchronization[list[list[float]]]:
-        kind, carry = carried(num_bytes)
+        request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
 
         def once() -> Synchronization[Sequence[float]]:
             started = watch.clock()
-            yield from carry()
+            yield request
             return (watch.clock() - started,)
 
-        rows = yield from repeated(once, watch, often, {kind}, slowest=False)
-        watch.tell(what.format(num_bytes))
+        rows = yield from repeated(once, watch, often, {type(request)}, slowest=False)
+        watch.tell(f"{kind} of {num_bytes} bytes{where}")
         return rows
 
     amounts, rows = yield from by_size(measured, watch, message_bytes, budget_seconds)
     return amounts, [seconds for (seconds,) in rows]
-
-
-#: elements of what is updated: caches do not hold the larger ones, as they do not hold a model
-_UPDATED = (1 << 10, 1 << 20, 1 << 22, 1 << 24)
-#: bytes of gradients that are summed together. Horovod fuses at most 128 MiB, so that a line through the
-#: first three, which are measured whatever time they take, has to reach near that
-_SUMMED = (1 << 16, 1 << 21, 1 << 25, 1 << 26)
-#: tensors that those are in: from two on they are fused, copied into a buffer and back
-NUM_PIECES = 8
-_FLOAT_BYTES = 4
-#: that are told of at most
-NUM_TRAINING_SIZES = len(_UPDATED) + len(_SUMMED)
-
-
-class TrainingWork(Protocol):
-    """What a framework does in a dense training; every method prepares, what it gives back is timed."""
-
-    def update(self, num_elements: int) -> Callable[[], object]:
-        """One step of SGD with momentum, of a parameter of so many elements."""
-
-    def sums(self, num_elements: int, pieces: int) -> Callable[[], Callable[[], object]]:
-        """Starts means over ranks, of so many elements in all; what that returns waits for them."""
-
-
-def training_times(
-    work: TrainingWork, watch: Stopwatch, budget_seconds: float
-) -> Synchronization[dict[str, Fit]]:
-    """What a profile calls `training`; all ranks at the same time, so that those that share cores contend."""
-
-    def measured(
-        prepared: Callable[[int], Callable[[], object]], what: str
-    ) -> Callable[[int, int], Synchronization[list[list[float]]]]:
-        """Seconds of what is prepared for a size, and of its start where it gives what waits for its end."""
-
-        def at(size: int, often: int) -> Synchronization[list[list[float]]]:
-            run = prepared(size)
-
-            def once() -> Synchronization[Sequence[float]]:
-                yield from ()
-                began = watch.clock()
-                finish = run()
-                started = watch.clock()
-                if callable(finish):
-                    finish()
-                return watch.clock() - began, started - began
-
-            rows = yield from repeated(once, watch, often, {AllReduce})
-            watch.tell(f"{what} of {size}")
-            return rows
-
-        return at
-
-    def sums(num_bytes: int) -> Callable[[], Callable[[], object]]:
-        return work.sums(max(1, num_bytes // _FLOAT_BYTES), NUM_PIECES)
-
-    amounts, rows = yield from by_size(measured(work.update, UPDATE), watch, _UPDATED, budget_seconds)
-    fits = {UPDATE: fit_time(amounts, [took for took, _ in rows], what="the optimizer's update")}
-    if watch.size == 1:
-        return fits
-    amounts, rows = yield from by_size(measured(sums, "fused allreduce"), watch, _SUMMED, budget_seconds)
-    fits[ALLREDUCE] = fit_time(amounts, [took for took, _ in rows], what="fused allreduce")
-    each = sorted(began / NUM_PIECES for _, began in rows)
-    fits[START] = Fit(each[len(each) // 2], 0.0, num_points=len(set(amounts)))
-    return fits

@@ -167,16 +167,6 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     )
 
 
-def step_of(profile: Profile, parameters: Sequence[ParameterFacts]) -> Workload:
-    """A step of the model that a profile was measured on: gradients came in the profile's order."""
-    facts = {parameter.name: parameter for parameter in parameters}
-    profile.backward_of(list(facts))  # refuses a profile that lacks some
-    ordered = [name for name in profile.backward_seconds if name in facts]
-    times, dense = profile.backward_of(ordered), whole_parameters(parameters)
-    # measured from the end of a step to that of the next: the update is in it
-    return Workload(tuple(facts[name] for name in ordered), times, profile.forward_seconds, dense)
-
-
 def measured_step(
     profile: Profile,
     parameters: Sequence[ParameterFacts],
@@ -185,7 +175,11 @@ def measured_step(
     topology: Topology | None = None,
 ) -> tuple[Workload, CostModel]:
     """A step of the model, and what its buckets cost, as a complete profile says."""
-    workload = step_of(profile, parameters)
+    facts = {parameter.name: parameter for parameter in parameters}
+    profile.backward_of(list(facts))  # refuses a profile that lacks some
+    ordered = [name for name in profile.backward_seconds if name in facts]  # as gradients came, reversed
+    times, dense = profile.backward_of(ordered), whole_parameters(parameters)
+    workload = Workload(tuple(facts[name] for name in ordered), times, profile.forward_seconds, dense)
     if topology is None or topology.per_host == 1:
         # Horovod sends what waits at the same time as one
         return workload, profile.cost(sparsifier, size, fuse_sparse=True)

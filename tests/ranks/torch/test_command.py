@@ -21,12 +21,11 @@ def test_calibrate_writes_a_profile_of_this_launch(tmp_path, capsys, rank, size)
     assert (profile.size, profile.framework) == (size, "torch")
     assert profile.controller == ("mpi" if hvd.mpi_enabled() else "gloo")
     assert sorted(profile.collectives) == ["allgather", "allreduce", "broadcast", "exchange"]
-    assert sorted(profile.training) == ["allreduce", "start", "update"]
-    for fits in (profile.collectives, profile.selection, profile.decoding, profile.training):
+    for fits in (profile.collectives, profile.selection, profile.decoding):
         for fit in fits.values():
             assert fit.fixed_seconds + fit.seconds_per_unit * 1e6 > 0
             assert fit.num_points >= 3
-    for word in ("fixed ms", "exchange", "topk", "Decoding", "A dense training"):
+    for word in ("fixed ms", "exchange", "topk", "Decoding"):
         assert word in printed
 
 

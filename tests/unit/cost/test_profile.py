@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.cost import (
+    PROFILE_VERSION,
     AlphaBeta,
     Fit,
     Profile,
@@ -50,7 +51,7 @@ def test_there_and_back(tmp_path) -> None:
     [
         ("", "no JSON object"),
         (json.dumps({"version": 99}), "version 99"),
-        (json.dumps({"version": 1, "size": 2}), "damaged"),
+        (json.dumps({"version": PROFILE_VERSION, "size": 2}), "damaged"),
         (PROFILE.to_json().replace('"size": 4', '"size": 0'), "damaged.*size"),
         (PROFILE.to_json().replace("0.25", "-0.25"), "damaged.*z.weight"),
     ],

@@ -71,8 +71,7 @@ def test_three_layers_by_hand() -> None:
     assert timeline.iteration_seconds == 21.5
     # Eq. (9) as meant: the end of communication minus the end of computation
     assert timeline.visible_seconds == 21.5 - 19.0
-    assert timeline.bucket_spans(1)["sparse"].start == 14.0
-    assert timeline.bucket_spans(1)["selection"].names == ("b",)
+    assert timeline.computation[3].names == timeline.communication[1].names == ("b",)
 
 
 DENSE = CostModel(AffineTime(), AffineTime(5.0), AffineTime(2.0, 0.025))  # 0.1 s an element
@@ -107,16 +106,3 @@ def test_steps_that_cannot_be() -> None:
         Workload((A, B), (1.0, 1.0), dense=frozenset("x"))
     with pytest.raises(ArgumentError, match="nothing for"):
         predict(Workload((A, B), (1.0, 1.0)), Plan((("a",),)), DENSE)
-
-
-def test_the_optimizer_updates_once_everything_has_been_summed() -> None:
-    cost = CostModel(AffineTime(1.0, 0.1), AffineTime(2.0, 0.05))
-    workload = Workload((A, B, C), (3.0, 2.0, 1.0), update_seconds=4.0)
-    none = dataclasses.replace(workload, update_seconds=0.0)
-    before, timeline = (predict(one, layerwise(one), cost) for one in (none, workload))
-    assert kinds_and_ends(timeline.computation)[-1] == ("update", 17.5, 21.5)
-    assert timeline.iteration_seconds == before.iteration_seconds + 4.0 == 21.5
-    # computing ends where the last bucket is selected, and what communication adds stays what it was
-    assert (timeline.computation_end, timeline.visible_seconds) == (15.0, before.visible_seconds)
-    longer = workload.lasting(12.0).with_dense(["a"])
-    assert (longer.update_seconds, longer.step_seconds) == (4.0, 12.0)

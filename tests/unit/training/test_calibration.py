@@ -5,7 +5,7 @@ import pytest
 
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange
-from horovod_sparse.cost import COLLECTIVES, Fit, Profile
+from horovod_sparse.cost import COLLECTIVES, Fit
 from horovod_sparse.errors import ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
 from horovod_sparse.merging import ParameterFacts, Plan
@@ -75,7 +75,7 @@ class TimedMemory(HostBucketMemory):
         super().apply(gradient, total, size)
 
 
-def measured(size, sparsifiers, training=None, **arguments):
+def measured(size, sparsifiers, **arguments):
     fake = FakeRank(size)
     coroutine = calibration(
         ClusterFacts(0, size, "torch", "gloo"),
@@ -83,7 +83,6 @@ def measured(size, sparsifiers, training=None, **arguments):
         **{"extent": EXTENT, "memory": TimedMemory(fake), **arguments},
         clock=fake.clock,
         sleep=fake.sleep,
-        training=training and training(fake),
     )
     return carry_out(coroutine, fake.execute), fake
 
@@ -126,40 +125,6 @@ def test_when_the_budget_is_used_up_three_sizes_are_left():
     assert slower.num_requests > fake.num_requests
     assert {fit.num_points for fit in everything.collectives.values()} == {4}
     assert [done for done, _, _ in told] == list(range(1, told[0][1] + 1))
-
-
-class TimedTraining:
-    """An update takes a + b n, sums c + d by the bytes, and each of their starts e."""
-
-    def __init__(self, fake: FakeRank) -> None:
-        self.fake = fake
-
-    def _takes(self, seconds):
-        self.fake.now += seconds
-
-    def update(self, num_elements):
-        return lambda: self._takes(1e-5 + 1e-9 * num_elements)
-
-    def sums(self, num_elements, pieces):
-        def start():
-            self._takes(pieces * 2e-4)
-            return lambda: self._takes(3e-3 + 4 * 8e-9 * num_elements - pieces * 2e-4)
-
-        return start
-
-
-def test_what_a_dense_training_does_is_measured_too():
-    profile, _ = measured(2, [TopK(density=0.01)], training=TimedTraining)
-    update, sums = profile.training["update"], profile.training["allreduce"]
-    assert (update.fixed_seconds, update.seconds_per_unit) == pytest.approx((1e-5, 1e-9), rel=1e-2)
-    assert (sums.fixed_seconds, sums.seconds_per_unit) == pytest.approx((3e-3, 8e-9), rel=1e-2)
-    assert profile.training["start"].fixed_seconds == pytest.approx(2e-4)
-    assert profile.update_seconds([1000, 1_000_000]) == pytest.approx(2e-5 + 1e-9 * 1_001_000, rel=1e-2)
-    dense = profile.dense_cost()
-    assert dense.dense.seconds(10_000_000) == pytest.approx(0.083, rel=1e-2)
-    assert dense.dense_work.seconds(10_000_000) == pytest.approx(2e-4)  # however large
-    assert Profile.from_json(profile.to_json()) == profile
-    assert '"training"' not in measured(2, [TopK(density=0.01)])[0].to_json()  # as it ever was
 
 
 def test_an_unknown_kind_is_refused_by_name():
