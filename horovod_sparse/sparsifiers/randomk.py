@@ -44,7 +44,7 @@ class RandomK(SelectAndGather):
     """k uniformly random positions, their values summed over ranks.
 
     With `shared` positions (default) all ranks draw the same ones, so no index is ever sent: one
-    allreduce of k values (and of what the header of a message would carry, three numbers per rank), and
+    allreduce of k values (and of what the header of a message would carry, five numbers per rank), and
     the union is exactly k. With own positions: one allgather of indices and values, as top-k.
 
     Args:

@@ -79,7 +79,7 @@ def test_the_cost_of_top_k_by_hand() -> None:
     n = 1_000_000
     decode = 1e-5 + 2e-8 * 4 * 0.01 * n  # of 4 ranks, by the thread that selects
     assert cost.selection.seconds(n) == pytest.approx(1e-4 + 1e-9 * n + 1e-8 * 0.01 * n + decode)
-    gather = 1e-3 + 1e-8 * (16 + 8 * 0.01 * n)
+    gather = 1e-3 + 1e-8 * (24 + 8 * 0.01 * n)
     assert cost.communication.seconds(n) == pytest.approx(gather, rel=1e-4)
     assert cost.dense.seconds(400) == pytest.approx(2e-3 + 3e-8 * 400)
     assert cost.dense_work.seconds(n) == 0.0
@@ -141,7 +141,7 @@ def test_what_a_step_costs_is_the_sum_of_its_three_parts() -> None:
     shard, selected = n / 2, density * n / 2
     scattered = inside.alpha_seconds + 4 * n * (1 / 2) * inside.beta_seconds
     # both ranks of a host receive three messages through one card
-    between = 2 * GIGABIT.alpha_seconds + 2 * 3 * (16 + 8 * selected) * GIGABIT.beta_seconds
+    between = 2 * GIGABIT.alpha_seconds + 2 * 3 * (24 + 8 * selected) * GIGABIT.beta_seconds
     gathered = inside.alpha_seconds + 8 * 4 * selected * inside.beta_seconds
     assert cost.communication.seconds(n) == pytest.approx(scattered + between + gathered, rel=1e-3)
     assert cost.selection.seconds(n) == pytest.approx(1e-4 + 1e-9 * shard)
