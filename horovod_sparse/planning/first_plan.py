@@ -21,16 +21,16 @@ _log = logging.getLogger("horovod_sparse")
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """What this rank would begin with; all ranks take the first rank's, once they have agreed."""
+    """The plan that this rank begins with, until all ranks agree on that of rank 0."""
 
     plan: Plan
-    #: how plans are made; None where one was given, or none is asked for
+    #: how plans are made; None if one was given, or nothing was asked for
     request: PlanRequest | None = None
-    #: why the plan was taken, where a profile decided
+    #: why the plan was taken, if a profile decided
     decision: Decision | None = None
     #: why the plan is not the one that was asked for
     failure: Exception | None = None
-    #: why buckets are dense though nobody asked for that, in words; empty where none are
+    #: a sentence about buckets that stay dense for their size; empty if none do
     selection: str = ""
 
 
@@ -41,7 +41,7 @@ def first_plan(
     cluster: Callable[[], ClusterFacts],
     **arguments: Any,
 ) -> FirstPlan:
-    """As asked for, by a complete profile, or the default one; keeps what may fail on one rank alone."""
+    """Returns the plan asked for, or the default one; an error of one rank alone is kept, and told later."""
     parameters = [fact for fact, _ in facts.values()]
     if request is None:
         made = make_plan(facts, **arguments)
@@ -55,8 +55,10 @@ def first_plan(
     try:
         if request.failure is not None:
             raise request.failure
-        if request.measures and request.complete:
-            decision = request.decided(cluster(), parameters, sparsifier)
+        if request.measures and request.profile is not None and request.complete:
+            from horovod_sparse.planning.request import plan_by_times  # most trainings need none
+
+            decision = plan_by_times(request, cluster(), parameters, sparsifier, request.profile)
             return FirstPlan(decision.plan, request, decision)
         made = request.first_plan(parameters)
         made.check(parameters)

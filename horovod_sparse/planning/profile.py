@@ -1,4 +1,4 @@
-"""A profile: what was measured on a cluster, in one JSON file, or worked out for another size or network."""
+"""A profile: the measurements of one cluster, in one JSON file."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Profile:
     def check(
         self, *, size: int, framework: str, controller: str | None = None, cycle_seconds: float | None = None
     ) -> list[str]:
-        """What differs from where the profile shall be applied.
+        """Returns what differs between the profile and the cluster that it is applied to.
 
         Args:
             size: P, here.
@@ -227,7 +227,7 @@ class Profile:
         )
 
     def work(self, sparsifier: Sparsifier, size: int, per_host: int = 1) -> AffineTime:
-        """What a rank does for a bucket, by its n: fold, selection and decoding.
+        """Returns the time that a rank works for a bucket, by its n: fold, selection and decoding.
 
         Where `per_host` ranks share it, each selects from n / L, and decodes its sum, and that of all.
         """
@@ -246,7 +246,7 @@ class Profile:
     def _times(
         self, sparsifier: Sparsifier, size: int, collectives: Mapping[str, Fit] | None
     ) -> dict[str, AffineTime]:
-        """Of the collectives among so many ranks; None are those between hosts."""
+        """Returns the times of collectives among `size` ranks; of those between hosts for None."""
         if collectives is None:
             if not self.levels:
                 raise ProfileMismatchError(

@@ -24,7 +24,7 @@ from horovod_sparse.sparsifiers import Sparsifier
 
 _log = logging.getLogger("horovod_sparse")
 
-#: what stands in for times where none are looked at
+#: stands in for times that a strategy does not read
 _NO_COST = CostModel(AffineTime(), AffineTime())
 
 
@@ -62,7 +62,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy_named(merging: Any) -> Strategy:
-    """The strategy that the argument `merging` means.
+    """Returns the strategy for the argument `merging`.
 
     Args:
         merging: a name, `fixed(...)`, or any function of a workload and a cost model.
@@ -86,7 +86,7 @@ def strategy_named(merging: Any) -> Strategy:
 
 
 def needs_times(strategy: Strategy) -> bool:
-    """Whether a strategy looks at backward times and costs, so that something has to be measured first.
+    """True if a strategy reads backward times and costs, which have to be measured first.
 
     Example:
         >>> needs_times(optimal), needs_times(single)
@@ -116,27 +116,19 @@ class PlanRequest:
 
     @property
     def complete(self) -> bool:
-        """Whether a profile says all that there is to measure."""
+        """True if a profile holds backward times, so that nothing has to be measured."""
         return self.profile is not None and bool(self.profile.backward_seconds)
 
     @property
     def digest(self) -> str:
         return "no profile" if self.profile is None else self.profile.digest()
 
-    def decided(
-        self, cluster: ClusterFacts, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier
-    ) -> Decision:
-        """By a complete profile; see `plan_by_times`."""
-        if self.profile is None:
-            raise ArgumentError("profile", None, "one that has all times")
-        return plan_by_times(self, cluster, parameters, sparsifier, self.profile)
-
     def describe(self) -> str:
-        """One line, equal on ranks that ask for the same."""
+        """Returns one line, which ranks compare."""
         return f"merging={self.merging}, tensor_selection={_name_of(self.selection)}"
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
-        """The plan that needs no times: the one asked for, or the default one until times are known."""
+        """Returns the plan until times are known: the one asked for if it reads none, else the default."""
         dense = whole_parameters(parameters)
         if self.selection != "cost":
             dense |= select_tensors(self.selection, parameters)
@@ -153,7 +145,7 @@ def requested(
     groups: Any,
     bucket_bytes: int | None,
 ) -> tuple[PlanRequest | None, Plan | None]:
-    """What the arguments ask for, if they do not contradict each other.
+    """Returns the request and the given plan, or refuses arguments that contradict each other.
 
     ==================  =========================================================================
     `plan`, `groups`    say which parameters form which bucket: nothing else may be said
@@ -194,7 +186,7 @@ def requested(
 
 
 def _name_of(rule: Any) -> str:
-    """What a rule is called; the same on all ranks, so without addresses."""
+    """Returns a rule's name without memory addresses, so that ranks can compare it."""
     if isinstance(rule, str):
         return rule
     if dataclasses.is_dataclass(rule):
@@ -222,7 +214,7 @@ def plan_by_times(
     sparsifier: Sparsifier,
     profile: Profile,
 ) -> Decision:
-    """The plan that a complete profile leads to; needs no collective."""
+    """Makes the plan by a complete profile, without a collective."""
     if request.profile is not None:
         for difference in profile.check(
             size=where.size,

@@ -84,13 +84,13 @@ _NUM_WARMUP, _NUM_STEPS = 1, 5
 
 
 class Measuring(Protocol):
-    """What a front end gives to be measured by."""
+    """The clock of a front end, and its way to carry out a coroutine with all ranks."""
 
     def now(self) -> Any:
-        """A stamp; waits for nothing."""
+        """Returns a stamp without waiting for the device."""
 
     def seconds_between(self, start: Any, stop: Any) -> float:
-        """Of two stamps; may wait for them."""
+        """Returns the seconds from one stamp to another; may wait for the device."""
 
     def decided(
         self, parameters: Sequence[ParameterFacts], topology: Topology | None, decide: Decide
@@ -103,7 +103,7 @@ class Measuring(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process; the first one tells what was decided."""
+        """The rank of this process; rank 0 logs the decision."""
 
 
 class WarmUp:
@@ -141,27 +141,27 @@ class WarmUp:
 
     @property
     def recording(self) -> bool:
-        """Whether hooks shall take stamps."""
+        """True while hooks have to take stamps."""
         return self._recorder is not None
 
     def stamp(self) -> Any:
-        """The time, here and now."""
+        """Returns a stamp of the present time."""
         return self._measuring.now()
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
-        """A gradient is complete; what it set off was done between these stamps."""
+        """Records that a gradient is complete; its hook ran between the two stamps."""
         if self._recorder is not None:
             self._recorder.arrived(name, entered, left)
 
     def measure(self, num_steps: int) -> None:
-        """Measures so many further steps, and decides after them; all ranks begin together."""
+        """Measures `num_steps` further steps and decides after them; all ranks begin together."""
         check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
         self._record(0, num_steps)
         self._left = num_steps
         self._begin()
 
     def joined(self, parameters: Sequence[ParameterFacts]) -> None:
-        """Parameters have joined, on all ranks: what was measured without them decides nothing."""
+        """Measures anew after parameters have joined on all ranks."""
         self._parameters, self._own = list(parameters), None
         if self._recorder is not None:
             counting = self._left > 0
@@ -183,11 +183,11 @@ class WarmUp:
 
     @property
     def position(self) -> str:
-        """How far measuring has come; ranks that go on together have come equally far."""
+        """The steps left to measure, as text; ranks compare it."""
         return str(self._left)
 
     def stop_measuring(self) -> None:
-        """Some rank has not measured what the others have: none goes on, and nothing is decided."""
+        """Stops measuring on all ranks, because some rank has measured other steps."""
         _log.warning(
             "the plan stays what it is, since workers have come that have not measured what the others have: "
             "call optimizer.replan() on all ranks to measure and plan anew"
@@ -195,17 +195,17 @@ class WarmUp:
         self._keep()
 
     def stop(self) -> None:
-        """Decides nothing more by itself: the user has given a plan."""
+        """Stops measuring and drops the decision, because the user has given a plan."""
         self._keep()
         self.decision = None
 
     def given_up(self) -> None:
-        """A step has been given up, on all ranks."""
+        """Drops the stamps of a step that all ranks have cancelled."""
         if self._recorder is not None:
             self._recorder.forget()
 
     def decide_now(self) -> Decision:
-        """Plans by what has been measured; all ranks together, between two steps."""
+        """Plans by the measured times; all ranks together, between two steps."""
         self._keep()
 
         def coroutine(cluster: ClusterFacts, **arguments: Any) -> Synchronization[Decision]:
@@ -216,7 +216,7 @@ class WarmUp:
         return self.decision
 
     def tell(self) -> None:
-        """Says once, on the first rank, what plan was taken and why."""
+        """Logs the decision on rank 0."""
         if self.decision is not None and self._measuring.rank == 0:
             _log.info("%s", self.decision)
 

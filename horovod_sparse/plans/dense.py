@@ -93,7 +93,7 @@ def without_small_buckets(plan: Plan, parameters: Sequence[ParameterFacts]) -> t
 
 
 def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iterator[tuple[str, int]]:
-    """What the busiest rank declares to put into every round, once a schedule of densities has ended."""
+    """Yields the bytes that the busiest rank sends in every round, at the final density of a schedule."""
     selected = max(1, round(sparsifier.density * num_elements))
     if sparsifier.density_scope != "per rank":
         from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold  # which top-k does without
@@ -111,5 +111,5 @@ def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iter
 
 
 def received_share(sparsifier: Sparsifier, size: int) -> float:
-    """The share of elements that come back from so many ranks, duplicates counted each."""
+    """Returns the share of elements that a rank receives, with duplicates."""
     return min(1.0, sparsifier.density) * (size if sparsifier.density_scope == "per rank" else 1)

@@ -57,7 +57,7 @@ THOROUGH = Extent(
 
 
 def needed_kinds(sparsifiers: Sequence[Sparsifier], size: int) -> tuple[str, ...]:
-    """The kinds of collective that these sparsifiers use, and the allreduce of what stays dense."""
+    """Returns the kinds of collective that these sparsifiers use, and allreduce for dense parameters."""
     kinds = {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(size)}
     return tuple(sorted(kinds | {"allreduce"}))
 
@@ -148,7 +148,7 @@ def calibration(
 
 
 def _kinds_of_levels(sparsifiers: Sequence[Sparsifier], topology: Topology | None) -> list[tuple[Level, str]]:
-    """What two levels need: within hosts the sum and the shards, between them what sparsifiers use there."""
+    """Returns the collectives of two levels: sum and shards within hosts, the sparsifiers' between hosts."""
     if topology is None or topology.per_host == 1:
         return []
     inside: list[tuple[Level, str]] = [("host", "reducescatter"), ("host", "allgather")]

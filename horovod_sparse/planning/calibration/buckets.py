@@ -1,4 +1,4 @@
-"""Timing what a rank does for a bucket: until its message is ready, and from the sum's arrival on."""
+"""Timing a rank's own work for a bucket: selection, and decoding of the sum."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _TINY_SECONDS = 1e-9
 
 
 class BucketMemory(Protocol):
-    """Where the buckets are that are selected from: the host, or a device."""
+    """The memory that holds the timed buckets: the host's, or a device's."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
-        """Residual and companions of a bucket: zeros."""
+        """Returns a bucket's accumulator with a residual of zeros."""
 
     def gradient(self, num_elements: int, dtype: str) -> Any:
         """A flat gradient."""
 
     def refill(self, gradient: Any) -> None:
-        """Makes it what backward leaves, the same every time; not timed, and done when it returns."""
+        """Writes the same gradient every time, as backward would; not timed, and done when it returns."""
 
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
@@ -119,7 +119,7 @@ def bucket_times(
 def dense_times(
     watch: Stopwatch, memory: BucketMemory, bucket_elements: Sequence[int], dtype: str = "float32"
 ) -> Synchronization[tuple[list[float], list[float]]]:
-    """Seconds that a rank works for a parameter that stays dense: packing it, and taking the sum."""
+    """Times a rank's work for a parameter that stays dense: packing it, and taking the sum."""
 
     def measured(num_elements: int, often: int) -> Synchronization[list[list[float]]]:
         gradient = memory.gradient(num_elements, dtype)
@@ -139,7 +139,7 @@ def dense_times(
 def _one_step(
     bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
 ) -> Synchronization[tuple[float, float]]:
-    """Seconds until the first request is started, and seconds after that that are not the network's."""
+    """Times one step of a bucket: seconds until its first request, and own seconds after that."""
     total, selection, decoding = yield from _parts(bucket.step(gradient), watch)
     started = watch.clock()
     memory.apply(gradient, total, watch.size)
@@ -147,7 +147,7 @@ def _one_step(
 
 
 def _parts(step: Synchronization[Any], watch: Stopwatch) -> Synchronization[tuple[Any, float, float]]:
-    """What a coroutine returns, and its own seconds: until its first request is started, and after that."""
+    """Runs a coroutine and returns its result, and its own seconds before and after its first request."""
     seconds, answer, place = [_TINY_SECONDS, _TINY_SECONDS], None, 0
     while True:
         started = watch.clock()
@@ -163,7 +163,7 @@ def _parts(step: Synchronization[Any], watch: Stopwatch) -> Synchronization[tupl
 
 
 def _drawn(num_elements: int) -> np.ndarray:
-    """Numbers with a heavy tail, as gradients have: the same on every call, cheap to repeat."""
+    """Returns the same heavy-tailed numbers on every call, as gradients have."""
     generator = np.random.default_rng(1)
     few = min(num_elements, 1 << 16)
     drawn = generator.standard_normal(few, np.float32) * generator.standard_exponential(few, np.float32)

@@ -29,7 +29,7 @@ _FEWEST_REPETITIONS = 3
 
 
 class Stopwatch:
-    """A rank's clock, what all ranks' clocks have measured, how often each is read, and who is told of it."""
+    """A rank's clock, and means or maxima over all ranks of the seconds that it measured."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Stopwatch:
         self._generator = np.random.default_rng(0)
 
     def meet(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
-        """All ranks go on from here at about the same time, somewhere in a cycle."""
+        """Lets all ranks go on at about the same time, at a random point of Horovod's cycle."""
         if self.size > 1:
             if AllReduce not in measured:
                 yield AllReduce(np.zeros(1, np.float32))
@@ -60,7 +60,7 @@ class Stopwatch:
             self._sleep(float(self._generator.random()) * self._cycle_seconds)
 
     def shared(self, seconds: Sequence[float], slowest: bool = False) -> Synchronization[NDArray[np.float64]]:
-        """What ranks have measured, as all have it together: [len(seconds)], the same on all."""
+        """Returns means (or maxima) of the seconds over ranks: [len(seconds)], the same on all."""
         own = np.array(seconds, np.float64)
         if self.size == 1:
             return own
@@ -79,7 +79,7 @@ def repeated(
     skip: int = 1,
     slowest: bool = True,
 ) -> Synchronization[list[list[float]]]:
-    """What a coroutine tells of its seconds in each repetition, as all ranks have it together."""
+    """Repeats a coroutine that returns seconds, and returns a row for each repetition, equal on all ranks."""
     own: list[float] = []
     for number in range(skip + repetitions):
         before()
@@ -98,7 +98,7 @@ def by_size(
     sizes: Sequence[int],
     budget_seconds: float,
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
-    """Amounts, and a row for each, of what is measured so often at a size, as long as there is time.
+    """Measures at ascending sizes while the budget lasts, and returns the sizes and a row for each.
 
     How long larger sizes take is told from the last two by a line, and at most in proportion to their size.
     The next one is repeated as often as all that are left can be alike.
@@ -127,7 +127,7 @@ def by_size(
 
 
 def request_of(kind: str, num_bytes: int, rank: int, size: int) -> Request:
-    """A collective into which a rank puts so many bytes."""
+    """Returns a collective into which a rank puts `num_bytes`."""
     words = np.ones(max(1, -(-num_bytes // 4)), np.int32)
     if kind == "allgather":
         return AllGather(words)
@@ -153,7 +153,7 @@ def collective_times(
     level: Level = "all",
     place: tuple[int, int] | None = None,
 ) -> Synchronization[tuple[list[float], list[float]]]:
-    """Seconds of a collective at several sizes."""
+    """Times a collective at several sizes."""
     where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
 
     def measured(num_bytes: int, often: int) -> Synchronization[list[list[float]]]:

@@ -72,16 +72,16 @@ class BackwardRecorder:
 
     @property
     def done(self) -> bool:
-        """Whether all steps that count have been taken."""
+        """True once as many steps were recorded as asked for."""
         return len(self._forward) >= self._num_steps
 
     @property
     def num_measured(self) -> int:
-        """Steps that count so far."""
+        """The number of steps recorded after the warm-up."""
         return len(self._forward)
 
     def begin(self, stamp: Any) -> None:
-        """A step begins: the one before it has ended, and forward is next."""
+        """Begins a step; forward is next."""
         self._begun, self._stamps = stamp, []
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
@@ -110,11 +110,11 @@ class BackwardRecorder:
         self._totals.append(total)
 
     def forget(self) -> None:
-        """The step was given up: its stamps do not count."""
+        """Drops the stamps of a step that was cancelled."""
         self._begun, self._stamps = None, []
 
     def times(self) -> BackwardTimes:
-        """Medians of the steps so far.
+        """Returns medians over the recorded steps.
 
         What delays another gradient in every step (a rank that had to leave its core to others) is in no
         gradient's median; so all are scaled by the same factor to the median of whole steps.
@@ -138,7 +138,7 @@ class BackwardRecorder:
 
 
 def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
-    """Times of a step as all ranks have it together: the same on every rank.
+    """Returns the times of a step over all ranks, the same on every rank.
 
     Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
     of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
@@ -174,7 +174,7 @@ def measured_step(
     size: int,
     topology: Topology | None = None,
 ) -> tuple[Workload, CostModel]:
-    """A step of the model, and what its buckets cost, as a complete profile says."""
+    """Returns a step of the model and the cost of its buckets, by a profile with backward times."""
     facts = {parameter.name: parameter for parameter in parameters}
     profile.backward_of(list(facts))  # refuses a profile that lacks some
     ordered = [name for name in profile.backward_seconds if name in facts]  # as gradients came, reversed
