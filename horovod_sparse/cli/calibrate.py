@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from horovod_sparse.cli.console import console as make_console
-from horovod_sparse.cli.console import launcher, show
+from horovod_sparse.cli.console import show
 from horovod_sparse.cli.launch import FRAMEWORKS, Launch, start
 from horovod_sparse.cli.options import count, density, read_recipe, time
 from horovod_sparse.errors import ArgumentError
@@ -24,9 +19,7 @@ from horovod_sparse.planning.profile import Profile
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
-_USUAL_KINDS = ("allgather", "allreduce", "broadcast", "exchange")
-#: seconds of --quick
-_QUICK_SECONDS = 10.0
+_USUAL_KINDS = {"allgather", "allreduce", "broadcast", "exchange"}
 _COLUMNS = ("fixed ms", "ns per unit", "ns per selected", "points", "median error", "largest error")
 #: a median error above which a fit is doubted
 _DOUBTFUL = 0.3
@@ -35,8 +28,7 @@ _DOUBTFUL = 0.3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = (
-        "Run it as the training is run: horovodrun --gloo -np 4 horovod-sparse calibrate, or "
-        "torchrun --nproc-per-node 4 -m horovod_sparse calibrate"
+        "horovodrun --gloo -np 4 horovod-sparse ..., torchrun --nproc-per-node 4 -m horovod_sparse ..."
     )
     add("--framework", choices=FRAMEWORKS, help="to communicate through (default: torch if it is there)")
     text = f"may stand several times, or all (default: {', '.join(_DEFAULT)})"
@@ -58,22 +50,25 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
     launch = start(options.framework)
     try:
-        _measure(options, launch, sparsifiers, extent)
+        profile = _measured(options, launch, sparsifiers, extent)
     finally:
         launch.end()
+    if launch.rank == 0:
+        _print(profile)
+        profile.save(options.out)
+        show(f"{options.out} written")
     return 0
 
 
 def _asked(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
     """Returns what to measure, and how much of it; refuses before ranks are connected."""
     texts = options.sparsifier or list(_DEFAULT)
-    if texts == ["all"]:
-        texts = list(ALGORITHMS)
+    texts = list(ALGORITHMS) if texts == ["all"] else texts
     sparsifiers = [read_recipe(text, options.density).sparsifier for text in texts]
     names = [sparsifier.name for sparsifier in sparsifiers]
     if len(set(names)) < len(names):
         raise ArgumentError("--sparsifier", names, "every name once: profiles keep times by name")
-    extent = dataclasses.replace(QUICK, budget_seconds=_QUICK_SECONDS) if options.quick else THOROUGH
+    extent = dataclasses.replace(QUICK, budget_seconds=10.0) if options.quick else THOROUGH
     given = {"repetitions": options.repetitions, "budget_seconds": options.budget}
     changes = {name: value for name, value in given.items() if value is not None}
     return sparsifiers, dataclasses.replace(extent, **changes)
@@ -90,65 +85,35 @@ def _device(options: argparse.Namespace, launch: Launch) -> str:
     return options.device or ("cuda" if available else "cpu")
 
 
-def _measure(
+def _measured(
     options: argparse.Namespace, launch: Launch, sparsifiers: list[Sparsifier], extent: Extent
-) -> None:
+) -> Profile:
     device = launch.agreed(lambda: _device(options, launch))
     told = {"device": device, "sparsifiers": [one.describe() for one in sparsifiers], "extent": repr(extent)}
-    launch.agreed(lambda: _refuse_others(launch.gathered(told)))
+    everyone = launch.gathered(told)
+    for rank, other in enumerate(everyone):  # ranks that measure different things would wait for each other
+        for name in (name for name in told if other[name] != everyone[0][name]):
+            raise ArgumentError(name, [everyone[0][name], other[name]], f"the same on ranks 0 and {rank}")
     cluster, topology, memory = launch.cluster(device), launch.topology(), None
     if device == "cuda":
         place = importlib.import_module("torch").device(device)
         memory = importlib.import_module("horovod_sparse.tensors.measuring").bucket_memory(place)
-    console = make_console()
     if launch.rank == 0:
-        cycle = f", cycle {cluster.cycle_seconds * 1e3:g} ms" if cluster.cycle_seconds else ""
-        text = f"{cluster.size} ranks, {cluster.framework}, controller {cluster.controller}{cycle}"
-        show(console, f"{text}, selection on {cluster.device}", "bold")
-        if cluster.size == 1:
-            how = "" if launcher() else " (horovodrun --gloo -np 4 horovod-sparse calibrate)"
-            text = (
-                "one rank alone communicates nothing: selection is measured, and the profile is for one rank"
-            )
-            show(console, f"warning: {text}{how}", "yellow")
-    with _progress(launch.rank) as tell:
-        profile: Profile = launch.carry_out(
-            calibration(
-                cluster,
-                sparsifiers,
-                extent=extent,
-                kinds=sorted({*_USUAL_KINDS, *needed_kinds(sparsifiers, launch.size)}),
-                memory=memory,
-                on_progress=tell,
-                topology=topology,
-            ),
-            topology,
-        )
-    if launch.rank == 0:
-        _print(profile, console)
-        profile.save(options.out)
-        show(console, f"{options.out} written")
+        text = f"{cluster.size} ranks, {cluster.framework}, controller {cluster.controller}"
+        show(f"{text}, cycle {cluster.cycle_seconds * 1e3:g} ms, selection on {cluster.device}", style=1)
+    measuring = calibration(
+        cluster,
+        sparsifiers,
+        extent=extent,
+        kinds=sorted(_USUAL_KINDS.union(needed_kinds(sparsifiers, launch.size))),
+        memory=memory,
+        topology=topology,
+    )
+    profile: Profile = launch.carry_out(measuring, topology)
+    return profile
 
 
-def _refuse_others(everyone: list[Any]) -> None:
-    """Refuses ranks that would measure different things, as they would wait for each other."""
-    for rank, other in enumerate(everyone):
-        differing = [name for name in other if other[name] != everyone[0][name]]
-        if differing:
-            given = [everyone[0][differing[0]], other[differing[0]]]
-            raise ArgumentError(differing[0], given, f"the same on ranks 0 and {rank}")
-
-
-@contextmanager
-def _progress(rank: int) -> Iterator[Callable[[int, int, str], None]]:
-    """Shows a progress bar on rank 0; its last line alone, where ranks have no terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=make_console(to_stderr=True), disable=rank != 0) as bar:
-        task = bar.add_task("calibrating")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-
-
-def _print(profile: Profile, console: Console) -> None:
+def _print(profile: Profile) -> None:
     """Prints every fit with its error, and what is wrong with fits."""
     hosts = f"{profile.num_hosts} hosts of {profile.per_host} ranks"
     groups: dict[str, Mapping[str, Fit]] = {
@@ -161,16 +126,17 @@ def _print(profile: Profile, console: Console) -> None:
     notes: list[str] = []
     for title, fits in groups.items():
         if fits:
-            show(console, f"\n{title}", "bold")
-            show(console, " " * 12 + "".join(f"{column:>17}" for column in _COLUMNS))
+            show(f"\n{title}", style=1)
+            show(" " * 12 + "".join(f"{column:>17}" for column in _COLUMNS))
         for name, fit in fits.items():
-            slopes = (f"{slope * 1e9:.3g}" for slope in (fit.seconds_per_unit, fit.seconds_per_selected))
+            slopes: Any = (f"{slope * 1e9:.3g}" for slope in (fit.seconds_per_unit, fit.seconds_per_selected))
             errors = f"{fit.median_error:.1%}", f"{fit.largest_error:.1%}"
             cells = f"{fit.fixed_seconds * 1e3:.3f}", *slopes, str(fit.num_points), *errors
-            show(console, f"{name:12}" + "".join(f"{cell:>17}" for cell in cells))
+            show(f"{name:12}" + "".join(f"{cell:>17}" for cell in cells))
             notes += fit.notes
             if fit.median_error > _DOUBTFUL:
-                busy = "was the machine busy? Repeat with more --repetitions"
-                notes.append(f"{title}, {name}: off by {fit.median_error:.0%} in the median: {busy}")
+                notes.append(
+                    f"{title}, {name}: off by {fit.median_error:.0%} in the median: was the machine busy?"
+                )
     for note in notes:
-        show(console, f"note: {note}", "yellow")
+        show(f"note: {note}")

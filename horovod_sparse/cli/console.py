@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-from rich.console import Console
-
-#: columns where no terminal says how many it has
-_WIDTH = 120
 #: variables that hold a rank: of horovodrun, Open MPI's mpirun, MPICH's, and srun
 _OF_HOROVOD = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -27,15 +23,7 @@ def rank_words() -> str:
     return next((f"rank {os.environ[name]}: " for name in names if name in os.environ), "")
 
 
-def console(*, to_stderr: bool = False) -> Console:
-    stream = sys.stderr if to_stderr else sys.stdout
-    # a launcher's ranks may seem to have a terminal
-    window = stream.isatty() and not launcher()
-    return Console(
-        file=stream, width=None if window else _WIDTH, force_terminal=window, highlight=False, markup=False
-    )
-
-
-def show(to: Console, text: str, style: str | None = None) -> None:
-    """Prints a line without markup, and without breaking it at the terminal's edge."""
-    to.print(text, style=style, soft_wrap=True)
+def show(text: str, style: int = 0) -> None:
+    """Prints a line; on a terminal in a style of ANSI's, as 1 for bold."""
+    plain = not style or launcher() or not sys.stdout.isatty()
+    print(text if plain else f"\033[{style}m{text}\033[0m", flush=True)

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import platform
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,44 +27,29 @@ FRAMEWORKS = ("torch", "tensorflow")
 def bindings() -> dict[str, bool]:
     """Returns whether Horovod was built for each framework, without loading it."""
     spec = importlib.util.find_spec("horovod")
-    places = [] if spec is None else list(spec.submodule_search_locations or ())
-    return {
-        framework: any(list(Path(place, framework).glob("mpi_lib*.so")) for place in places)
-        for framework in FRAMEWORKS
-    }
+    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    return {name: any(list(place.glob(f"{name}/mpi_lib*.so")) for place in places) for name in FRAMEWORKS}
 
 
 def usable_framework(asked: str | None = None) -> str:
     """Returns the framework that is asked for, or the first that Horovod was built for."""
-    if asked is not None:
-        return asked
     built = bindings()
-    for framework in FRAMEWORKS:
-        if built[framework] and importlib.util.find_spec(framework) is not None:
-            return framework
-    raise HorovodMissingError.explained("there is no Horovod here that was built for an installed framework")
+    usable = [name for name in FRAMEWORKS if built[name] and importlib.util.find_spec(name) is not None]
+    if asked is None and not usable:
+        raise HorovodMissingError.explained("there is no Horovod that was built for an installed framework")
+    return asked or usable[0]
 
 
-class Launch(ABC):
-    """The ranks of a launch."""
+class Launch:
+    """The ranks of a launch, of which this process is one."""
 
-    framework, controller = "torch", "gloo"
-    placement: Placement
+    def __init__(self, framework: str, controller: str, placement: Placement) -> None:
+        self.framework, self.controller, self.placement = framework, controller, placement
+        self.rank, self.size = placement.rank, placement.size
 
-    @abstractmethod
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
         """Returns the result of a coroutine that all ranks run together."""
-
-    @abstractmethod
-    def end(self) -> None: ...
-
-    @property
-    def rank(self) -> int:
-        return self.placement.rank
-
-    @property
-    def size(self) -> int:
-        return self.placement.size
+        raise NotImplementedError
 
     def cluster(self, device: str) -> ClusterFacts:
         """Returns this rank's place, and what a profile says of the cluster."""
@@ -86,8 +70,7 @@ class Launch(ABC):
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """Returns the result of work on this rank; raises the error of any rank on all of them."""
-        result: Any = None
-        failure: Exception | None = None
+        result, failure = None, None
         try:
             result = work()
         except (HorovodSparseError, OSError) as error:
@@ -100,19 +83,18 @@ class HorovodLaunch(Launch):
     """Ranks that Horovod connects; starts Horovod unless it runs."""
 
     def __init__(self, framework: str) -> None:
-        self.framework = framework
-        self._hvd: Any = importlib.import_module(f"horovod_sparse.{framework}")
+        hvd = self._hvd = importlib.import_module(f"horovod_sparse.{framework}")
         room = "driver" if framework == "torch" else "collectives"
         self._carry_out = importlib.import_module(f"horovod_sparse.{framework}.{room}").carry_out_together
-        self._started = not self._hvd.is_initialized()
+        self._started = not hvd.is_initialized()
         if self._started:
-            self._hvd.init()
-        self.controller = "mpi" if self._hvd.mpi_enabled() else "gloo"
-        self.process_set = self._hvd.global_process_set
-        self.placement = Placement.of_horovod(self._hvd, self.process_set)
+            hvd.init()
+        self._process_set = hvd.global_process_set
+        placement = Placement.of_horovod(hvd, self._process_set)
+        super().__init__(framework, "mpi" if hvd.mpi_enabled() else "gloo", placement)
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
-        return self._carry_out(coroutine, self.process_set, "command", topology=topology)
+        return self._carry_out(coroutine, self._process_set, "command", topology=topology)
 
     def end(self) -> None:
         if self._started:
@@ -123,14 +105,14 @@ class TorchrunLaunch(Launch):
     """Ranks of torch.distributed, connected by Gloo; starts it unless it runs."""
 
     def __init__(self) -> None:
-        self._dist: Any = importlib.import_module("torch.distributed")
-        self._started = not self._dist.is_initialized()
+        dist = self._dist = importlib.import_module("torch.distributed")
+        self._started = not dist.is_initialized()
         if self._started:
-            self._dist.init_process_group("gloo")
-        rank, size = self._dist.get_rank(), self._dist.get_world_size()
+            dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("GROUP_RANK", platform.node())
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.placement = Placement(rank, size, rank, size, host, *local)
+        super().__init__("torch", "gloo", Placement(rank, size, rank, size, host, *local))
         self._carrier = importlib.import_module("horovod_sparse.ddp.collectives").Carrier(None)
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
@@ -142,7 +124,7 @@ class TorchrunLaunch(Launch):
             self._dist.destroy_process_group()
 
 
-def start(framework: str | None) -> Launch:
+def start(framework: str | None) -> HorovodLaunch | TorchrunLaunch:
     """Connects the ranks of this launch: by torch.distributed under torchrun, else by Horovod."""
     if launcher() != "torchrun":
         return HorovodLaunch(usable_framework(framework))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from functools import partial
 
 from horovod_sparse.checks import whole_number
 from horovod_sparse.feedback import Recipe, parse_recipe
 from horovod_sparse.feedback.recipe import parse_arguments
 from horovod_sparse.sparsifiers import ALGORITHMS
 
+_POWERS = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_BITS = {
-    f"{prefix}{word}": 10.0**power
-    for word in ("bit", "bps")
-    for prefix, power in (("", 0), ("k", 3), ("m", 6), ("g", 9), ("t", 12))
-}
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BITS = {f"{prefix}{word}": 10.0**power for word in ("bit", "bps") for prefix, power in _POWERS.items()}
+_COUNTS = {"b": 1e9, **{prefix: 10.0**power for prefix, power in _POWERS.items()}}
 
 
 def _quantity(text: str, units: dict[str, float], what: str) -> float:
@@ -33,8 +31,8 @@ def _quantity(text: str, units: dict[str, float], what: str) -> float:
     return value
 
 
-def time(text: str) -> float:
-    return _quantity(text, _SECONDS, "s, ms, us or ns behind it, as in 50us")
+time = partial(_quantity, units=_SECONDS, what="s, ms, us or ns behind it, as in 50us")
+num_parameters = partial(_quantity, units=_COUNTS, what="k, M or B behind it, as in 124M, or nothing")
 
 
 def bits_per_second(text: str) -> float:
@@ -43,32 +41,23 @@ def bits_per_second(text: str) -> float:
     return _quantity(text, _BITS, "kbit, mbit, gbit or tbit behind it, as in 25gbit or 25Gbps")
 
 
-def num_parameters(text: str) -> float:
-    return _quantity(text, _COUNTS, "k, M or B behind it, as in 124M, or nothing")
-
-
 def density(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 1.0:
+    value = _quantity(text, {"": 1.0}, "a kept fraction in (0, 1]")
+    if value > 1.0:
         raise argparse.ArgumentTypeError(f"{text!r} is no kept fraction in (0, 1]")
     return value
 
 
 def count(text: str) -> int:
-    number = whole_number(text)
-    if number < 1:
+    if whole_number(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
-    return number
+    return whole_number(text)
 
 
-def read_recipe(text: str, density: float | None) -> Recipe:
+def read_recipe(text: str, density: float) -> Recipe:
     """Reads a sparsifier as users write it, with the command line's density where it names none."""
     name, _, arguments = text.partition(":")
-    if name in ALGORITHMS and not ALGORITHMS[name].has_density:
-        density = None
-    if density is not None and "density" not in parse_arguments(arguments):
+    has_density = name not in ALGORITHMS or ALGORITHMS[name].has_density
+    if has_density and "density" not in parse_arguments(arguments):
         arguments = f"density={density!r}" + ("," if arguments else "") + arguments
     return parse_recipe(f"{name}:{arguments}")

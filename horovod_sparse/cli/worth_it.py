@@ -10,7 +10,7 @@ import argparse
 import math
 from typing import NamedTuple
 
-from horovod_sparse.cli.console import console, show
+from horovod_sparse.cli.console import show
 from horovod_sparse.cli.options import bits_per_second, count, num_parameters, time
 from horovod_sparse.errors import ArgumentError
 
@@ -20,9 +20,10 @@ DENSITY = 0.01
 _SELECTED_BYTES = 8
 #: seconds that one CPU core needs to fold and select a parameter; said, and not counted
 _SELECTION_SECONDS = 1e-9
-#: a row is recommended if it saves at least this fraction of the step without it
+#: fraction of a step that a way has to save to be recommended
 _WORTH = 0.05
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "rmsprop": "RMSprop", "sgd": "SGD"}
+_SPARSE = 'import horovod_sparse.ddp; horovod_sparse.ddp.attach(model, "best:density={:g}", optimizer)'
 _FP16 = (
     "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook; "
     "model.register_comm_hook(None, fp16_compress_hook)"
@@ -38,18 +39,9 @@ class Case(NamedTuple):
     bits_per_second: float
     latency_seconds: float
 
-    def sending_seconds(self, num_bytes: float, rounds: int) -> float:
-        """Returns the seconds in which a node sends so many bytes in so many rounds."""
-        return 8 * num_bytes / self.bits_per_second + rounds * self.latency_seconds
-
-    def ring_allreduce_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds of a ring: 2 (P - 1) rounds, each of a P-th of the bytes."""
-        rounds = 2 * (self.nodes - 1)
-        return self.sending_seconds(rounds * num_bytes / self.nodes, rounds)
-
-    def allgather_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds in which each node sends its message to the P - 1 others, all in one round."""
-        return self.sending_seconds((self.nodes - 1) * num_bytes, 1)
+    def seconds(self, num_bytes: float, rounds: int) -> float:
+        """Returns the seconds in which a node sends so many bytes in each of so many rounds."""
+        return rounds * (8 * num_bytes / self.bits_per_second + self.latency_seconds)
 
 
 class Row(NamedTuple):
@@ -60,24 +52,22 @@ class Row(NamedTuple):
     paste: str
 
 
-def rows_of(case: Case, optimizer: str = "adamw") -> list[Row]:
-    """Returns every way to synchronize, dense first.
+def rows_of(case: Case) -> list[Row]:
+    """Returns every way to synchronize, dense first: rings of 2 (P - 1) rounds, then messages to P - 1 nodes.
 
     Example:
         >>> case = Case(1e6, 0.1, 4, 1e9, 1e-3)
         >>> [(row.name, round(row.added_seconds, 5)) for row in rows_of(case)]
         [('dense', 0.054), ('fp16', 0.03), ('sparse', 0.00292)]
     """
-    n = case.num_parameters
+    n, others = case.num_parameters, case.nodes - 1
     selected = max(1, round(DENSITY * n))
-    call = (
-        f'import horovod_sparse.ddp; horovod_sparse.ddp.attach(model, "best:density={DENSITY:g}", optimizer)'
-    )
-    where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[optimizer]}"
     return [
-        Row("dense", case.ring_allreduce_seconds(4 * n), "nothing: DistributedDataParallel is dense"),
-        Row("fp16", case.ring_allreduce_seconds(2 * n), f"{_FP16}  # {where}"),
-        Row("sparse", case.allgather_seconds(_SELECTED_BYTES * selected), f"{call}  # {where}"),
+        Row(
+            "dense", case.seconds(4 * n / case.nodes, 2 * others), "nothing: DistributedDataParallel is dense"
+        ),
+        Row("fp16", case.seconds(2 * n / case.nodes, 2 * others), _FP16),
+        Row("sparse", case.seconds(others * _SELECTED_BYTES * selected, 1), _SPARSE.format(DENSITY)),
     ]
 
 
@@ -90,32 +80,9 @@ def recommended(case: Case, rows: list[Row]) -> Row:
     return best
 
 
-def lines_of(case: Case, optimizer: str = "adamw") -> list[str]:
-    """Returns the answer: a line for every row, the code to paste, what is not said, and what is assumed."""
-    rows = rows_of(case, optimizer)
-    lines = [
-        f"{row.name}: {case.step_seconds + row.added_seconds:.3g} s a step, {row.added_seconds:.3g} s "
-        f"({100 * row.added_seconds / case.step_seconds:.0f} %) longer than the step alone"
-        for row in rows
-    ]
-    selecting = _SELECTION_SECONDS * case.num_parameters
-    return [
-        *lines,
-        f"paste: {recommended(case, rows).paste}",
-        "accuracy: not predicted; docs/results.md has what was measured, in small trainings",
-        f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "
-        f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1; "
-        "nothing hides behind backward; selection is not counted "
-        f"({selecting:.2g} s on a CPU core, far less on a GPU)",
-    ]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.epilog = (
-        "Example: horovod-sparse worth-it --params 124M --step-ms 180 --nodes 4 --bandwidth 10gbit. "
-        "By arithmetic alone; horovod-sparse calibrate measures a cluster."
-    )
+    parser.epilog = "horovod-sparse worth-it --params 124M --step-ms 180 --nodes 4 --bandwidth 10gbit"
     add("--params", type=num_parameters, required=True, metavar="N", help="parameters, as in 124M")
     add("--step-ms", type=float, required=True, metavar="MS", help="forward, backward and update on one rank")
     add("--nodes", type=count, required=True, metavar="P", help="nodes, from 2; one rank on each")
@@ -127,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the answer."""
+    """Prints a line for every row, the code to paste, what is not said, and what is assumed."""
     if not 0.0 < options.step_ms < math.inf:
         raise ArgumentError("--step-ms", options.step_ms, "a time in milliseconds above 0")
     if options.nodes < 2:
@@ -135,6 +102,17 @@ def run(options: argparse.Namespace) -> int:
     if not 1.0 <= options.params <= 1e13:
         raise ArgumentError("--params", options.params, "a number of parameters, from 1 to 1e13")
     case = Case(options.params, options.step_ms / 1e3, options.nodes, options.bandwidth, options.latency)
-    for line in lines_of(case, options.optimizer):
-        show(console(), line)
+    rows = rows_of(case)
+    for name, added, _ in rows:
+        longer = f"{added:.3g} s ({100 * added / case.step_seconds:.0f} %) longer than the step alone"
+        show(f"{name}: {case.step_seconds + added:.3g} s a step, {longer}")
+    where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[options.optimizer]}"
+    show(f"paste: {recommended(case, rows).paste}  # {where}", style=1)
+    show("accuracy: not predicted; docs/results.md has what was measured, in small trainings")
+    selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core, far less on a GPU"
+    show(
+        f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "
+        f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1; "
+        f"nothing hides behind backward; selection is not counted ({selecting})"
+    )
     return 0

@@ -25,4 +25,4 @@ def test_calibrate_measures_kinds_of_collectives(tmp_path, capsys, rank, size):
 def test_doctor_looks_at_tensorflow(capsys, rank):
     assert main(["doctor", "--framework", "tensorflow"]) in (0, 1)
     if rank == 0:
-        assert "tensorflow, controller" in capsys.readouterr().out
+        assert "started by horovod, controller" in capsys.readouterr().out

@@ -21,8 +21,6 @@ def facts(**changes) -> dict:
         "threads": 2,
         "size": 4,
         "controller": "mpi",
-        "thread_level": "multiple",
-        "latency_seconds": 0.0011,
     }
     return {**usual, **changes}
 
@@ -54,23 +52,15 @@ def test_a_healthy_launch_has_no_problem():
         (facts(bindings={"torch": True, "tensorflow": True}), "Horovod", "advice"),
         (facts(packages={"horovod": "0.27.0", "torch": "2"}), "Horovod", "advice"),
         (facts(kernels="ImportError: no"), "kernels", "problem"),
-        (facts(thread_level="funneled"), "launch", "advice"),
-        (facts(thread_level="unknown, without mpi4py"), "launch", "advice"),
-        (settings(CYCLE_TIME="0.1") | {"controller": "gloo", "thread_level": ""}, "launch", "good"),
-        (settings(SPARSE_TRANSPORT="pairs") | {"controller": "gloo"}, "settings", "problem"),
         (facts(size=1), "launch", "advice"),
         (settings(AUTOTUNE="1"), "settings", "advice"),
         (settings(CYCLE_TIME="0"), "settings", "problem"),
         (settings(CYCLE_TIME="fast"), "settings", "problem"),
-        (settings(CYCLE_TIME="1"), "launch", "advice"),
-        (settings(), "launch", "advice"),
+        (settings(CYCLE_TIME="1"), "cycle time", "advice"),
+        (settings(), "cycle time", "advice"),
         (settings(STALL_SHUTDOWN_TIME_SECONDS="0"), "settings", "advice"),
         (settings(SPARSE_DEADLINE_SECOND="9"), "settings", "advice"),
         (settings(STALL_CHECK_DISABLE="1", STALL_SHUTDOWN_TIME_SECONDS="9"), "settings", "advice"),
-        (settings(SPARSE_TRANSPORT="tcp"), "settings", "problem"),
-        (settings(SPARSE_CHECK_EVERY="often"), "settings", "problem"),
-        (settings(SPARSE_ON_DRIFT="ignore"), "settings", "problem"),
-        (settings(SPARSE_RANKS_PER_HOST="0"), "settings", "problem"),
         (settings(CYCLETIME="0.1"), "settings", "advice"),
     ],
 )
@@ -155,7 +145,7 @@ def test_the_command_ends_with_1_only_for_problems(alone, capsys, monkeypatch):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "not launched" in text
-    assert "problem: 0" in text
+    assert "problem" not in text
     known = settings(CYCLE_TIME="0") | {"launcher": ""}
     monkeypatch.setattr(doctor, "local_facts", lambda: known)
     assert main(["doctor"]) == 1
@@ -168,4 +158,4 @@ def test_a_horovod_that_cannot_be_loaded_is_a_problem(alone, capsys, monkeypatch
 
     monkeypatch.setattr(doctor, "usable_framework", missing)
     assert main(["doctor"]) == 1
-    assert "x Horovod: libmpi.so is missing" in capsys.readouterr().out
+    assert "problem: Horovod: libmpi.so is missing" in capsys.readouterr().out

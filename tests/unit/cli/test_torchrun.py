@@ -44,6 +44,5 @@ def test_both_ranks_measure_and_one_writes(tmp_path):
 def test_the_doctor_looks_at_both_and_speaks_once(tmp_path):
     done = launched(tmp_path, "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("horovod-sparse doctor") == 1
+    assert done.stdout.count("good: versions: Python") == 1
     assert "2 ranks, started by torchrun, controller gloo" in done.stdout
-    assert "an allgather of one word takes" in done.stdout
