@@ -49,12 +49,6 @@ def _host_counts(text: str) -> list[int]:
 PAIRS_SUFFIX = ", pairs"
 
 
-def add_pairs(parser: argparse.ArgumentParser) -> None:
-    """Adds what asks for those, too."""
-    text = "each sparsifier is measured with its rounds as messages between pairs of ranks, too"
-    parser.add_argument("--pairs", action="store_true", help=text)
-
-
 def add_common(parser: argparse.ArgumentParser, sparsifiers: Sequence[str], baselines: Sequence[str]) -> None:
     """Adds them.
 
@@ -85,7 +79,6 @@ def add_common(parser: argparse.ArgumentParser, sparsifiers: Sequence[str], base
     add("--repeat", type=count, default=10, help="repetitions (default %(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for one launch (default %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
-    add("--plot", metavar="FILE", help="draw a picture (png, svg or pdf)")
 
 
 def named_sparsifiers(text: str, density: float) -> dict[str, str]:
@@ -144,10 +137,10 @@ def command_line(name: str, arguments: Sequence[str] | None) -> str:
     words, kept = list(sys.argv[1:] if arguments is None else arguments), list[str]()
     while words:
         word = words.pop(0)
-        if word in ("--json", "--plot"):
+        if word == "--json":
             if words and not words[0].startswith("--"):
                 words.pop(0)
-        elif not word.startswith(("--json=", "--plot=")):
+        elif not word.startswith("--json="):
             kept.append(word)
     return shlex.join(["scripts/bench", name, *kept])
 
@@ -226,7 +219,7 @@ def carry_out(
     measure: Callable[[argparse.Namespace], Mapping[str, Any]],
     table: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measures, prints tables, and writes the JSON and the picture that were asked for.
+    """Measures, prints tables, and writes the JSON that was asked for.
 
     Args:
         name: of the measurement.
@@ -251,8 +244,4 @@ def carry_out(
     print(table(result), file=sys.stderr if options.json == "-" else sys.stdout)
     if options.json:
         write_json(result, options.json)
-    if getattr(options, "plot", None):
-        from benchmarks.common.plot import plot_parts
-
-        plot_parts(result, Path(options.plot))
     return 0

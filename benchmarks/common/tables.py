@@ -154,7 +154,7 @@ def wire_table(result: Mapping[str, Any]) -> str:
 
 
 def hosts_table(result: Mapping[str, Any]) -> str:
-    """Predicted and measured iterations, as `scripts/bench merging` found them, and its goals."""
+    """Predicted and measured iterations, as `scripts/bench merging` found them."""
     rows = []
     for row in result["results"]:
         times = row["seconds"]
@@ -170,8 +170,4 @@ def hosts_table(result: Mapping[str, Any]) -> str:
             ]
         )
     header = ["plan", "buckets", "dense", "predicted ms", "measured ms", "quartiles", "prediction off by"]
-    goals = [
-        [name, f"{goal['allowed']:.0%}", f"{goal['found']:+.1%}", "met" if goal["met"] else "**missed**"]
-        for name, goal in result["goals"].items()
-    ]
-    return f"{markdown(header, rows)}\n\n{markdown(['goal', 'allowed', 'found', ''], goals)}"
+    return markdown(header, rows)

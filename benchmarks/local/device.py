@@ -13,27 +13,23 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.options import count, density
 from benchmarks.common.timing import measure, tell
 from benchmarks.local.device_works import DeviceWorks
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench local --device cuda", description=__doc__)
-    parser.add_argument("--elements", type=int, default=126_700_000, help="n (default %(default)s)")
-    parser.add_argument("--density", type=float, default=0.001, help="kept fraction (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=8, help="P (default %(default)s)")
-    parser.add_argument("--repeat", type=int, default=21, help="rounds (default %(default)s)")
+    parser.add_argument("--elements", type=count, default=126_700_000, help="n (default %(default)s)")
+    parser.add_argument("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
+    parser.add_argument("--ranks", type=count, default=8, help="P (default %(default)s)")
+    parser.add_argument("--repeat", type=count, default=21, help="rounds (default %(default)s)")
     parser.add_argument("--device", default="cuda", help="device (default %(default)s)")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
     )
     parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
-    options = parser.parse_args(arguments)
-    if options.elements < 1 or options.ranks < 1 or options.repeat < 1:
-        parser.error("--elements, --ranks and --repeat must be 1 or more")
-    if not 0.0 < options.density <= 1.0:
-        parser.error(f"--density {options.density} is not in (0, 1]")
-    return options
+    return parser.parse_args(arguments)
 
 
 def _environment(device: str) -> dict[str, Any]:

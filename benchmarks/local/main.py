@@ -28,13 +28,9 @@ _MEMORY_BUDGET = 0.05
 
 
 def _add_chosen(parser: argparse.ArgumentParser) -> None:
-    """Arguments that choose another measurement, with arguments of its own."""
+    """The argument that chooses another measurement, with arguments of its own."""
     what = "cpu, or a device of PyTorch, whose own arguments --device cuda --help tells (default %(default)s)"
     parser.add_argument("--device", default="cpu", help=what)
-    what = (
-        "tensorflow: a step of it beside that of PyTorch, as `scripts/bench frameworks` (default %(default)s)"
-    )
-    parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help=what)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -77,11 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_chosen(chooser)
-    chosen, others = chooser.parse_known_args(arguments)
-    if chosen.framework == "tensorflow":
-        compare: Callable[..., int] = importlib.import_module("benchmarks.frameworks").main
-        return compare(others)
-    if chosen.device != "cpu":
+    if chooser.parse_known_args(arguments)[0].device != "cpu":
         try:
             on_device: Callable[..., int] = importlib.import_module("benchmarks.local.device").main
         except ImportError as error:

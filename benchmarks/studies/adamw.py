@@ -256,18 +256,8 @@ def table(result: Result) -> str:
                 str(len(runs)),
             ]
         )
-    head = [
-        "method",
-        "rate",
-        "bits, training",
-        "spread",
-        "to dense",
-        "bits, test",
-        "kB per step",
-        "fewer",
-        *(f"s at {name}" for name in NETWORKS),
-        "seeds",
-    ]
+    head = ["method", "rate", "bits, training", "spread", "to dense", "bits, test", "kB per step", "fewer"]
+    head += [*(f"s at {name}" for name in NETWORKS), "seeds"]
     kept = [[name, f"{value:.2f}"] for name, value in result["memory"].items()]
     kept_head = ["kept between steps", "bytes per parameter"]
     return f"{markdown(head, rows)}\n\n{markdown(kept_head, kept)}"

@@ -7,16 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common.hosts import (
-    cluster_for,
-    machine_facts,
-    parts_of,
-)
+from benchmarks.common.hosts import cluster_for, machine_facts, parts_of
 from benchmarks.common.layers import LAYER_TABLES, layer_table
 from benchmarks.common.options import (
     PAIRS_SUFFIX,
     add_common,
-    add_pairs,
     baselines,
     carry_out,
     count,
@@ -60,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     )
     text = "sparsifiers in a launch, each beside the baselines: what memory holds (default %(default)s)"
     made.add_argument("--at-once", type=count, default=4, metavar="N", help=text)
-    add_pairs(made)
+    text = "each sparsifier is measured with its rounds as messages between pairs of ranks, too"
+    made.add_argument("--pairs", action="store_true", help=text)
     add_common(made, list(ALGORITHMS), _BASELINES)
     return made
 

@@ -231,10 +231,6 @@ class Sparse(Method):
         }
 
 
-#: baselines by name
-BASELINES = ("dense", "dense float16", "naive")
-
-
 def make_method(
     name: str, model: Synthetic, density: float, options: Mapping[str, Any], settings: Mapping[str, str]
 ) -> Method:

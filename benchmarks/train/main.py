@@ -9,14 +9,7 @@ from typing import Any
 
 from benchmarks.common.hosts import cluster_for, machine_facts
 from benchmarks.common.layers import LAYER_TABLES
-from benchmarks.common.options import (
-    add_common,
-    baselines,
-    carry_out,
-    count,
-    launch,
-    named_sparsifiers,
-)
+from benchmarks.common.options import add_common, baselines, carry_out, count, launch, named_sparsifiers
 from benchmarks.common.tables import launch_tables
 
 _BASELINES = ("dense", "dense float16")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.plans import PAPER
 from benchmarks.studies.papers import counts, tables
 from benchmarks.studies.study import MEASUREMENTS, PICTURES, load
 
@@ -110,7 +111,7 @@ def iterations(result: dict[str, Any]) -> Figure:
         ours.append(result["merging"][model]["mgwfbp"]["seconds"])
         rows = np.arange(len(ours))
         axis.barh(rows, ours, height=0.6, color=COLORS[0], label="predicted here")
-        theirs = [PAPER_SECONDS[model].get(name, np.nan) for name in names] + [np.nan]
+        theirs = [PAPER[model]["seconds"].get(name, np.nan) for name in names] + [np.nan]
         axis.plot(theirs, rows, "D", color=COLORS[1], markersize=6, label="the paper's, measured")
         limit = 1.4 * np.nanmax([*ours[:-1], *theirs])
         for row, value, other in zip(rows, ours, theirs, strict=True):
@@ -129,15 +130,6 @@ def iterations(result: dict[str, Any]) -> Figure:
         *axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize=8, frameon=False
     )
     return figure
-
-
-#: OMGS-SGD, Table VI
-PAPER_SECONDS = {
-    "vgg16_cifar": {"single": 0.336, "fixed 8192": 0.523, "omgs": 0.331},
-    "resnet50": {"single": 0.666, "fixed 8192": 1.217, "omgs": 0.507},
-    "inception_v4": {"single": 1.602, "fixed 8192": 3.389, "omgs": 1.247},
-    "lstm_ptb": {"single": 1.019, "fixed 8192": 0.956, "omgs": 0.916},
-}
 
 
 def encoding(result: dict[str, Any]) -> Figure:

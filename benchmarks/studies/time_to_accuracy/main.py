@@ -39,12 +39,6 @@ SPARSIFIERS = ("topk", "exdyna", "spardl", "dragonn", "dgc")
 #: with the feedback that suits the optimizer
 BEST = "topk, best"
 METHODS = ("dense", "dense, DDP", "fp16", *SPARSIFIERS, BEST, "PowerSGD")
-#: models of a few parameters: to try the command out
-TINY: dict[str, dict[str, Any]] = {
-    "digits": {"width": 16, "batch_size": 4},
-    "resnet20": {"batch_size": 2, "num_test": 4},
-    "gpt": {"layers": 1, "width": 8, "length": 8, "num_test": 4},
-}
 
 
 def texts(model: str, methods: Sequence[str]) -> dict[str, str]:
@@ -131,7 +125,6 @@ def main(arguments: Sequence[str]) -> None:
     add("--only", default="", metavar="TEXT", help="runs that have this in their name")
     add("--again", action="store_true", help="measure anew")
     add("--draw", action="store_true", help="measure nothing")
-    add("--tiny", action="store_true", help="models of a few parameters: to try the command out")
     add("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
     options = parser.parse_args(arguments)
     # as an exception would end it: with its ranks
@@ -142,8 +135,7 @@ def main(arguments: Sequence[str]) -> None:
         result |= {"methods": list(METHODS), "densities": DENSITY, "images": "made"}
         with tempfile.TemporaryDirectory(prefix="horovod_sparse_images") as folder:
             make_images(Path(folder))
-            shapes = {model: dict(TINY[model]) if options.tiny else {} for model in SCORES}
-            shapes["resnet20"]["folder"] = folder
+            shapes = {model: {"folder": folder} if model == "resnet20" else {} for model in SCORES}
             for part, work in (("train", train), ("time", measure)):
                 if options.part in (None, part):
                     work(options, result, shapes)

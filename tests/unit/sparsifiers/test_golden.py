@@ -166,52 +166,6 @@ def test_figure_5_messages_of_six_workers() -> None:
         request = coroutine.send({source - 1: nothing})
 
 
-def test_spardl_on_two_ranks() -> None:
-    # n = 4, density 0.5: k = 2; blocks [0, 2) and [2, 4), one element kept of each.
-    cluster = SimulatedCluster(recipe("spardl", density=0.5), num_elements=4, size=2)
-    # Rank 0 has (5, 1 | 2, 3) and sends block 1: 3 at 3. Rank 1 has (1, 4 | 6, -1) and sends block 0: 4 at 1.
-    # Rank 0's block is then (5, 1 + 4): a tie, the lower index stays: 5 at 0.
-    # Rank 1's block is (6, -1 + 3): 6 at 2.
-    sum_ = cluster.synchronize([floats(5, 1, 2, 3), floats(1, 4, 6, -1)])[0]
-    assert (sum_.indices.tolist(), sum_.values.tolist()) == ([0, 2], [5.0, 6.0])
-    # Nothing came through at 1 and 3: both ranks keep there what they had (end-procedure). At 0 rank 1,
-    # and at 2 rank 0, keep what they never sent (local).
-    assert held(cluster) == [[0, 1, 2, 3], [1, 4, 0, -1]]
-
-
-@pytest.mark.parametrize(
-    ("mode", "residuals"),
-    [
-        # index 0 is in the sum: what stages dropped there stays where it was dropped; index 1 is not in
-        # the sum: rank 1 has its 5 again
-        ("global", [[2, 0], [2, 5], [0, 0], [0, 0]]),
-        ("partial", [[0, 0], [0, 5], [0, 0], [0, 0]]),  # the 4 is lost
-        ("local", [[0, 0], [0, 0], [0, 0], [0, 0]]),  # the 5, too
-    ],
-)
-def test_figure_6_end_and_in_procedure(mode: str, residuals: list[list[float]]) -> None:
-    # Four teams of one, n = 2, k = 1. Ranks send 4 at 0, 5 at 1, 6 at 0, 1 at 0.
-    # R-SAG, distance 1: ranks 0 and 1 add up (4, 5), keep the 5, drop the 4: two each.
-    #                    ranks 2 and 3 add up (7, 0), keep the 7.
-    #        distance 2: all have (7, 5), keep the 7, drop the 5: a quarter each. The sum: 7 at 0.
-    cluster = SimulatedCluster(recipe("spardl", density=0.5, teams=4, residuals=mode), num_elements=2, size=4)
-    sum_ = cluster.synchronize([floats(4, 0), floats(0, 5), floats(6, 0), floats(1, 0)])[0]
-    assert (sum_.indices.tolist(), sum_.values.tolist()) == ([0], [7.0])
-    assert held(cluster) == residuals
-
-
-def test_b_sag_cuts_before_and_after() -> None:
-    # Two teams of one, n = 4, k = 2: L = 2, h starts at L / d = 1.
-    cluster = SimulatedCluster(
-        recipe("spardl", density=0.5, teams=2, between="bruck"), num_elements=4, size=2
-    )
-    # Rank 0 selects (4, 3, ., .), sends 4 at 0. Rank 1 selects (., ., 2, 5), sends 5 at 3. Both are kept.
-    first = cluster.synchronize([floats(4, 3, 0, 1), floats(1, 0, 2, 5)])[0]
-    assert (first.indices.tolist(), first.values.tolist()) == ([0, 3], [4.0, 5.0])
-    # What did not come through stays: 3 at 1 (not among the first h), and what was never selected.
-    assert held(cluster) == [[0, 3, 0, 1], [1, 0, 2, 0]]
-
-
 def test_algorithm_2_by_hand() -> None:
     # d = 5, L = 1000: h begins at 200, the stride at 0.01 * 1000 * 4 / 5 = 8.
     state, log = fresh_state(5), []

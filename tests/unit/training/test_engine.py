@@ -34,7 +34,6 @@ from horovod_sparse.training.state import (
     saved_entry,
     share_factor,
 )
-from support.sampling import rows_by
 
 SHAPES = {"w": (4, 6), "b": (6,), "v": (10,)}
 
@@ -150,22 +149,6 @@ def entries(size):
         }
         for rank in range(size)
     ]
-
-
-def mean(many):
-    """Of all that is held, [3, 5]."""
-    held = [[*entry["residuals"].values(), entry["companions"][0]["a"]] for entry in many]
-    return np.mean(np.array(held), axis=0)
-
-
-@rows_by("old_size,size", [1, 2, 3, 4, 5, 8], [4, 1, 2, 3, 5, 8], each=2)
-def test_the_mean_over_ranks_is_kept(old_size, size):
-    old = entries(old_size)
-    new = [redistribute(old[::-1], rank, size) for rank in range(size)]
-    np.testing.assert_allclose(mean(new), mean(old))
-    assert [(entry["rank"], entry["size"]) for entry in new] == [(rank, size) for rank in range(size)]
-    # a state of the sparsifier is only kept where nothing changed
-    assert all(bool(entry.get("resized")) == (size != old_size) for entry in new)
 
 
 def test_missing_and_foreign_entries_are_refused():
