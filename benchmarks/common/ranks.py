@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,30 +92,26 @@ def _facts(method: Measurable) -> dict[str, float]:
 
 
 def own_traffic(repeat: int) -> dict[str, float]:
-    """What Horovod sends by itself: for a barrier, per second of waiting, and for a collective of 4 bytes.
+    """What Horovod sends by itself: for a barrier, and per second of waiting.
 
     Args:
         repeat: how often each is measured.
     """
-    word = torch.zeros(1, dtype=torch.int32)
     works: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,
         "pause": lambda: time.sleep(_PAUSE),
-        "tiny": lambda: hvd.allgather(word, name="tiny"),
     }
     found = {}
     for name, work in works.items():
         work()
         everyone = hvd.allgather_object([plain(timed(work, barrier)) for _ in range(repeat)])
         found[name] = summarize(everyone)
-    nothing, pause, tiny = found["nothing"], found["pause"], found["tiny"]
+    nothing, pause = found["nothing"], found["pause"]
     longer = pause["interval_seconds"] - nothing["interval_seconds"]
     return {
         "barrier_bytes": nothing["bytes_sent"],
         "barrier_seconds": nothing["interval_seconds"],
         "idle_bytes_per_second": (pause["bytes_sent"] - nothing["bytes_sent"]) / longer,
-        "tiny_allgather_bytes": tiny["bytes_sent"] - nothing["bytes_sent"],
-        "tiny_allgather_seconds": tiny["seconds"]["median"],
         "idle_cpu_share": (pause["cpu_seconds"]["median"] - nothing["cpu_seconds"]["median"]) / longer,
     }
 
@@ -129,16 +124,8 @@ def expected_bytes(result: dict[str, Any], own: dict[str, float], size: int) -> 
     payload = {name: value for name, value in result["facts"].items() if name.startswith("payload.")}
     rounds = [Round(name.split(".")[2], round(value)) for name, value in payload.items()]
     waited = max(0.0, result["interval_seconds"] - own["barrier_seconds"])
-    wire = wire_bytes(rounds, size)
     negotiation = own["barrier_bytes"] + own["idle_bytes_per_second"] * waited
-    expected = wire + negotiation
-    return {
-        "payload_bytes": math.fsum(payload.values()),
-        "wire_bytes": wire,
-        "negotiation_bytes": negotiation,
-        # where nothing goes over an interface (one rank, or no network), nothing is expected
-        "measured_by_expected": result["bytes_sent"] / expected if expected else 1.0,
-    }
+    return {"wire_bytes": wire_bytes(rounds, size), "negotiation_bytes": negotiation}
 
 
 def results_of(methods: Sequence[Measurable], repeat: int, own: dict[str, float]) -> list[dict[str, Any]]:

@@ -45,7 +45,6 @@ class Sample:
         cpu: seconds of the process, Horovod's thread included.
         own: seconds of the thread that synchronizes.
         sent: bytes over the interface, from before until all ranks were done.
-        received: likewise.
         interval: seconds over which those were counted.
         parts: seconds by part.
         facts: what the method says of it, numbers only.
@@ -56,7 +55,6 @@ class Sample:
     cpu: float
     own: float
     sent: int
-    received: int
     interval: float
     parts: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
@@ -81,7 +79,6 @@ def timed(run: Callable[[], object], barrier: Callable[[], object]) -> Sample:
         cpu=last.cpu - first.cpu,
         own=last.own - first.own,
         sent=after.sent - counted.sent,
-        received=after.received - counted.received,
         interval=time.perf_counter() - first.wall,
     )
 
@@ -104,11 +101,9 @@ def summarize(samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         samples: [rank][repetition], each a `Sample` as a dict.
 
     Returns:
-        seconds: from the first rank's start to the last rank's end, its median and quartiles;
-        slowest_seconds: of the slowest rank, counted from its own start; and medians over
-        repetitions of means over ranks: cpu_seconds, own_cpu_seconds, bytes_sent, bytes_received,
-        interval_seconds, parts (seconds by name; "other" is what is left of a rank's time), facts;
-        slowest_parts: of the slowest rank, each part for itself.
+        seconds: from the first rank's start to the last rank's end, its median and quartiles; and medians
+        over repetitions of means over ranks: cpu_seconds, own_cpu_seconds, bytes_sent, interval_seconds,
+        parts (seconds by name; "other" is what is left of a rank's time), facts.
     """
     repetitions = list(zip(*samples, strict=True))
     means: list[dict[str, Any]] = []
@@ -118,22 +113,18 @@ def summarize(samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         parts["other"] = max(0.0, statistics.fmean(own_seconds) - sum(parts.values()))
         numbers = {
             name: statistics.fmean(rank[name] for rank in ranks)
-            for name in ("cpu", "own", "sent", "received", "interval")
+            for name in ("cpu", "own", "sent", "interval")
         }
-        slowest = {name: max(rank["parts"][name] for rank in ranks) for name in ranks[0]["parts"]}
-        facts = _mean_of(ranks, "facts")
-        means.append({**numbers, "parts": parts, "slowest_parts": slowest, "facts": facts})
+        means.append({**numbers, "parts": parts, "facts": _mean_of(ranks, "facts")})
     names = {"cpu": "cpu_seconds", "own": "own_cpu_seconds"}
-    totals = {"sent": "bytes_sent", "received": "bytes_received", "interval": "interval_seconds"}
+    totals = {"sent": "bytes_sent", "interval": "interval_seconds"}
     return {
         "seconds": spread(
             [max(r["ended"] for r in ranks) - min(r["started"] for r in ranks) for ranks in repetitions]
         ),
-        "slowest_seconds": spread([max(r["ended"] - r["started"] for r in ranks) for ranks in repetitions]),
         **{label: spread([item[name] for item in means]) for name, label in names.items()},
         **{label: _median([item[name] for item in means]) for name, label in totals.items()},
         "parts": _medians([item["parts"] for item in means]),
-        "slowest_parts": _medians([item["slowest_parts"] for item in means]),
         "facts": _medians([item["facts"] for item in means]),
         "repetitions": len(repetitions),
     }

@@ -75,7 +75,7 @@ def test_no_measurement_names_a_machine_or_a_path():
 
 
 def _sample(started, ended, **changes):
-    numbers = {"cpu": 0.5, "own": 0.25, "sent": 100, "received": 100, "interval": 1.0}
+    numbers = {"cpu": 0.5, "own": 0.25, "sent": 100, "interval": 1.0}
     return {**numbers, "started": started, "ended": ended, "parts": {"fold": 0.1}, "facts": {}, **changes}
 
 
@@ -83,7 +83,6 @@ def test_a_repetition_lasts_from_the_first_start_to_the_last_end():
     ranks = [[_sample(10.0, 11.0)], [_sample(10.5, 12.0)]]
     found = summarize(ranks)
     assert found["seconds"]["median"] == 2.0
-    assert found["slowest_seconds"]["median"] == 1.5
 
 
 def test_medians_are_over_repetitions_of_means_over_ranks():
