@@ -84,6 +84,8 @@ class RankStatus:
     told: Mapping[str, Any] = field(default_factory=dict)
     #: with two levels, whose states have to be equal to this rank's: those of its column
     column: int = 0
+    #: whether it holds residuals of whole parameters, which may be of others' shards
+    loose: bool = False
     #: whether it has nothing of a training yet
     fresh: bool = False
     #: see `started_again`
@@ -106,6 +108,8 @@ class AgreedStatus:
     told: Mapping[str, Any] = field(default_factory=dict)
     #: whether what is measured may go on, since all have come equally far
     measures: bool = True
+    #: whether a rank may hold something of others' shards
+    loose: bool = False
 
 
 class _Summary(NamedTuple):
@@ -118,6 +122,7 @@ class _Summary(NamedTuple):
     measuring: str
     label: str
     column: int
+    loose: bool
     fresh: bool
     again: bool
 
@@ -137,7 +142,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares where all ranks stand: one collective, and one more where something differs."""
     plan, model = status.plan.to_dict(), model_of(status.parameters)
     mine = status.step, status.digest, list(status.made_for), _digest([plan, model])
-    rest = status.measuring, status.label, status.column, status.fresh, status.again
+    rest = status.measuring, status.label, status.column, status.loose, status.fresh, status.again
     ranks = [_Summary(*one) for one in (yield from shared_lines([*mine, *rest]))]
     if all(one.fresh for one in ranks) and any(one.again for one in ranks):
         _log.warning(_BEGINS_ANEW)
@@ -155,13 +160,14 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
         reason = "states differ"
     label, measures = ranks[0].label, len({one.measuring for one in ranks}) == 1
     if not reason:
-        return AgreedStatus(False, status.step, status.plan, "", label, {}, measures)
+        loose = any(one.loose for one in ranks)
+        return AgreedStatus(False, status.step, status.plan, "", label, {}, measures, loose)
     furthest = max(steps)
     progress = dict(status.told) if status.step == furthest else {}
     everyone = yield from shared_lines([plan, model, progress])
     check_same_model([model for _, model, _ in everyone])
     plan, _, progress = everyone[steps.index(furthest)]
-    return AgreedStatus(True, furthest, Plan.from_dict(plan), reason, label, progress, measures)
+    return AgreedStatus(True, furthest, Plan.from_dict(plan), reason, label, progress, measures, True)
 
 
 def kept_share(old_size: int, size: int) -> float:

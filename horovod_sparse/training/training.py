@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress, Recipe
@@ -208,7 +210,8 @@ class Training:
         """Replaces what `held` gives, in fresh states; with two levels ranks have to agree again."""
         assign_residuals(self.parts, held, progress)
         if self.settings.levels == "host" and self.size > 1:
-            self._loose, self._agreed_under = (held, progress), None
+            is_any = any(np.any(np.asarray(values)) for by_name in held for values in by_name.values())
+            self._loose, self._agreed_under = (held, progress) if is_any else None, None
 
     def replan(self, plan: Plan) -> None:
         """Another plan, between two steps, on all ranks: residuals are kept, sparsifiers start anew."""
@@ -268,7 +271,7 @@ class Training:
         self.label = start.label
         if start.anew:
             self.start_anew(start)
-        if self.topology is not None and start.step > 0:
+        if self.topology is not None and start.loose:
             self._together(gather_shards(self.parts, *self.held()))
         self._loose, self._agreed_under = None, under
         self.drift.restart(self.step)
@@ -306,6 +309,7 @@ class Training:
             label=self._own_label,
             told={name: to_plain(one) for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
+            loose=self._loose is not None,
             fresh=self._is_fresh,
             again=started_again(self.engine.ranks().world_rank),
         )
