@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse.cli.console import show
 from horovod_sparse.cli.launch import FRAMEWORKS, Launch, start
 from horovod_sparse.cli.options import count, density, read_recipe, time
 from horovod_sparse.errors import ArgumentError
@@ -21,8 +20,6 @@ from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
 _USUAL_KINDS = {"allgather", "allreduce", "broadcast", "exchange"}
 _COLUMNS = ("fixed ms", "ns per unit", "ns per selected", "points", "median error", "largest error")
-#: a median error above which a fit is doubted
-_DOUBTFUL = 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if launch.rank == 0:
         _print(profile)
         profile.save(options.out)
-        show(f"{options.out} written")
+        print(f"{options.out} written")
     return 0
 
 
@@ -100,43 +97,26 @@ def _measured(
         memory = importlib.import_module("horovod_sparse.tensors.measuring").bucket_memory(place)
     if launch.rank == 0:
         text = f"{cluster.size} ranks, {cluster.framework}, controller {cluster.controller}"
-        show(f"{text}, cycle {cluster.cycle_seconds * 1e3:g} ms, selection on {cluster.device}", style=1)
-    measuring = calibration(
-        cluster,
-        sparsifiers,
-        extent=extent,
-        kinds=sorted(_USUAL_KINDS.union(needed_kinds(sparsifiers, launch.size))),
-        memory=memory,
-        topology=topology,
-    )
-    profile: Profile = launch.carry_out(measuring, topology)
+        print(f"{text}, cycle {cluster.cycle_seconds * 1e3:g} ms, selection on {cluster.device}", flush=True)
+    kinds = sorted(_USUAL_KINDS.union(needed_kinds(sparsifiers, launch.size)))
+    more: dict[str, Any] = {"extent": extent, "kinds": kinds, "memory": memory, "topology": topology}
+    profile: Profile = launch.carry_out(calibration(cluster, sparsifiers, **more), topology)
     return profile
 
 
 def _print(profile: Profile) -> None:
-    """Prints every fit with its error, and what is wrong with fits."""
-    hosts = f"{profile.num_hosts} hosts of {profile.per_host} ranks"
+    """Prints every fit with its error over all sizes, and notes."""
     groups: dict[str, Mapping[str, Fit]] = {
-        f"Collectives of {profile.size} ranks, by bytes that a rank puts in": profile.collectives,
-        f"Collectives within {hosts}, all hosts at a time": profile.levels.get("host", {}),
-        f"Collectives between {hosts}, all groups at a time": profile.levels.get("across", {}),
-        f"Fold and selection on {profile.device}, by elements": profile.selection,
-        f"Decoding and scattering on {profile.device}, by elements and what was selected": profile.decoding,
+        "Through all ranks": profile.collectives,
+        **{f"Level {level}": fits for level, fits in profile.levels.items()},
+        "Selection": profile.selection,
+        "Decoding": profile.decoding,
     }
-    notes: list[str] = []
-    for title, fits in groups.items():
-        if fits:
-            show(f"\n{title}", style=1)
-            show(" " * 12 + "".join(f"{column:>17}" for column in _COLUMNS))
-        for name, fit in fits.items():
-            slopes: Any = (f"{slope * 1e9:.3g}" for slope in (fit.seconds_per_unit, fit.seconds_per_selected))
-            errors = f"{fit.median_error:.1%}", f"{fit.largest_error:.1%}"
-            cells = f"{fit.fixed_seconds * 1e3:.3f}", *slopes, str(fit.num_points), *errors
-            show(f"{name:12}" + "".join(f"{cell:>17}" for cell in cells))
-            notes += fit.notes
-            if fit.median_error > _DOUBTFUL:
-                notes.append(
-                    f"{title}, {name}: off by {fit.median_error:.0%} in the median: was the machine busy?"
-                )
-    for note in notes:
-        show(f"note: {note}")
+    print(" " * 32 + "".join(f"{column:>17}" for column in _COLUMNS))
+    for group, name, fit in ((group, *item) for group, fits in groups.items() for item in fits.items()):
+        slopes = f"{fit.seconds_per_unit * 1e9:.3g}", f"{fit.seconds_per_selected * 1e9:.3g}"
+        errors = f"{fit.median_error:.1%}", f"{fit.largest_error:.1%}"
+        cells = f"{fit.fixed_seconds * 1e3:.3f}", *slopes, str(fit.num_points), *errors
+        print(f"{group + ', ' + name:32}" + "".join(f"{cell:>17}" for cell in cells))
+        for note in fit.notes:
+            print(f"note: {note}")

@@ -6,7 +6,6 @@ What a training refuses by name itself, or says in its log, is not repeated here
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import importlib.metadata
 import os
@@ -18,29 +17,23 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE
-from horovod_sparse.cli.console import launcher, show
 from horovod_sparse.cli.launch import FRAMEWORKS, bindings, start, usable_framework
+from horovod_sparse.cli.launcher import launcher
 from horovod_sparse.errors import HorovodMissingError
 
 Facts: TypeAlias = Mapping[str, Any]
 
 _PACKAGES = "horovod horovod-sparse keras mpi4py numba numpy tensorflow tensorflow-cpu tf-keras torch triton"
-#: variables that a misspelt one may mean, without "HOROVOD_"
-_KNOWN = """
-AUTOTUNE CACHE_CAPACITY CPU_OPERATIONS CYCLE_TIME DYNAMIC_PROCESS_SETS FUSION_THRESHOLD HIERARCHICAL_ALLGATHER
-HIERARCHICAL_ALLREDUCE LOG_LEVEL NUM_NCCL_STREAMS SPARSE_CHECK_EVERY SPARSE_DEADLINE_SECONDS SPARSE_ON_DRIFT
-SPARSE_RANKS_PER_HOST SPARSE_TENSOR_SELECTION SPARSE_TRANSPORT STALL_CHECK_DISABLE STALL_CHECK_TIME_SECONDS
-STALL_SHUTDOWN_TIME_SECONDS THREAD_AFFINITY TIMELINE TIMELINE_MARK_CYCLES
-"""
-SETTINGS = tuple(f"HOROVOD_{name}" for name in _KNOWN.split())
+#: variables that this package reads, without "HOROVOD_SPARSE_"
+_OURS = ("CHECK_EVERY", "DEADLINE_SECONDS", "ON_DRIFT", "RANKS_PER_HOST", "TENSOR_SELECTION", "TRANSPORT")
 #: beginnings of what a launcher sets differently on every rank
 _LAUNCHERS = "RANK SIZE HOSTNAME GLOO CONTROLLER SECRET RENDEZVOUS LOCAL CROSS JOB NUM_PROC"
 _OF_LAUNCHERS = tuple(f"HOROVOD_{word}" for word in _LAUNCHERS.split())
 #: what has to be the same on all ranks, beside packages
 _STRICT = ("python", "controller", "kernels", TRANSPORT_VARIABLE, "HOROVOD_CACHE_CAPACITY")
 _HOROVOD, _BUILD = "0.28.1", "scripts/setup in a clone of horovod_sparse builds it"
-#: by level, in the order in which findings are printed: colours of ANSI's
-_STYLES = {"problem": 31, "advice": 33, "good": 32}
+#: in the order in which findings are printed
+_LEVELS = ("problem", "advice", "good")
 
 
 class Finding(NamedTuple):
@@ -79,11 +72,9 @@ def run(options: argparse.Namespace) -> int:
     findings = list(examine(everyone, options.framework))
     if missing and not any(one.topic == "Horovod" for one in findings if one.level != "good"):
         findings.append(Finding("problem", "Horovod", missing, _BUILD))
-    for name, style in _STYLES.items() if rank == 0 else ():
-        for level, topic, what, do in findings:
-            if level == name:
-                show(f"{level}: {topic}: {what}", style)
-                show(f"    {do}") if do else None
+    findings.sort(key=lambda one: _LEVELS.index(one.level))
+    for level, topic, what, do in findings if rank == 0 else ():
+        print(f"{level}: {topic}: {what}" + (f"\n    {do}" if do else ""))
     return int(any(one.level == "problem" for one in findings))
 
 
@@ -135,9 +126,10 @@ def examine(everyone: Sequence[Facts], asked: str | None = None) -> Iterator[Fin
         yield from _horovod(first, asked)
         yield from _settings(first["settings"])
     for name in first["settings"]:
-        if name not in SETTINGS and not name.startswith(_OF_LAUNCHERS):
-            for near in difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.88):
-                yield Finding("advice", "settings", f"{name} is set", f"Nobody reads it: {near} is known")
+        if name.startswith("HOROVOD_SPARSE_") and name.removeprefix("HOROVOD_SPARSE_") not in _OURS:
+            yield Finding(
+                "advice", "settings", f"{name} is set", f"Nobody reads it; known are {', '.join(_OURS)}"
+            )
     yield from _hosts(everyone)
     yield from _differences(everyone)
 
@@ -194,10 +186,6 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
     hosts = defaultdict[str, list[Facts]](list)
     for facts in everyone:
         hosts[facts["host"]].append(facts)
-    counts = {len(ranks) for ranks in hosts.values()}
-    if len(hosts) > 1 and len(counts) == 1 and min(counts) > 1:
-        do = "levels='host' sums their gradients first, where the network within a host is faster"
-        yield Finding("advice", "levels", f"{len(hosts)} hosts of {min(counts)} ranks", do)
     for ranks in hosts.values():
         cores = len({core for facts in ranks for core in facts["cores"]})
         threads, do = sum(facts["threads"] for facts in ranks), ""

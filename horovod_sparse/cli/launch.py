@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse.cli.console import launcher
+from horovod_sparse.cli.launcher import launcher
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError, HorovodMissingError, HorovodSparseError
 from horovod_sparse.plans.dense import ClusterFacts, cycle_seconds
@@ -102,13 +102,11 @@ class HorovodLaunch(Launch):
 
 
 class TorchrunLaunch(Launch):
-    """Ranks of torch.distributed, connected by Gloo; starts it unless it runs."""
+    """Ranks that torch.distributed connects by Gloo."""
 
     def __init__(self) -> None:
         dist = self._dist = importlib.import_module("torch.distributed")
-        self._started = not dist.is_initialized()
-        if self._started:
-            dist.init_process_group("gloo")
+        dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("GROUP_RANK", platform.node())
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -120,8 +118,7 @@ class TorchrunLaunch(Launch):
         return carry_out(coroutine, self._carrier)
 
     def end(self) -> None:
-        if self._started:
-            self._dist.destroy_process_group()
+        self._dist.destroy_process_group()
 
 
 def start(framework: str | None) -> HorovodLaunch | TorchrunLaunch:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from horovod_sparse import __version__
-from horovod_sparse.cli.console import rank_words
+from horovod_sparse.cli.launcher import rank_words
 from horovod_sparse.errors import HorovodSparseError
 
 #: name -> (module, one line); a module is imported only if it is the one that runs

@@ -31,6 +31,7 @@ def _quantity(text: str, units: dict[str, float], what: str) -> float:
     return value
 
 
+positive = partial(_quantity, units={"": 1.0}, what="no unit")
 time = partial(_quantity, units=_SECONDS, what="s, ms, us or ns behind it, as in 50us")
 num_parameters = partial(_quantity, units=_COUNTS, what="k, M or B behind it, as in 124M, or nothing")
 

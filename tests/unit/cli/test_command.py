@@ -32,7 +32,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ([*WORTH, "--latency", "50"], "'50' has no unit"),
         ([*WORTH, "--params", "124X"], "124M"),
         ([*WORTH, "--params", "nan"], "--params"),
-        ([*WORTH, "--params", "0.5"], "from 1"),
         ([*WORTH, "--nodes", "0"], "--nodes"),
         ([*WORTH, "--nodes", "1"], "two nodes"),
         ([*WORTH, "--step-ms", "-1"], "--step-ms"),

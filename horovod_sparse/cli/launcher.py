@@ -1,9 +1,8 @@
-"""How subcommands print, and which launcher has started this process."""
+"""Which launcher has started this process."""
 
 from __future__ import annotations
 
 import os
-import sys
 
 #: variables that hold a rank: of horovodrun, Open MPI's mpirun, MPICH's, and srun
 _OF_HOROVOD = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -21,9 +20,3 @@ def rank_words() -> str:
     """Returns the beginning of an error line under a launch; empty for a process of its own."""
     names = (*_OF_HOROVOD, "RANK") if launcher() else ()
     return next((f"rank {os.environ[name]}: " for name in names if name in os.environ), "")
-
-
-def show(text: str, style: int = 0) -> None:
-    """Prints a line; on a terminal in a style of ANSI's, as 1 for bold."""
-    plain = not style or launcher() or not sys.stdout.isatty()
-    print(text if plain else f"\033[{style}m{text}\033[0m", flush=True)
