@@ -105,7 +105,7 @@ def _measured(
 
 
 def _print(profile: Profile) -> None:
-    """Prints every fit with its error over all sizes, and notes."""
+    """Prints every fit with its error over all sizes."""
     groups: dict[str, Mapping[str, Fit]] = {
         "Through all ranks": profile.collectives,
         **{f"Level {level}": fits for level, fits in profile.levels.items()},
@@ -118,5 +118,3 @@ def _print(profile: Profile) -> None:
         errors = f"{fit.median_error:.1%}", f"{fit.largest_error:.1%}"
         cells = f"{fit.fixed_seconds * 1e3:.3f}", *slopes, str(fit.num_points), *errors
         print(f"{group + ', ' + name:32}" + "".join(f"{cell:>17}" for cell in cells))
-        for note in fit.notes:
-            print(f"note: {note}")

@@ -1,4 +1,4 @@
-"""What a bucket costs, and times that are fitted to measurements so that a few slow ones do not matter."""
+"""Costs of a bucket, and times fitted to measurements by medians and a line of least squares."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ class Fit:
             below 0 it explains less than their mean would.
         median_error: median of |model - measured| / measured.
         largest_error: the largest of them.
-        notes: what a user should know.
     """
 
     fixed_seconds: float
@@ -92,10 +91,8 @@ class Fit:
     r_squared: float = 1.0
     median_error: float = 0.0
     largest_error: float = 0.0
-    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "notes", tuple(self.notes))
         self.time()  # refuses what is negative or not finite
 
     def time(self, density: float = 0.0) -> AffineTime:

@@ -41,7 +41,7 @@ PAGES = {
 FIRST = (
     *("attach", "DistributedOptimizer", "DistributedGradientTape", "LocalSteps", "OuterStep", "Compression"),
     *("save", "load", "load_model", "Telemetry", "HorovodSparseError", "parse_recipe", "Recipe"),
-    *("Plan", "predict", "assumed_profile", "AlphaBeta", "Profile", "SimulatedCluster"),
+    *("Plan", "predict", "AlphaBeta", "Profile", "SimulatedCluster"),
 )
 LAST = (
     *("State", "hook", "redistribute", "SparseCompressor", "BucketInfo", "SparseSum", "Sparsifier"),

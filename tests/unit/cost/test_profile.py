@@ -22,7 +22,7 @@ PROFILE = Profile(
     framework="torch",
     controller="gloo",
     cycle_seconds=0.001,
-    collectives={"allgather": Fit(1e-3, 1e-8, num_points=9, notes=("told",)), "allreduce": Fit(2e-3, 3e-8)},
+    collectives={"allgather": Fit(1e-3, 1e-8, num_points=9), "allreduce": Fit(2e-3, 3e-8)},
     selection={"topk": Fit(1e-4, 1e-9, 1e-8), "exdyna": Fit(2e-4, 1e-9)},
     decoding={"topk": Fit(1e-5, 0.0, 2e-8)},
     backward_seconds={"z.weight": 0.25, "a.weight": 0.0},
@@ -108,7 +108,6 @@ def test_noise_and_outliers_do_not_move_it() -> None:
     assert (fit.fixed_seconds, fit.seconds_per_unit) == pytest.approx((3e-4, 2e-9), rel=0.05)
     assert fit.r_squared > 0.99
     assert fit.num_points == SIZES.size
-    assert fit.notes == ()
     # nor does a size that is wrong altogether
     times = 3e-4 + 2e-9 * SIZES
     times[5] *= 30
