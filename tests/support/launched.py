@@ -32,6 +32,15 @@ def measure_little() -> None:
     decide.__kwdefaults__["extent"] = Extent((64, 1 << 12, 1 << 16), (1 << 8, 1 << 10, 1 << 12), 3, 0.2)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leaves to nights what one engine shows as well as another; see `conformance.engine.Engine`."""
+    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+    if hasattr(engine, "is_by_day"):  # no engine has what some tests need
+        case = item.name.replace(f"[{engine.name}-", "[").replace(f"[{engine.name}]", "")
+        if not engine.is_by_day(case):
+            item.add_marker(pytest.mark.nightly)
+
+
 def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[BaseException], ...]) -> Any:
     """For `pytest_runtest_call`: `failures` is what `meet` raises where another rank has stopped Horovod."""
 

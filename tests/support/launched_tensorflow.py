@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from support.launched import fixtures, measure_little, runtest_hook
+from support.launched import fixtures, measure_little, pytest_itemcollected, runtest_hook
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -17,16 +17,8 @@ import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
-from conformance.engine import Engine
 
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Leaves to nights what one engine shows as well as another; see `conformance.engine.Engine`."""
-    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-    if isinstance(engine, Engine):
-        case = item.name.replace(f"[{engine.name}-", "[").replace(f"[{engine.name}]", "")
-        if not engine.is_by_day(case):
-            item.add_marker(pytest.mark.nightly)
+__all__ = ["pytest_itemcollected"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

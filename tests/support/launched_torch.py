@@ -6,13 +6,15 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
-from support.launched import fixtures, measure_little, runtest_hook
+from support.launched import fixtures, measure_little, pytest_itemcollected, runtest_hook
 
 # isort: split
 import horovod.torch as hvd
 import pytest
 import torch
 import torch.distributed as dist
+
+__all__ = ["pytest_itemcollected"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import horovod_sparse.tensorflow.keras as hvd
-from conformance.keras import SPARSE, Interruption, check_resumed, distributed, halfway, residuals
+from conformance.keras import SPARSE, check_resumed, distributed, halfway, residuals
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.training.checkpoint_folder import write_checkpoint
@@ -28,20 +28,6 @@ def test_residuals_are_no_variables_and_differ(everywhere):
     callback.set_model(model)
     callback.on_train_begin()
     np.testing.assert_array_equal(residuals(optimizer), before)
-
-
-@pytest.mark.nightly
-def test_backup_and_restore(tmp_path, rank, size):
-    backup = keras.callbacks.BackupAndRestore(str(tmp_path / f"rank-{rank}"))
-    with pytest.raises(KeyboardInterrupt):
-        fit(make_model(), distributed(), rank, size, epochs=4, callbacks=[backup, Interruption()])
-    model, optimizer = make_model(seed=2), distributed()
-    callbacks = [
-        keras.callbacks.BackupAndRestore(str(tmp_path / f"rank-{rank}")),
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    ]
-    fit(model, optimizer, rank, size, epochs=4, callbacks=callbacks)
-    check_resumed(model, optimizer)
 
 
 def test_saved_model(tmp_path, rank, size):

@@ -27,11 +27,6 @@ def backward(model, given, scaler=None):
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
-def plain(model, optimizer, given, scaler):
-    backward(model, given, scaler)
-    scaler.step(optimizer)
-
-
 def unscaling(model, optimizer, given, scaler):
     backward(model, given, scaler)
     scaler.unscale_(optimizer)
@@ -47,7 +42,7 @@ def recipe_of_horovod(model, optimizer, given, scaler):
         scaler.step(optimizer)
 
 
-LOOPS = {"plain": plain, "unscale_": unscaling, "synchronize": recipe_of_horovod}
+LOOPS = {"unscale_": unscaling, "synchronize": recipe_of_horovod}
 
 
 def own(model, text, **arguments):

@@ -51,9 +51,10 @@ MODIFY = {
 
 
 def test_every_way_to_clear_gradients_gives_the_same_training(rank):
-    for modify in MODIFY.values():
+    first, *others = CLEAR.values()
+    for number, modify in enumerate(MODIFY.values()):
         results = []
-        for clear in CLEAR.values():
+        for clear in (first, *(others[number : number + 1] if number else others)):
             model = LinearModel(SHAPES)
             optimizer = make(model, "exdyna:density=0.05", bucket_bytes=700)
             for step in range(4):
