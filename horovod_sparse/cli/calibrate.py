@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         profile = _measured(options, launch, sparsifiers, extent)
     finally:
         launch.end()
-    if launch.rank == 0:
+    if launch.placement.rank == 0:
         _print(profile)
         profile.save(options.out)
         print(f"{options.out} written")
@@ -72,7 +72,7 @@ def _asked(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
 
 
 def _device(options: argparse.Namespace, launch: Launch) -> str:
-    if launch.rank == 0 and not Path(options.out).resolve().parent.is_dir():
+    if launch.placement.rank == 0 and not Path(options.out).resolve().parent.is_dir():
         raise ArgumentError("--out", options.out, "a file in a folder that exists")
     if launch.framework == "tensorflow":
         return "cpu"
@@ -95,10 +95,10 @@ def _measured(
     if device == "cuda":
         place = importlib.import_module("torch").device(device)
         memory = importlib.import_module("horovod_sparse.tensors.measuring").bucket_memory(place)
-    if launch.rank == 0:
+    if launch.placement.rank == 0:
         text = f"{cluster.size} ranks, {cluster.framework}, controller {cluster.controller}"
         print(f"{text}, cycle {cluster.cycle_seconds * 1e3:g} ms, selection on {cluster.device}", flush=True)
-    kinds = sorted(_USUAL_KINDS.union(needed_kinds(sparsifiers, launch.size)))
+    kinds = sorted(_USUAL_KINDS.union(needed_kinds(sparsifiers, cluster.size)))
     more: dict[str, Any] = {"extent": extent, "kinds": kinds, "memory": memory, "topology": topology}
     profile: Profile = launch.carry_out(calibration(cluster, sparsifiers, **more), topology)
     return profile

@@ -30,7 +30,8 @@ _OURS = ("CHECK_EVERY", "DEADLINE_SECONDS", "ON_DRIFT", "RANKS_PER_HOST", "TENSO
 _LAUNCHERS = "RANK SIZE HOSTNAME GLOO CONTROLLER SECRET RENDEZVOUS LOCAL CROSS JOB NUM_PROC"
 _OF_LAUNCHERS = tuple(f"HOROVOD_{word}" for word in _LAUNCHERS.split())
 #: what has to be the same on all ranks, beside packages
-_STRICT = ("python", "controller", "kernels", TRANSPORT_VARIABLE, "HOROVOD_CACHE_CAPACITY")
+_OF_HOROVOD = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CPU_OPERATIONS")
+_STRICT = ("python", "controller", "kernels", TRANSPORT_VARIABLE, *_OF_HOROVOD)
 _HOROVOD, _BUILD = "0.28.1", "scripts/setup in a clone of horovod_sparse builds it"
 #: in the order in which findings are printed
 _LEVELS = ("problem", "advice", "good")
@@ -59,10 +60,10 @@ def run(options: argparse.Namespace) -> int:
         if facts["launcher"]:
             launch = start(options.framework)
             try:
-                facts |= {"size": launch.size, "controller": launch.controller}
+                facts |= {"size": launch.placement.size, "controller": launch.controller}
                 if launch.framework == "torch":
                     facts["threads"] = int(importlib.import_module("torch").get_num_threads())
-                rank, everyone = launch.rank, launch.gathered(facts)
+                rank, everyone = launch.placement.rank, launch.gathered(facts)
             finally:
                 launch.end()
         else:

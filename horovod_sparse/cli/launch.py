@@ -8,6 +8,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,23 @@ def usable_framework(asked: str | None = None) -> str:
     return asked or usable[0]
 
 
+@dataclass(frozen=True)
 class Launch:
     """The ranks of a launch, of which this process is one."""
 
-    def __init__(self, framework: str, controller: str, placement: Placement) -> None:
-        self.framework, self.controller, self.placement = framework, controller, placement
-        self.rank, self.size = placement.rank, placement.size
-
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
-        """Returns the result of a coroutine that all ranks run together."""
-        raise NotImplementedError
+    framework: str
+    controller: str
+    placement: Placement
+    #: returns the result of a coroutine that all ranks run together
+    carry_out: Callable[[Synchronization[Any], Topology | None], Any]
+    end: Callable[[], None]
 
     def cluster(self, device: str) -> ClusterFacts:
         """Returns this rank's place, and what a profile says of the cluster."""
         words = importlib.import_module("torch").cuda.get_device_name() if device == "cuda" else device
-        cycle = cycle_seconds() if isinstance(self, HorovodLaunch) else 0.0
-        return ClusterFacts(self.rank, self.size, self.framework, self.controller, cycle, str(words))
+        cycle = 0.0 if launcher() == "torchrun" else cycle_seconds()
+        facts = self.framework, self.controller, cycle, str(words)
+        return ClusterFacts(self.placement.rank, self.placement.size, *facts)
 
     def topology(self) -> Topology | None:
         """Returns which ranks share a host; None unless several hosts have as many ranks, from 2."""
@@ -66,7 +68,7 @@ class Launch:
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns a plain value of every rank, in rank order."""
-        return list(self.carry_out(shared_lines(value)))
+        return list(self.carry_out(shared_lines(value), None))
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """Returns the result of work on this rank; raises the error of any rank on all of them."""
@@ -75,56 +77,45 @@ class Launch:
             result = work()
         except (HorovodSparseError, OSError) as error:
             failure = error
-        self.carry_out(raise_together(failure))
+        self.carry_out(raise_together(failure), None)
         return result
 
 
-class HorovodLaunch(Launch):
-    """Ranks that Horovod connects; starts Horovod unless it runs."""
-
-    def __init__(self, framework: str) -> None:
-        hvd = self._hvd = importlib.import_module(f"horovod_sparse.{framework}")
-        room = "driver" if framework == "torch" else "collectives"
-        self._carry_out = importlib.import_module(f"horovod_sparse.{framework}.{room}").carry_out_together
-        self._started = not hvd.is_initialized()
-        if self._started:
-            hvd.init()
-        self._process_set = hvd.global_process_set
-        placement = Placement.of_horovod(hvd, self._process_set)
-        super().__init__(framework, "mpi" if hvd.mpi_enabled() else "gloo", placement)
-
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
-        return self._carry_out(coroutine, self._process_set, "command", topology=topology)
-
-    def end(self) -> None:
-        if self._started:
-            self._hvd.shutdown()
-
-
-class TorchrunLaunch(Launch):
-    """Ranks that torch.distributed connects by Gloo."""
-
-    def __init__(self) -> None:
-        dist = self._dist = importlib.import_module("torch.distributed")
-        dist.init_process_group("gloo")
-        rank, size = dist.get_rank(), dist.get_world_size()
-        host = os.environ.get("GROUP_RANK", platform.node())
-        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        super().__init__("torch", "gloo", Placement(rank, size, rank, size, host, *local))
-        self._carrier = importlib.import_module("horovod_sparse.ddp.collectives").Carrier(None)
-
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None = None) -> Any:
-        self._carrier.topology = topology
-        return carry_out(coroutine, self._carrier)
-
-    def end(self) -> None:
-        self._dist.destroy_process_group()
-
-
-def start(framework: str | None) -> HorovodLaunch | TorchrunLaunch:
+def start(framework: str | None) -> Launch:
     """Connects the ranks of this launch: by torch.distributed under torchrun, else by Horovod."""
     if launcher() != "torchrun":
-        return HorovodLaunch(usable_framework(framework))
+        return _by_horovod(usable_framework(framework))
     if framework == "tensorflow":
         raise ArgumentError("--framework", framework, "torch: torchrun starts ranks of PyTorch")
-    return TorchrunLaunch()
+    return _by_torchrun()
+
+
+def _by_horovod(framework: str) -> Launch:
+    hvd = importlib.import_module(f"horovod_sparse.{framework}")
+    room = importlib.import_module(f"{hvd.__name__}.{'driver' if framework == 'torch' else 'collectives'}")
+    started = not hvd.is_initialized()
+    if started:
+        hvd.init()
+    everyone, controller = hvd.global_process_set, "mpi" if hvd.mpi_enabled() else "gloo"
+
+    def run(coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+        return room.carry_out_together(coroutine, everyone, "command", topology=topology)
+
+    placement = Placement.of_horovod(hvd, everyone)
+    return Launch(framework, controller, placement, run, hvd.shutdown if started else lambda: None)
+
+
+def _by_torchrun() -> Launch:
+    dist = importlib.import_module("torch.distributed")
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    host = os.environ.get("GROUP_RANK", platform.node())
+    local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    carrier = importlib.import_module("horovod_sparse.ddp.collectives").Carrier(None)
+
+    def run(coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+        carrier.topology = topology
+        return carry_out(coroutine, carrier)
+
+    placement = Placement(rank, size, rank, size, host, *local)
+    return Launch("torch", "gloo", placement, run, dist.destroy_process_group)

@@ -56,7 +56,3 @@ def _refuse(command: str, reason: str) -> int:
     """Prints what is wrong, with the rank under a launch, and returns the exit code."""
     print(f"{rank_words()}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
