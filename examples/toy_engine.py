@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, Member, Recipe, parse_recipe
 from horovod_sparse.plans.plan import ParameterFacts
@@ -28,21 +27,25 @@ from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
 from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.outcome import Outcome
-from horovod_sparse.training.parts import ArrayLayout, BucketPart, DensePart, sum_densely
+from horovod_sparse.training.parts import ArrayLayout, BucketPart, host_accumulator
 from horovod_sparse.training.settings import CommonOptions, Settings
 from horovod_sparse.training.training import Training
 
 Arrays = dict[str, np.ndarray]
 
 
-class ArrayPart(ArrayLayout):
-    """Parameters that are synchronized together."""
+class ArrayPart(ArrayLayout, BucketPart):
+    """A bucket: parameters that are synchronized together."""
 
-    def __init__(self, spec: PartSpec, facts: Facts) -> None:
+    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
         self.name, self.names, self.dense = spec.label, spec.names, spec.dense
         self.shapes = [facts[name][0].shape for name in spec.names]
         self.num_elements = sum(facts[name][0].num_elements for name in spec.names)
         self.total, self.error = None, None
+        info = BucketInfo(spec.title, self.num_elements, *place)
+        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
+        memory = host_accumulator(info, spec.recipe, whole=spec.whole)
+        self.bucket = Bucket(info, spec.recipe, memory, members)
 
     def gathered(self, gradients: Mapping[str, np.ndarray]) -> np.ndarray:
         return np.concatenate([gradients[name].reshape(-1) for name in self.names])
@@ -59,19 +62,6 @@ class ArrayPart(ArrayLayout):
         spans = enumerate(zip(self.names, self.places, strict=True))
         return {name: self.shaped(number, total[slice(*span)]) for number, (name, span) in spans}
 
-
-class ArrayBucket(ArrayPart, BucketPart):
-    """A bucket of parameters, sparsified."""
-
-    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
-        super().__init__(spec, facts)
-        assert spec.recipe is not None
-        info = BucketInfo(spec.label, self.num_elements, *place)
-        density, kept = spec.recipe.sparsifier.density, spec.recipe.feedback.num_companions
-        accumulator = HostAccumulator(self.num_elements, density=density, companions=kept)
-        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
-        self.bucket = Bucket(info, spec.recipe, accumulator, members)
-
     def start(self, gradients: Arrays, execute: Callable[[Request], Any]) -> None:
         self.run(self.bucket.step(self.gathered(gradients)), execute)
 
@@ -87,30 +77,6 @@ class ArrayBucket(ArrayPart, BucketPart):
         self.bucket.accept()
         report = BucketReport(self.bucket.last, len(total.indices), applied.nbytes, total.notes.norms)
         return applied, report
-
-
-class ArrayDense(ArrayPart, DensePart):
-    """Parameters that the plan leaves dense."""
-
-    dtype = "float32"
-
-    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
-        super().__init__(spec, facts)
-        self.place, self.own = place, np.zeros(0, np.float32)
-
-    def start(self, gradients: Arrays, execute: Callable[[Request], Any]) -> None:
-        self.own = self.gathered(gradients)
-        self.again(execute, drop=False)
-
-    def again(self, execute: Callable[[Request], Any], *, drop: bool) -> None:
-        own = np.zeros_like(self.own) if drop else self.own
-        carried = 0 if self.carried is None else self.carried
-        members = [(name, stop) for name, (_, stop) in zip(self.names, self.places, strict=True)]
-        self.run(sum_densely(self.title, own, carried, self.place, members=members), execute)
-
-    def apply(self, scale: float) -> tuple[np.ndarray, BucketReport]:
-        self.carried = None
-        return self.total * np.float32(scale), self.report(self.place[1], 4, 4 * self.num_elements, 0.0)
 
 
 class PipeEngine:
@@ -141,8 +107,7 @@ class PipeEngine:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Any
     ) -> list[Any]:
-        kinds = [ArrayDense if spec.recipe is None else ArrayBucket for spec in specs]
-        return [kind(spec, facts, place) for kind, spec in zip(kinds, specs, strict=True)]
+        return [ArrayPart(spec, facts, place) for spec in specs]
 
     def execute(self, request: Request) -> Any:
         """Every rank tells all others what it asks for, and each works out its own answer."""

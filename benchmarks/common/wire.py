@@ -74,7 +74,7 @@ def rounds_of(part: Any) -> list[Round]:
     """The collectives of a bucket's last step.
 
     Args:
-        part: a `SparseBucket` whose step is done. With two levels only what goes to other hosts counts, by
+        part: a `Part` whose step is done. With two levels only what goes to other hosts counts, by
             as much as fewer ranks get it.
     """
     bucket = part.bucket

@@ -11,3 +11,4 @@ from horovod_sparse.arrays.protocol import FoldRule as FoldRule
 from horovod_sparse.arrays.protocol import Indices as Indices
 from horovod_sparse.arrays.protocol import Moments as Moments
 from horovod_sparse.arrays.protocol import Values as Values
+from horovod_sparse.arrays.whole import WholeGradient as WholeGradient

@@ -383,6 +383,9 @@ class Accumulator:
         if changed or places:
             self._norm = self._norm_at_fold
 
+    def accept(self) -> None:
+        """Called once the step is applied."""
+
     def drop(self, gradient: Any, *, coasts: bool = False) -> None:
         """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
 

@@ -22,7 +22,7 @@ from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import host_entry, shared_entries
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, pass_number, watch_scalers
-from horovod_sparse.tensors.parts import DenseParameters, Part, facts_of, groups_of
+from horovod_sparse.tensors.parts import Part, facts_of, groups_of
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.collective_errors import raise_together
@@ -87,10 +87,10 @@ class Synchronizer(Training):
         if optimizer is not None:
             refuse_double_momentum(given, lambda: optimizer.param_groups, adopts=True)
             adopt(optimizer, given)
-        elif getattr(recipe.feedback, "applies_rate", False):
+        elif recipe.feedback.applies_rate:
             allowed = 'the one that trains the model: attach(model, "...", optimizer=torch.optim.AdamW(...))'
             raise errors.ArgumentError("optimizer", None, allowed)
-        elif getattr(recipe.feedback, "scale_residual", False):
+        elif recipe.feedback.scale_residual:
             _log.warning(
                 "scale_residual=True does nothing: a communication hook sees no learning rate. Give it the "
                 "optimizer: horovod_sparse.ddp.attach(model, ..., optimizer=optimizer)"
@@ -247,7 +247,7 @@ class Synchronizer(Training):
 
     def _starter(self, part: Part) -> Any:
         communicator = self._running()
-        on_device = isinstance(part, DenseParameters) and part.streams is not None
+        on_device = part.whole and part.streams is not None
         return SimpleNamespace(start=communicator.start_on_device) if on_device else communicator
 
     def _running(self) -> Communicator:

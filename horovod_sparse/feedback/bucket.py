@@ -25,7 +25,7 @@ from horovod_sparse.errors import (
 )
 from horovod_sparse.feedback.feedbacks import Normalizing, Rates
 from horovod_sparse.feedback.recipe import Recipe
-from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
 from horovod_sparse.sparsifiers.base import SparsifierState, rescaled
 from horovod_sparse.telemetry import BucketStep
 
@@ -224,7 +224,7 @@ class Bucket:
         feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
         if report.num_target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
-            feedback = getattr(feedback, "for_dense", lambda: feedback)()
+            feedback = feedback.for_dense()
         longer = 1.0 if self._alikeness is None else self._alikeness.longer(now.leans)
         rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
@@ -235,7 +235,7 @@ class Bucket:
             self._alikeness.fold(self.accumulator, gradient, rule, self.state.step)
         self._progress = now
         # in other units from now on; what a decay forgets changes none
-        self.rescaled(rule.decay / getattr(feedback, "decay", 1.0))
+        self.rescaled(rule.decay / feedback.decay)
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()
@@ -269,7 +269,7 @@ class Bucket:
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
         report.num_selected = int(sum_.counts[self.info.rank])
-        report.num_received = sum_.values.size
+        report.num_received = len(sum_.values)
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:
             self._check_steps(sum_.notes.steps)
@@ -342,6 +342,7 @@ class Bucket:
     def accept(self) -> None:
         """The last step is applied, on all ranks: it will not be taken back, nor its gradient dropped."""
         self._gradient = self._before = None
+        self.accumulator.accept()
 
     def member_at(self, position: int) -> str:
         """Name of the parameter that holds an element of the bucket."""
@@ -353,18 +354,18 @@ class Bucket:
 
 def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
     """The first element of a sum that its gradient's type cannot hold; None where all are well. O(k)."""
-    values = sum_.values
-    if not values.size:
+    values, limit = sum_.values, _LARGEST[info.dtype]
+    if not len(values):
         return None
-    limit = _LARGEST[info.dtype]
-    largest = max(float(values.max()), -float(values.min()))  # a NaN, if there is one, is both of them
+    # a NaN, if there is one, is both of them
+    largest = sum_.largest if isinstance(sum_, WholeSum) else max(float(values.max()), -float(values.min()))
     # every rank adds an element once at most, and front ends scale before they add
     if largest * max(1.0, info.size) * scale <= limit and np.isfinite(largest):
         return None
-    with np.errstate(all="ignore"):
-        if sum_.whole:
-            within = (np.abs(values) * scale <= limit) & np.isfinite(values)
-            return None if within.all() else int(np.argmin(within))
+    if sum_.whole:
+        on_host = values if isinstance(values, np.ndarray) else values.cpu().numpy()
+        within = np.abs(on_host) * scale <= limit  # no NaN is
+        return None if within.all() else int((~within).argmax())
     indices, which = np.unique(sum_.indices, return_inverse=True)
     with np.errstate(all="ignore"):
         totals = np.bincount(which, weights=np.abs(values.astype(np.float64)), minlength=indices.size)

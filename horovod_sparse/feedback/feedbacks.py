@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 from horovod_sparse.arrays import FoldRule
 from horovod_sparse.checks import check_number
@@ -33,30 +33,19 @@ class Rates(NamedTuple):
     longer: float = 1.0
 
 
-@runtime_checkable
-class Feedback(Protocol):
-    """Says how a gradient and the residual become the accumulator, in one pass.
-
-    It may also have what those here have: `keeps_residual`, `applies_rate`, `for_dense`, `for_shards`,
-    `with_settings` and `moved`.
-    """
-
-    @property
-    def num_companions(self) -> int:
-        """Arrays of n elements that it needs beside the residual."""
-
-    def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        """How a step's gradient of a bucket is folded in; thresholds follow the rule's decay."""
-
-
 #: a value that is the same in most steps, and checks itself when it is made
 _fold_rule = functools.lru_cache(maxsize=64)(FoldRule)
 
 
-class _Feedback:
-    """What all feedbacks here do alike: clip a gradient, and let the residual follow the learning rate."""
+class Feedback:
+    """Says how a gradient and the residual become the accumulator, in one pass.
 
-    text_name: ClassVar[str]
+    A subclass is a frozen dataclass, and overrides what it does otherwise. All of them clip gradients, and
+    can let the residual follow the learning rate.
+    """
+
+    #: in recipes written as text; empty where none can name it
+    text_name: ClassVar[str] = ""
     #: arrays of n elements that it needs beside the residual
     num_companions: ClassVar[int] = 0
     #: whether what is not sent is sent later
@@ -66,7 +55,7 @@ class _Feedback:
     #: whether companions add up over ranks as residuals do, and are shared out among others like these
     adds_up: ClassVar[bool] = True
 
-    clip_norm: float | None
+    clip_norm: float | None = None
     scale_residual: bool = False
     #: how much of the residual lasts from one step to the next
     decay: float = 1.0
@@ -107,6 +96,11 @@ class _Feedback:
         """The feedback of a parameter that is sent whole."""
         return self
 
+    @property
+    def changes_dense(self) -> bool:
+        """Whether a gradient that is sent whole is changed before: by momentum, a moment, or clipping."""
+        return self.num_companions > 0 or self.clip_norm is not None
+
     def for_shards(self, count: int) -> Any:
         """The feedback of each of so many shards of a bucket: all of them together may have its norm."""
         if self.clip_norm is None:
@@ -115,7 +109,7 @@ class _Feedback:
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(_Feedback):
+class ErrorFeedback(Feedback):
     """What is not sent stays: ``acc = residual + gradient``, ``residual = acc - sent``.
 
     The papers fold the learning rate in (``acc = e + eta * G``); Horovod's optimizers receive
@@ -155,7 +149,7 @@ class ErrorFeedback(_Feedback):
 
 
 @dataclass(frozen=True)
-class NoFeedback(_Feedback):
+class NoFeedback(Feedback):
     """What is not sent is lost: ``acc = gradient``. For comparison; it does not converge in general.
 
     Args:
@@ -172,7 +166,7 @@ class NoFeedback(_Feedback):
 
 
 @dataclass(frozen=True)
-class MomentumCorrection(_Feedback):
+class MomentumCorrection(Feedback):
     """``u = m u + g,  acc = e + u``; sent positions are cleared in e and in u.
 
     With plain error feedback, a gradient that is held back for many steps misses the momentum it would
@@ -231,7 +225,7 @@ class MomentumCorrection(_Feedback):
 
 
 @dataclass(frozen=True)
-class Normalizing(_Feedback):
+class Normalizing(Feedback):
     """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
 
     A normalizer says which: by its defaults, and whether v is corrected for its beginning at 0.
@@ -339,7 +333,7 @@ class RMSpropFeedback(Normalizing):
 
 
 @dataclass(frozen=True)
-class BestFeedback(_Feedback):
+class BestFeedback(Feedback):
     """The most accurate one for the optimizer at hand, which a front end puts in its place.
 
     "adam" for Adam and AdamW, "rmsprop" for RMSprop, "error" for SGD. A momentum m is left out, and the rate

@@ -208,7 +208,7 @@ class Recipe:
     rules: ParameterRules = field(default_factory=ParameterRules)
 
     def __post_init__(self) -> None:
-        if self.sparsifier.diverges and getattr(self.feedback, "keeps_residual", True):
+        if self.sparsifier.diverges and self.feedback.keeps_residual:
             allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
@@ -233,8 +233,7 @@ class Recipe:
         """The recipe for a parameter that is sent whole: the same feedback around an allreduce."""
         from horovod_sparse.sparsifiers.dense import Dense
 
-        for_dense = getattr(self.feedback, "for_dense", None)
-        return Recipe(Dense(), self.feedback if for_dense is None else for_dense())
+        return Recipe(Dense(), self.feedback.for_dense())
 
     def describe(self) -> str:
         """One line for logs and checkpoints; `parse_recipe` makes an equal recipe of it.

@@ -119,8 +119,7 @@ class TwoLevelBucket(Bucket):
         summable: Callable[[Any, BucketInfo], Any] = summable,
         foldable: Callable[[Any, int], Any] = foldable,
     ) -> None:
-        if for_shards := getattr(recipe.feedback, "for_shards", None):
-            recipe = replace(recipe, feedback=for_shards(topology.per_host))
+        recipe = replace(recipe, feedback=recipe.feedback.for_shards(topology.per_host))
         members = tuple(members) or (Member(whole.name, 0, whole.num_elements),)
         self._whole, self.topology = whole, topology
         super().__init__(shard_of(whole, topology), recipe, accumulator, members)

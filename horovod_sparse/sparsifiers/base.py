@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, final
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices, Values
+from horovod_sparse.arrays.whole import largest_magnitude
 from horovod_sparse.checks import check_density
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
@@ -109,6 +110,8 @@ class SparseSum:
 class WholeSum(SparseSum):
     """A sum that has all n elements, in their order: nobody has to be told where they are.
 
+    That of `Dense` may be a tensor on the gradient's device.
+
     Example:
         >>> sum_ = WholeSum(np.ones(3, np.float32), np.array([3]), Notes())
         >>> sum_.whole, sum_.indices.tolist()
@@ -117,14 +120,21 @@ class WholeSum(SparseSum):
 
     whole = True
 
-    def __init__(self, values: Values, counts: np.ndarray, notes: Notes) -> None:
+    def __init__(self, values: Any, counts: np.ndarray, notes: Notes, largest: float | None = None) -> None:
         self.values, self.counts, self.notes = values, counts, notes
+        if largest is not None:
+            self.largest = largest
         self.facts: dict[str, float] = {}
+
+    @functools.cached_property
+    def largest(self) -> float:
+        """The largest magnitude; a NaN if one of the values is none."""
+        return largest_magnitude(self.values)
 
     @functools.cached_property
     def indices(self) -> Indices:  # type: ignore[override]
         """All positions, made when somebody asks for them: front ends do not."""
-        return np.arange(self.values.size, dtype=np.int32)
+        return np.arange(len(self.values), dtype=np.int32)
 
 
 @dataclass(frozen=True)

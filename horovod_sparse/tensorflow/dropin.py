@@ -60,7 +60,7 @@ class DropIn:
         self._frame: Any = None
         self._sums: dict[int, tf.Tensor] = {}
         self._num_left = 0
-        if getattr(recipe.feedback, "scale_residual", False):
+        if recipe.feedback.scale_residual:
             _log.warning(
                 "scale_residual=True changes nothing in horovod.tensorflow's own tapes and optimizers: they "
                 "do not tell the learning rate; use those of horovod_sparse.tensorflow"

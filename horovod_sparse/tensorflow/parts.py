@@ -1,4 +1,4 @@
-"""What is synchronized as one: a bucket, or a variable that stays dense. Both as tasks of a graph."""
+"""Buckets as tasks of a graph."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 import weakref
 import zlib
 from collections.abc import Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import GradientParts, HostAccumulator
+from horovod_sparse.arrays import GradientParts
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
-from horovod_sparse.collectives import AllReduce, Exchange, Synchronization
-from horovod_sparse.feedback import Bucket, Member, Recipe, TwoLevelBucket, shard_of
+from horovod_sparse.collectives import Exchange, Synchronization
+from horovod_sparse.feedback import Bucket, Member, TwoLevelBucket, shard_of
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
@@ -24,16 +24,7 @@ from horovod_sparse.tensorflow.task import Task, is_looped
 from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros, numpy_dtype
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
-from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.parts import sum_densely
-
-
-def make_accumulator(info: BucketInfo, recipe: Recipe) -> HostAccumulator:
-    """The memory of a bucket: on the host, whatever device the gradients come from."""
-    sparsifier, feedback = recipe.sparsifier, recipe.feedback
-    return HostAccumulator(
-        info.num_elements, info.dtype, density=sparsifier.density, companions=feedback.num_companions
-    )
+from horovod_sparse.training.engine import Facts, PartSpec
 
 
 def _collective(label: str, name: str, names: Sequence[str]) -> str:
@@ -41,31 +32,30 @@ def _collective(label: str, name: str, names: Sequence[str]) -> str:
     return f"{label}.{zlib.crc32(repr((name, names)).encode()):08x}"
 
 
-class SparseBucket(common.ArrayLayout, common.BucketPart):
+class Part(common.ArrayLayout, common.BucketPart):
     def __init__(
         self,
-        name: str,
-        names: Sequence[str],
+        spec: PartSpec,
         facts: Facts,
-        recipe: Recipe,
         place: tuple[int, int],
         topology: Topology | None,
         *,
         label: str,
         scale: float | None = None,
-        dense: bool = False,
     ) -> None:
-        self.name, self.names, self.dense = name, tuple(names), dense
+        name, names, recipe = spec.label, spec.names, spec.recipe
+        self.name, self.names, self.dense = name, names, spec.dense
         #: see `Bucket.step`
         self._scale = scale
         self.shapes, self.dtype = [tuple(facts[one][1].shape) for one in names], facts[names[0]][0].dtype
         self._rank, self._topology = place[0], topology
-        whole = BucketInfo(name, self.places[-1][1], *place, self.dtype)
+        whole = BucketInfo(spec.title, self.places[-1][1], *place, self.dtype)
         members = [Member(item, *span) for item, span in zip(names, self.places, strict=True)]
         if topology is None:
-            self.bucket = Bucket(whole, recipe, make_accumulator(whole, recipe), members)
+            memory = common.host_accumulator(whole, recipe, whole=spec.whole)
+            self.bucket = Bucket(whole, recipe, memory, members)
         else:
-            memory = make_accumulator(shard_of(whole, topology), recipe)
+            memory = common.host_accumulator(shard_of(whole, topology), recipe)
             self.bucket = TwoLevelBucket(whole, recipe, memory, members, topology)
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
@@ -135,49 +125,6 @@ def _without_sum(step: Synchronization[Any], topology: Topology) -> Synchronizat
     return (yield from step)
 
 
-class DenseVariable(common.ArrayLayout, common.DensePart):
-    """A variable that a plan leaves dense: an allreduce of all its elements; half types in float32."""
-
-    def __init__(self, name: str, facts: Facts, place: tuple[int, int], label: str) -> None:
-        fact, variable = facts[name]
-        self.name, self.names = name, (name,)
-        self.shapes, self.dtype, self.num_elements = [tuple(variable.shape)], fact.dtype, fact.num_elements
-        self._place = place
-        self.task = Task(_collective(label, name, ()), (AllReduce,), accumulator_dtype(fact.dtype))
-        #: of this step
-        self._given = _NOTHING
-
-    def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
-        self._given = gradients[0]
-        return self.again()
-
-    def again(self) -> Synchronization[Any]:
-        wide = self._given.reshape(-1).astype(accumulator_dtype(self.dtype))
-        carried = 0 if self.carried is None else self.carried
-        return sum_densely(self.names[0], wide, carried, self._place)
-
-    def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
-        started = time.perf_counter()
-        total = self.task.result
-        dense = (total * total.dtype.type(scale)).astype(numpy_dtype(self.dtype)).reshape(self.shapes[0])
-        self.carried, self._given = None, _NOTHING
-        took = time.perf_counter() - started
-        return [dense], self.report(self._place[1], total.itemsize, dense.nbytes, took)
-
-    def close(self) -> None:
-        self._given = _NOTHING
-        if self.task.under_way:
-            self.task.drop()
-
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
-        if drop:
-            self._given = np.zeros_like(self._given)
-
-
-#: variables that are synchronized together
-Part: TypeAlias = SparseBucket | DenseVariable
-
-_NOTHING: np.ndarray = np.empty(0, np.float32)
 #: memories that are kept: eager loops hold the last step's gradients while they compute the next ones
 _NUM_KEPT = 2
 

@@ -26,7 +26,7 @@ from horovod_sparse.tensorflow.graph import (
     refuse_graphs,
     ungated,
 )
-from horovod_sparse.tensorflow.parts import Part, SparseBucket
+from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
@@ -183,7 +183,7 @@ class GradientSynchronizer(VariablesTraining):
             before = self.step
             arrays, outcome = self._ending.finish(parts)
             for part in parts:
-                if isinstance(part, SparseBucket) and outcome == Outcome.APPLIED:
+                if not part.dense and outcome == Outcome.APPLIED:
                     part.take_back(absent_names)
             is_due = check is not None and outcome == Outcome.APPLIED and before >= check.next_step
             return [*arrays, np.array(outcome, np.int32), np.array(is_due)]
@@ -229,7 +229,7 @@ class GradientSynchronizer(VariablesTraining):
                 self.on_planned()
             self.agree()
         results, by_name = list(gradients), {}
-        makes_steps = getattr(self.recipe.feedback, "applies_rate", False)
+        makes_steps = self.recipe.feedback.applies_rate
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):

@@ -21,7 +21,7 @@ from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together
-from horovod_sparse.tensorflow.parts import DenseVariable, Part, SparseBucket
+from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
@@ -64,20 +64,17 @@ class VariablesEngine:
         if topology is None and self._levels != "flat" and is_elastic():
             topology = Topology.regular(place[1], 1)  # graphs are traced once, with two levels or one
 
-        def bucket(name: str, names: tuple[str, ...], recipe: Recipe, dense: bool = False) -> SparseBucket:
-            scale = None if self._arguments["op"] == "Average" else 1.0
-            own = name, names, facts, recipe, place, topology
-            return SparseBucket(*own, label=self.label, scale=scale, dense=dense)
-
-        parts: list[Part] = []
-        for spec in specs:
-            if spec.recipe is None:
-                parts += [DenseVariable(name, facts, place, self.label) for name in spec.names]
-            elif spec.dense:
-                parts += [bucket(f"dense.{name}", (name,), spec.recipe, True) for name in spec.names]
-            else:
-                parts.append(bucket(spec.label, spec.names, spec.recipe))
-        return parts
+        scale = None if self._arguments["op"] == "Average" else 1.0
+        # a variable that stays dense is summed alone: Horovod joins the messages of a graph's operations
+        single = [
+            dataclasses.replace(spec, label=f"dense.{name}", names=(name,)) if spec.dense else spec
+            for spec in specs
+            for name in (spec.names if spec.dense else spec.names[:1])
+        ]
+        return [
+            Part(spec, facts, place, None if spec.whole else topology, label=self.label, scale=scale)
+            for spec in single
+        ]
 
     def move_to(self, topology: Topology | None) -> None:
         """Nothing: parts are made for their hosts."""

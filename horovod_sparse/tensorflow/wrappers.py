@@ -232,7 +232,7 @@ class _Methods(tf.GradientTape):
             first.setdefault(variable.ref(), i)
         given, theirs = [gradients[i] for i in first.values()], [variables[i] for i in first.values()]
         reduction: Reduction = self._reduction
-        if learning_rate is not None and getattr(reduction.reducer.recipe.feedback, "applies_rate", False):
+        if learning_rate is not None and reduction.reducer.recipe.feedback.applies_rate:
             allowed = (
                 "none: what this feedback has normalized goes to a plain keras.optimizers.SGD(learning_rate, "
                 "weight_decay=...)"

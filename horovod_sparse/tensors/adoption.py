@@ -161,7 +161,7 @@ def feedback_of(feedback: Feedback, group: Mapping[str, Any]) -> Any:
     """
     given = {"beta2": group["betas"][1] if "betas" in group else group.get("alpha"), "eps": group.get("eps")}
     found = {name: float(value) for name, value in given.items() if value is not None}
-    return feedback.with_settings(found) if hasattr(feedback, "with_settings") else feedback
+    return feedback.with_settings(found)
 
 
 #: parameter groups of an optimizer
@@ -174,7 +174,7 @@ def adopted_class(kind: type, groups: Groups, recipe: Recipe) -> tuple[type, Rec
     Its own, where the recipe leaves no work to it. An error, where it leaves that of another optimizer.
     """
     feedback = recipe.feedback
-    if not getattr(feedback, "applies_rate", False):
+    if not feedback.applies_rate:
         return kind, recipe
     own, adopted = _OWN.get(kind, (None, kind))
     momentum = max(group.get("momentum", 0.0) for group in groups)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from horovod_sparse.arrays import FoldReport, FoldRule, WholeGradient
+from horovod_sparse.arrays.whole import DIGIT_BITS, HEALTH_NUMBERS, LARGEST_HALF, ranks_told
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
@@ -45,6 +47,9 @@ class DeviceMemory(GradientMemory):
             info.num_elements, info.dtype, device=self._device, **recipe_arguments(recipe)
         )
 
+    def whole(self, info: BucketInfo, halves: bool = False) -> WholeTensor:
+        return WholeTensor(info.num_elements, info.dtype, halves=halves)
+
     def streams(self) -> CudaStreams | None:
         return CudaStreams(self._device) if self._device.type == "cuda" else None
 
@@ -57,8 +62,9 @@ class DeviceMemory(GradientMemory):
     def shard(self, total: torch.Tensor, num_elements: int) -> KeptTensor:
         return KeptTensor(torch.cat([total, total.new_zeros(num_elements - total.numel())]))
 
-    def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
-        self.zero(gradient)
+    def write(self, gradient: torch.Tensor, indices: Places, values: Any, scale: float) -> int:
+        if indices is not None:
+            self.zero(gradient)
         return apply_scaled_sum(gradient, indices, values, scale)
 
     def zero(self, gradient: torch.Tensor) -> None:
@@ -69,8 +75,50 @@ class DeviceMemory(GradientMemory):
         gradient.zero_()
         return False
 
-    def _sent(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer
+
+class WholeTensor(WholeGradient):
+    """As `WholeGradient`, of a tensor on a device: it is sent from there, and its sum stays there."""
+
+    def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
+        kept = gradient if isinstance(gradient, KeptTensor) else KeptTensor(gradient)
+        self._gradient, self._rounded = kept, None
+        self.report = FoldReport(step=self.step)
+        return self.report
+
+    def drop(self, gradient: Any, *, coasts: bool = False) -> None:
+        self._gradient = KeptTensor(torch.zeros_like(self._gradient.tensor))
+
+    def held(self) -> tuple[NDArray[Any], ...]:
+        return tuple(torch.as_tensor(one).cpu().numpy() for one in super().held())
+
+    def message(self, rank: int, size: int) -> torch.Tensor:
+        n, given = self.num_elements, self._gradient.tensor.reshape(-1)
+        buffer = given.new_zeros(n + HEALTH_NUMBERS * size, dtype=accumulating(self.dtype))
+        own, health = buffer[:n], buffer[n:].view(HEALTH_NUMBERS, size)[:, rank]
+        own.copy_(given)
+        if self._carried is not None:
+            own += torch.as_tensor(self._carried, device=own.device)
+        finite = torch.isfinite(own)
+        position = torch.where(finite.all(), 0, 1 + torch.argmin(finite.to(torch.uint8)))
+        if self.report.first_nonfinite == n:  # this rank refuses the step
+            position = torch.full_like(position, n + 1)
+        for place in range(HEALTH_NUMBERS):  # the first is the highest
+            shift = DIGIT_BITS * (HEALTH_NUMBERS - 1 - place)
+            health[place] = (position >> shift) % (1 << DIGIT_BITS)
+        if not self._halves:
+            return buffer
+        most = LARGEST_HALF / size
+        sent = buffer.clamp(-most, most).half()
+        sent[n:] = buffer[n:]
+        self._rounded = own - sent[:n]
+        return sent
+
+    def received(self, total: Any, size: int) -> tuple[torch.Tensor, dict[int, int], float]:
+        n = self.num_elements
+        summed = torch.as_tensor(total)
+        values = summed[:n].to(accumulating(self.dtype))
+        told = to_host(torch.cat([summed[n:].double(), torch.stack(values.aminmax()).double()]))
+        return values, ranks_told(told[:-2], size), float(np.abs(told[-2:]).max())
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -118,9 +166,11 @@ def apply_scaled_sum(
     """Does on a tensor what `kernels.apply_scaled_sum` does on the host, bit for bit: see there."""
     if indices is None:
         flat = _flat(dense)
-        if np.size(values) != flat.numel():
-            raise MessageError(f"{np.size(values)} values came for a bucket of {flat.numel()} elements")
-        flat.copy_(to_device(np.ascontiguousarray(values), flat.device) * scale)
+        if len(values) != flat.numel():
+            raise MessageError(f"{len(values)} values came for a bucket of {flat.numel()} elements")
+        if not isinstance(values, torch.Tensor):
+            values = to_device(np.ascontiguousarray(values), flat.device)
+        flat.copy_(values * scale)
         return flat.numel()
     if scale != 1.0 and dense.dtype not in (torch.float32, torch.float64):
         values, scale = values * values.dtype.type(scale), 1.0

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
-from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator, WholeGradient
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe, two_level_bucket
 from horovod_sparse.kernels import apply_scaled_sum, clear_all, clear_at
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import alone, memory_strides, unscaled, view_into
-from horovod_sparse.training.parts import REFUSED, Members, check_sum
 
 if TYPE_CHECKING:
     from horovod_sparse.tensors.streams import CudaStreams
@@ -65,6 +63,10 @@ class GradientMemory:
         """Residual and companions of a bucket: zeros."""
         return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
 
+    def whole(self, info: BucketInfo, halves: bool = False) -> Accumulator:
+        """What stands in an accumulator's place where all is sent."""
+        return WholeGradient(info.num_elements, info.dtype, halves=halves)
+
     def streams(self) -> CudaStreams | None:
         """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
         return None
@@ -78,7 +80,7 @@ class GradientMemory:
     #: a sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is
     shard: Callable[[Any, int], Any] = staticmethod(two_level_bucket.foldable)
 
-    def write(self, gradient: torch.Tensor, indices: Places, values: np.ndarray, scale: float) -> int:
+    def write(self, gradient: torch.Tensor, indices: Places, values: Any, scale: float) -> int:
         """Scale times a sum in place of a contiguous gradient; how many different elements the sum has.
 
         Indices are None where the values are those of all elements, in their order.
@@ -102,38 +104,6 @@ class GradientMemory:
         if changed:
             self.zero(gradient)
         return changed
-
-    def sum_dense(
-        self,
-        name: str,
-        gradient: torch.Tensor,
-        carried: np.ndarray | None,
-        place: tuple[int, int],
-        *,
-        refused: bool = False,
-        members: Members = (),
-        halves: bool = False,
-    ) -> Synchronization[torch.Tensor]:
-        """As `sum_densely`, of a flat gradient where it is: half types in float32, `halves` as they are."""
-        (rank, size), count = place, gradient.numel()
-        wide = gradient if halves else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        buffer = wide.new_zeros(count + size)
-        own, mark = buffer[:count], buffer[count + rank]
-        torch.add(wide, 0 if carried is None else torch.tensor(carried, device=wide.device), out=own)
-        if refused:
-            mark.fill_(REFUSED)
-        else:  # without waiting for a device
-            finite = torch.isfinite(own)
-            stops = torch.tensor([stop for _, stop in members], dtype=torch.int64, device=wide.device)
-            first = torch.searchsorted(stops, torch.argmin(finite.to(torch.uint8)), right=True)
-            mark.copy_(torch.where(finite.all(), 0, 1 + first))
-        total = torch.as_tensor((yield AllReduce(self._sent(buffer))))
-        marks = total[count:].cpu().numpy()
-        check_sum(name, marks, lambda: bool(torch.isfinite(total[:count]).all()), members)
-        return total[:count]
-
-    def _sent(self, buffer: torch.Tensor) -> Any:
-        return buffer.numpy()
 
 
 HOST = GradientMemory()
@@ -176,16 +146,11 @@ class GradientLayout:
             for parameter in self.parameters
         ]
 
-    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
+    def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         """A sum, times a scale, as the gradients; how many different elements it has."""
         num_union = self.memory.write(self.flat, indices, values, scale)
         self._give_out()
         return num_union
-
-    def fill(self, total: torch.Tensor) -> None:
-        """All elements of a sum as the gradients."""
-        self.flat.copy_(total)
-        self._give_out()
 
     def _give_out(self) -> None:
         """What the buffer holds as the parameters' gradients, whatever became of these meanwhile."""
@@ -331,16 +296,12 @@ class FlatGradient(GradientLayout):
         """Gradients were multiplied by a number since the last sum: zeros are still zeros."""
         self._version = self._versions()
 
-    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
+    def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         if indices is None:
             self._uncounted = True  # zeros are needed everywhere
         num_union = super().scatter(indices, values, scale)
         self._mark(_NOWHERE if indices is None else indices)
         return num_union
-
-    def fill(self, total: torch.Tensor) -> None:
-        self._uncounted = True  # zeros are needed everywhere
-        super().fill(total)
 
     def _give_out(self) -> None:
         for number, parameter in enumerate(self.parameters):

@@ -116,7 +116,7 @@ class Displacement(GradientLayout):
         return MovedParts(self.start.numpy(), self._arrays)
 
     @torch.no_grad()
-    def scatter(self, indices: np.ndarray | None, values: np.ndarray, scale: float = 1.0) -> int:
+    def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         """See `GradientLayout`; on the host parameters follow while `start` is in the cache."""
         if indices is None or self.memory is not HOST:
             self._flat = torch.empty_like(self.start)
@@ -133,11 +133,6 @@ class Displacement(GradientLayout):
             self._follow(number)
         self.forget()
         return num_union
-
-    def fill(self, total: torch.Tensor) -> None:
-        """See `GradientLayout`."""
-        self._flat = total
-        self._give_out()
 
     @torch.no_grad()
     def _give_out(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning.calibration.buckets import BucketMemory, HostBucketMemory
 from horovod_sparse.plans.plan import ParameterFacts
@@ -47,10 +46,8 @@ class DeviceBucketMemory:
         self._memory.write(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
         self._wait(gradient)
 
-    def sum_dense(self, gradient: torch.Tensor, place: tuple[int, int]) -> Synchronization[None]:
-        total = yield from self._memory.sum_dense("calibration", gradient, None, place)
-        gradient.copy_(total * (1.0 / place[1]))
-        self._wait(gradient)
+    def whole(self, info: BucketInfo) -> Accumulator:
+        return self._memory.whole(info)
 
     @staticmethod
     def _wait(gradient: torch.Tensor) -> None:

@@ -1,7 +1,4 @@
-"""What is synchronized as one: a bucket, or parameters that stay dense. Both as a task of the driver.
-
-And what a plan of parts looks at: the facts of every parameter.
-"""
+"""Buckets as tasks of the driver, and what a plan looks at: the facts of every parameter."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ import torch
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import Bucket, Member, ParameterRules, Recipe, TwoLevelBucket, shard_of
+from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBucket, shard_of
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.adoption import element, feedback_of, note_step
 from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory
-from horovod_sparse.tensors.layout import dtype_name, shaped, unscaled, unshaped
+from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
@@ -31,30 +28,35 @@ from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
 MakeGradient: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
 
 
-class Part:
+class Part(common.BucketPart):
     """Parameters that are synchronized together, as their gradients lie in one memory.
 
     Attributes:
         names: of the parameters.
-        label: stable over ranks and steps.
+        name: stable over ranks and steps.
         gradient: their memory.
         streams: told of every gradient that is written, where there are several.
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
         places: [start, stop) of every parameter.
+        whole: whether the sum of all elements stays where gradients are, see `PartSpec`.
+        group: the optimizer's settings for these parameters, as they are now; empty without an optimizer.
     """
 
     bucket: Bucket
-    dense: bool
 
     def __init__(
         self,
-        label: str,
-        names: Sequence[str],
+        spec: PartSpec,
         parameters: Sequence[torch.Tensor],
-        make_gradient: MakeGradient,
+        group: Callable[[], Mapping[str, Any]],
+        place: tuple[int, int],
+        *,
+        make_gradient: MakeGradient = FlatGradient,
+        topology: Topology | None = None,
     ) -> None:
-        self.label, self.names = label, tuple(names)
+        recipe = spec.recipe
+        self.name, self.names, self.dense, self.whole = spec.label, spec.names, spec.dense, spec.whole
         self.dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
         self.gradient: FlatGradient = make_gradient(parameters, self.names[0])
         self.places = self.gradient.places
@@ -62,7 +64,23 @@ class Part:
         self.streams = self.memory.streams()
         self.num_missing = len(self.names)
         self.task: Task | None = None
-        self._loss_scale = 1.0
+        self.group = group
+        #: see `Bucket.step`
+        self.scale: float | None = None
+        self._loss_scale, self._num_steps = 1.0, 0
+        self._noted: list[torch.Tensor] = []
+        info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
+        members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
+        if topology is None:
+            accumulator = self.memory.whole(info, spec.halves) if spec.whole else None
+            self.bucket = Bucket(info, recipe, accumulator or self.memory.accumulator(info, recipe), members)
+        else:
+            accumulator = self.memory.accumulator(shard_of(info, topology), recipe)
+            self.bucket = TwoLevelBucket(
+                *(info, recipe, accumulator, members, topology),
+                summable=self.memory.summable,
+                foldable=self.memory.shard,
+            )
 
     def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
         return shaped(values, self.gradient.layouts[number])
@@ -80,15 +98,12 @@ class Part:
 
     def again(self, driver: Starter, *, drop: bool) -> None:
         """Starts the synchronization once more, after `abandon`, of what waits here."""
-        raise NotImplementedError
-
-    def _step(self, refused: bool) -> Synchronization[Any]:
-        raise NotImplementedError
+        self._run(driver, self.bucket.again(scale=self.scale))
 
     def _run(self, driver: Starter, step: Synchronization[Any]) -> None:
         if self.streams is not None:
             step = self.streams.run(step)
-        self.task = driver.start(self.label, step)
+        self.task = driver.start(self.name, step)
 
     def apply(self, scale: float) -> BucketReport:
         """Puts scale (and the loss's) times the sum over ranks where the gradients are. The task is done."""
@@ -104,59 +119,14 @@ class Part:
         took = time.perf_counter() - started
         return dataclasses.replace(report, wait_seconds=task.waited_seconds, apply_seconds=took)
 
-    def _put(self, total: Any, scale: float) -> BucketReport:
-        raise NotImplementedError
-
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
-        """See `Bucket.abandon`: takes the step back, as far as it came."""
-        raise NotImplementedError
-
-
-class SparseBucket(common.BucketPart, Part):
-    def __init__(
-        self,
-        label: str,
-        names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
-        recipe: Recipe,
-        group: Callable[[], Mapping[str, Any]],
-        place: tuple[int, int],
-        *,
-        dense: bool = False,
-        make_gradient: MakeGradient = FlatGradient,
-        topology: Topology | None = None,
-    ) -> None:
-        super().__init__(label, names, parameters, make_gradient)
-        self.name, self.dense = label, dense
-        #: the optimizer's settings for these parameters, as they are now; empty without an optimizer
-        self.group = group
-        #: see `Bucket.step`
-        self.scale: float | None = None
-        self._num_steps = 0
-        self._noted: list[torch.Tensor] = []
-        whole = BucketInfo(label, self.gradient.num_elements, *place, self.dtype)
-        members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
-        if topology is None:
-            self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
-        else:
-            accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
-            self.bucket = TwoLevelBucket(
-                *(whole, recipe, accumulator, members, topology),
-                summable=self.memory.summable,
-                foldable=self.memory.shard,
-            )
-
     def _step(self, refused: bool) -> Synchronization[Any]:
         group, feedback = self.group(), self.bucket.recipe.feedback
-        if getattr(feedback, "applies_rate", False):
+        if feedback.applies_rate:
             self.bucket.feedback = feedback_of(feedback, group)
         rate = group.get("lr")
         rate = None if rate is None else float(rate)
         foldable = self.gradient.foldable(self._loss_scale)
         return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
-
-    def again(self, driver: Starter, *, drop: bool) -> None:
-        self._run(driver, self.bucket.again(scale=self.scale))
 
     def _put(self, total: Any, scale: float) -> BucketReport:
         if total.whole:  # of n elements: no copy of them
@@ -164,7 +134,7 @@ class SparseBucket(common.BucketPart, Part):
         else:
             values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
             num_union = self.gradient.scatter(total.indices, values)
-            if getattr(self.bucket.feedback, "applies_rate", False):
+            if self.bucket.feedback.applies_rate:
                 self._note_step(total.indices, values)
         self.bucket.accept()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
@@ -188,49 +158,6 @@ class SparseBucket(common.BucketPart, Part):
         self.bucket.abandon(drop=drop, again=again)
 
 
-class DenseParameters(common.DensePart, Part):
-    """Parameters that a plan leaves dense: one allreduce of all, see `GradientMemory.sum_dense`."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
-        place: tuple[int, int],
-        make_gradient: MakeGradient = FlatGradient,
-        halves: bool = False,
-    ) -> None:
-        super().__init__(f"dense.{names[0]}", names, parameters, make_gradient)
-        self.num_elements, self._place, self._halves = self.gradient.num_elements, place, halves
-        #: what float16 has taken from the gradient under way
-        self._rounded: torch.Tensor | None = None
-
-    def again(self, driver: Starter, *, drop: bool) -> None:
-        if drop:
-            self.memory.zero(self.gradient.flat)
-        self._run(driver, self._step(refused=False))
-
-    def _step(self, refused: bool) -> Synchronization[Any]:
-        flat = unscaled(self.gradient.flat, self._loss_scale)
-        members = [(name, stop) for name, (_, stop) in zip(self.names, self.places, strict=True)]
-        carried = self.carried
-        if self._halves:
-            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            wide = wide if carried is None else wide + torch.as_tensor(carried, device=wide.device)
-            most = torch.finfo(torch.float16).max / self._place[1]  # no sum is larger than a half may be
-            flat, carried = torch.where(wide.isfinite(), wide.clamp(-most, most), wide).half(), None
-            self._rounded = wide - flat
-        given = self.title, flat, carried, self._place
-        return self.memory.sum_dense(*given, refused=refused, members=members, halves=self._halves)
-
-    def held(self) -> tuple[np.ndarray, ...]:
-        return tuple(torch.as_tensor(one).cpu().numpy() for one in super().held())
-
-    def _put(self, total: Any, scale: float) -> BucketReport:
-        self.gradient.fill((total.float() if self._halves else total) * scale)
-        self.carried = self._rounded  # on its device
-        return self.report(self._place[1], total.element_size(), self.gradient.num_bytes, 0.0)
-
-
 def make_parts(
     specs: Sequence[PartSpec],
     facts: Facts,
@@ -239,16 +166,12 @@ def make_parts(
     optimizer: Any | None,
     make_gradient: MakeGradient = FlatGradient,
 ) -> list[Part]:
-    parts: list[Part] = []
+    parts = []
     for spec in specs:
         parameters = [facts[name][1] for name in spec.names]
-        if spec.recipe is None:
-            parts.append(DenseParameters(spec.names, parameters, place, make_gradient, spec.halves))
-            continue
         group = partial(_group, optimizer, facts[spec.names[0]][0].group)
         hosts = None if spec.dense else topology
-        given = spec.label, spec.names, parameters, spec.recipe, group, place
-        parts.append(SparseBucket(*given, dense=spec.dense, make_gradient=make_gradient, topology=hosts))
+        parts.append(Part(spec, parameters, group, place, make_gradient=make_gradient, topology=hosts))
     return parts
 
 

@@ -186,7 +186,7 @@ def DistributedOptimizer(
 def _base_for(kind: type, groups: Any, recipe: Recipe, op: Any, settings: Settings) -> tuple[type, Recipe]:
     """See `adopted_class`; refuses what has no sense where gradients have become steps of an optimizer."""
     base, recipe = adopted_class(kind, groups, recipe)
-    if not getattr(recipe.feedback, "applies_rate", False):
+    if not recipe.feedback.applies_rate:
         return base, recipe
     if op != hvd.Average:
         raise ArgumentError("op", op, "Average: a step of a normalized gradient is that of its mean")

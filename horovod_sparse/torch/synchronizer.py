@@ -20,7 +20,7 @@ from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
-from horovod_sparse.tensors.parts import Part, SparseBucket
+from horovod_sparse.tensors.parts import Part
 from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, refuse_whole_gradients
@@ -115,8 +115,7 @@ class GradientSynchronizer(PlannedTraining):
 
     def _entered(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            if isinstance(part, SparseBucket) and not self.average:
-                part.scale = 1.0
+            part.scale = None if self.average else 1.0
             if part.streams is not None:
                 part.streams.note()
         entered = {parameter: part for part in parts for parameter in part.gradient.parameters}

@@ -155,13 +155,13 @@ def refuse_double_momentum(
     outlives the step, and momentum of either kind behind plain error feedback at low density.
     """
     feedback = recipe.feedback
-    if getattr(feedback, "applies_rate", False) and not adopts:
+    if feedback.applies_rate and not adopts:
         raise UnsupportedError(
             f"feedback={value_text(feedback).removesuffix('()')!r} makes the optimizer's steps, which this "
             "front end does not apply: horovod_sparse.torch.DistributedOptimizer(torch.optim.AdamW(...)) and "
             "horovod_sparse.ddp.attach(model, ..., optimizer=torch.optim.AdamW(...)) do"
         )
-    corrects, scales = isinstance(feedback, MomentumCorrection), getattr(feedback, "scale_residual", False)
+    corrects, scales = isinstance(feedback, MomentumCorrection), feedback.scale_residual
     spikes = isinstance(feedback, ErrorFeedback) and recipe.sparsifier.density < _SPIKES_BELOW
     if not (corrects or scales or spikes):
         return
@@ -207,7 +207,7 @@ def feedback_for(feedback: Any, own: type | None, optimizer: type, momentum: flo
     if isinstance(feedback, BestFeedback) and own is not None:
         feedback = own(clip_norm=feedback.clip_norm)
     elif own is None or own is ErrorFeedback or not isinstance(feedback, own):
-        name = getattr(feedback, "text_name", "")
+        name = feedback.text_name
         line = f"{library}.{_OPTIMIZERS.get(name, 'SGD')}, whose steps feedback={name!r} makes"
         raise ArgumentError("optimizer", optimizer.__name__, f"{line}; or feedback='error'")
     if momentum:

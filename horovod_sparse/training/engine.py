@@ -32,17 +32,28 @@ Facts: TypeAlias = Mapping[str, tuple[ParameterFacts, Any]]
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A part to be made: a bucket, or parameters that stay dense."""
+    """A bucket to be made."""
 
     #: stable over ranks and steps
     label: str
     names: tuple[str, ...]
-    #: what to do with the parameters; None where an allreduce does
-    recipe: Recipe | None
+    #: what to do with the parameters
+    recipe: Recipe
     #: whether the plan leaves them dense
     dense: bool = False
-    #: whether an allreduce is of float16
+    #: whether the sum of dense ones is one of float16
     halves: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether its accumulator is a `WholeGradient`: it is dense, and its feedback keeps nothing."""
+        return self.dense and not self.recipe.feedback.changes_dense
+
+    @property
+    def title(self) -> str:
+        """The bucket's name, for messages: that of a sum of dense parameters names the first of them."""
+        others = len(self.names) - 1
+        return self.names[0] + (f" and {others} more" if others else "") if self.whole else self.label
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What is synchronized as one, a bucket or parameters that stay dense: what all front ends see alike.
+"""Buckets of parameters as all front ends see them.
 
 What parts hold back belongs to parameters: by their names it is saved, and survives other buckets.
 """
@@ -8,21 +8,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
+from horovod_sparse.arrays import Accumulator, HostAccumulator, WholeGradient
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe
 from horovod_sparse.plans.plan import ParameterFacts
-from horovod_sparse.sparsifiers.base import accumulator_dtype
-from horovod_sparse.telemetry import BucketReport, BucketStep
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.training.encoding import from_plain
-
-#: parameters that are summed together: the name of each, and where it stops
-Members: TypeAlias = Sequence[tuple[str, int]]
 
 #: dense parameters are sent together until there are so many elements: a quarter of a MiB in float32
 _GROUPED_ELEMENTS = 1 << 16
@@ -31,6 +27,7 @@ _GROUPED_ELEMENTS = 1 << 16
 class Part(Protocol):
     """Parameters that are synchronized together."""
 
+    bucket: Bucket
     #: of the parameters
     names: tuple[str, ...]
     #: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has no
@@ -78,7 +75,7 @@ class ArrayLayout:
 
 
 class BucketPart:
-    """What a part with a bucket holds back; each front end's is derived from it."""
+    """What a part holds back; each front end's is derived from it."""
 
     bucket: Bucket
 
@@ -98,45 +95,12 @@ class BucketPart:
         self.bucket.load(held)
 
 
-class DensePart:
-    """What a part holds back that a plan leaves dense, and that needs no bucket; see `needs_bucket`."""
-
-    names: tuple[str, ...]
-    dense = True
-    #: n, of all parameters together
-    num_elements: int
-    #: of its gradient, by name
-    dtype: str
-    #: what error feedback still held for it when it became dense; joins the next gradient
-    carried: Any = None
-
-    @property
-    def title(self) -> str:
-        """For messages."""
-        others = len(self.names) - 1
-        return self.names[0] + (f" and {others} more" if others else "")
-
-    def held(self) -> tuple[np.ndarray, ...]:
-        return () if self.carried is None else (self.carried,)
-
-    def blank(self) -> list[np.ndarray]:
-        return [np.zeros(self.num_elements, accumulator_dtype(self.dtype))]
-
-    def restart(self, progress: Progress | None = None) -> None:
-        self.carried = None
-
-    def assign(self, held: Sequence[np.ndarray]) -> None:
-        (self.carried,) = held
-
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
-        """The step is taken back: a dense gradient of an abandoned step is dropped, as Horovod would."""
-
-    def report(self, size: int, itemsize: int, gradient_bytes: int, seconds: float) -> BucketReport:
-        """What has happened, for telemetry."""
-        count = self.num_elements
-        sent = (count + size) * itemsize
-        step = BucketStep(self.title, count, count, count, count, sent, [sent])
-        return BucketReport(step, count, gradient_bytes, np.zeros(size), 0.0, seconds)
+def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
+    """Returns the memory of a bucket on the host; see `PartSpec` for `whole`."""
+    if whole:
+        return WholeGradient(info.num_elements, info.dtype)
+    density, companions = recipe.sparsifier.density, recipe.feedback.num_companions
+    return HostAccumulator(info.num_elements, info.dtype, density=density, companions=companions)
 
 
 def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
@@ -158,15 +122,6 @@ def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
         groups[-1].append(one.name)
         length += one.num_elements
     return [tuple(group) for group in groups]
-
-
-def needs_bucket(dense: Recipe) -> bool:
-    """Whether a parameter that a plan leaves dense needs a bucket, as its feedback keeps something.
-
-    Momentum correction is one: without it a dense parameter would train without momentum. Everything is sent
-    then, so the residual stays 0. Any other dense parameter needs nothing but `sum_densely`.
-    """
-    return dense.feedback.num_companions > 0 or getattr(dense.feedback, "clip_norm", None) is not None
 
 
 def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str, Any]]:
@@ -194,8 +149,7 @@ def gather_shards(
 ) -> Synchronization[None]:
     """Brings what the ranks of a host hold of each other's shards to the ranks whose shards they are."""
     for part in parts:
-        if isinstance(part, BucketPart):
-            yield from part.bucket.gathered(_filled(part, arrays, progress))
+        yield from part.bucket.gathered(_filled(part, arrays, progress))
 
 
 def _filled(
@@ -214,63 +168,18 @@ def _filled(
 
 def _moved(part: Part, progress: Progress) -> float:
     """What a companion is multiplied by that comes from a bucket of another age."""
-    if not isinstance(part, BucketPart) or (moved := getattr(part.bucket.feedback, "moved", None)) is None:
-        return 1.0
     age = progress.age if progress.summed == part.bucket.summed else 0
-    factor: float = moved(age, part.bucket.progress.age)
-    return factor
+    return part.bucket.feedback.moved(age, part.bucket.progress.age)
 
 
 def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
     """Residuals, and companions that add up like them, times a factor of another number of ranks."""
     return [
         {name: values * factor for name, values in by_name.items()}
-        if factor != 1.0 and (number == 0 or getattr(feedback, "adds_up", True))
+        if factor != 1.0 and (number == 0 or feedback.adds_up)
         else dict(by_name)
         for number, by_name in enumerate(held)
     ]
-
-
-#: mark of a rank that refuses the step; those of NaN or Inf are above 0
-REFUSED = -1.0
-
-
-def sum_densely(
-    name: str,
-    gradient: np.ndarray,
-    carried: Any,
-    place: tuple[int, int],
-    *,
-    refused: bool = False,
-    members: Members = (),
-) -> Synchronization[np.ndarray]:
-    """The sum over ranks by an allreduce, with the ranks' health behind it: NaN is met as in a bucket."""
-    rank, size = place
-    buffer = np.zeros(gradient.size + size, gradient.dtype)
-    own = buffer[: gradient.size]
-    np.add(gradient, carried, out=own)
-    count, finite = own.size, np.isfinite(own)
-    if refused:
-        buffer[count + rank] = REFUSED
-    elif not finite.all():
-        stops = [stop for _, stop in members]
-        buffer[count + rank] = 1 + np.searchsorted(stops, np.argmin(finite), side="right")
-    total: np.ndarray = yield AllReduce(buffer)
-    check_sum(name, total[count:], lambda: bool(np.isfinite(total[:count]).all()), members)
-    return total[:count]
-
-
-def check_sum(name: str, marks: np.ndarray, is_finite: Callable[[], bool], members: Members = ()) -> None:
-    """Raises what a dense parameter's ranks have to say of themselves, or that their sum overflows."""
-    if edited := np.flatnonzero(marks == REFUSED).tolist():
-        raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
-    if unhealthy := np.flatnonzero(marks).tolist():
-        names = [member for member, _ in members] or [name]
-        # float16 does not hold every number
-        places = {rank: min(int(marks[rank]), len(names)) for rank in unhealthy}
-        raise NonFiniteGradientError(name, {rank: names[place - 1] for rank, place in places.items()})
-    if not is_finite():
-        raise NonFiniteSumError(name, {}, name)
 
 
 def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:

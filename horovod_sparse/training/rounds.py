@@ -412,7 +412,7 @@ class Rounds(Training):
             part.abandon(drop=True)
 
     def _scale_of(self, part: Any) -> float:
-        if not (hasattr(part, "bucket") and isinstance(part.bucket.recipe.sparsifier, SelectAndGather)):
+        if not isinstance(part.bucket.recipe.sparsifier, SelectAndGather):
             return 1.0 / self.size
         if self.rounds.clip:
             part.task.result = clipped_to_median(part.task.result)

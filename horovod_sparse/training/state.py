@@ -144,7 +144,7 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
 
 
 def _name_of(feedback: Feedback) -> str:
-    return getattr(feedback, "text_name", type(feedback).__name__)
+    return feedback.text_name or type(feedback).__name__
 
 
 def _progress(one: Mapping[str, Any], path: str = "") -> Progress:

@@ -39,7 +39,6 @@ from horovod_sparse.training.parts import (
     dense_groups,
     gather_shards,
     held_residuals,
-    needs_bucket,
     resumed,
     shared_out,
 )
@@ -109,7 +108,7 @@ class Training:
     @property
     def sparse(self) -> list[Any]:
         """The parts that are buckets of the plan, in its order."""
-        return [part for part in self.parts if hasattr(part, "bucket") and not part.dense]
+        return [part for part in self.parts if not part.dense]
 
     @property
     def parameters(self) -> list[ParameterFacts]:
@@ -189,16 +188,16 @@ class Training:
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
             specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
         dense = recipe.for_dense()
-        for names in dense_groups([facts[name][0] for name in plan.dense]):
-            kept = dense if needs_bucket(dense) else None
-            specs.append(PartSpec(f"dense.{names[0]}", names, kept, dense=True, halves=halves))
+        specs += [
+            PartSpec(f"dense.{names[0]}", names, dense, dense=True, halves=halves)
+            for names in dense_groups([facts[name][0] for name in plan.dense])
+        ]
         return self.engine.make_parts(specs, facts, self.made_for, self.topology)
 
     def _progress(self) -> Mapping[str, Progress]:
         if self._loose is not None:
             return self._loose[1]
-        buckets = [part for part in self.parts if hasattr(part, "bucket")]
-        return {name: part.bucket.progress for part in buckets for name in part.names}
+        return {name: part.bucket.progress for part in self.parts for name in part.names}
 
     def held(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
         """Returns residuals and companions by parameter, in its shape, and how far each has come."""

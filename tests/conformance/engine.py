@@ -145,7 +145,7 @@ class Simulated:
                     recipe, whole.num_elements, self._size, name=whole.name, topology=self._topology
                 )
         found, rate = training.weights(), RATE
-        if getattr(self._recipe.feedback, "applies_rate", False):  # what comes back is a step
+        if self._recipe.feedback.applies_rate:  # what comes back is a step
             rate = 1.0
         for names, cluster in self._clusters.items():
             inputs = [flat(gradients, names).astype(np.float32) for gradients in everyone]

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.arrays import Accumulator, HostAccumulator
+from horovod_sparse.arrays import Accumulator, HostAccumulator, WholeGradient
 from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.planning.calibration.collectives import Stopwatch, by_size, repeated
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
-from horovod_sparse.training.parts import sum_densely
+from horovod_sparse.sparsifiers.dense import Dense
 
 #: a second density, so that time per element and time per selected element can be told apart
 _DENSER = 4.0
@@ -40,8 +40,8 @@ class BucketMemory(Protocol):
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
 
-    def sum_dense(self, gradient: Any, place: tuple[int, int]) -> Synchronization[None]:
-        """Puts the mean over ranks of all elements into the gradient; done when it returns."""
+    def whole(self, info: BucketInfo) -> Accumulator:
+        """What stands in an accumulator's place where all is sent."""
 
 
 class HostBucketMemory:
@@ -64,11 +64,8 @@ class HostBucketMemory:
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         apply_scaled_sum(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
 
-    def sum_dense(self, gradient: Any, place: tuple[int, int]) -> Synchronization[None]:
-        halves = gradient.dtype.itemsize < 4
-        wide = gradient.astype(np.float32) if halves else gradient
-        total = yield from sum_densely("calibration", wide, 0, place)
-        np.copyto(gradient, total * (1.0 / place[1]), casting="unsafe" if halves else "same_kind")
+    def whole(self, info: BucketInfo) -> WholeGradient:
+        return WholeGradient(info.num_elements, info.dtype)
 
 
 def bucket_times(
@@ -123,10 +120,11 @@ def dense_times(
 
     def measured(num_elements: int, often: int) -> Synchronization[list[list[float]]]:
         gradient = memory.gradient(num_elements, dtype)
+        info = BucketInfo("calibration", num_elements, watch.rank, watch.size, dtype)
+        bucket = Bucket(info, Recipe(Dense()), memory.whole(info))
 
         def once() -> Synchronization[Sequence[float]]:
-            _, packing, rest = yield from _parts(memory.sum_dense(gradient, (watch.rank, watch.size)), watch)
-            return (packing + rest,)
+            return (sum((yield from _one_step(bucket, gradient, watch, memory))),)
 
         rows = yield from repeated(once, watch, often, {AllReduce}, before=lambda: memory.refill(gradient))
         watch.tell(f"dense parameters of {num_elements} elements")

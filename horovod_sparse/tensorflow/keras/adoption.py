@@ -31,7 +31,7 @@ def adopted_class(optimizer: Any, recipe: Recipe) -> tuple[type, Recipe]:
     Its own, where the recipe leaves no work to it. An error, where it leaves that of another optimizer.
     """
     feedback, kind = recipe.feedback, own_class(type(optimizer))
-    if not getattr(feedback, "applies_rate", False):
+    if not feedback.applies_rate:
         return kind, recipe
     known, momentum = tf.keras.optimizers, getattr(optimizer, "momentum", 0.0)
     own = {known.RMSprop: RMSpropFeedback, known.SGD: ErrorFeedback}.get(kind)

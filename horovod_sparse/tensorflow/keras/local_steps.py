@@ -22,7 +22,6 @@ from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of
-from horovod_sparse.tensorflow.parts import make_accumulator
 from horovod_sparse.tensorflow.state import distributed_in
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
@@ -102,9 +101,9 @@ class _Part(common.ArrayLayout, common.BucketPart):
         self.shapes = [tuple(variable.shape) for variable in variables]
         self.gradient = _Displacement(variables, self.places, rounds.outer)
         info = BucketInfo(spec.label, self.places[-1][1], *place, self.gradient.start.dtype.name)
-        recipe = spec.recipe or rounds.recipe.for_dense()
         members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
-        self.bucket = Bucket(info, recipe, make_accumulator(info, recipe), members)
+        memory = common.host_accumulator(info, spec.recipe, whole=spec.whole)
+        self.bucket = Bucket(info, spec.recipe, memory, members)
         self.task = Task(spec.label)
 
     def start(self, starter: Any) -> None:

@@ -1,20 +1,25 @@
 """The memories behind the PyTorch front end give the same bits, and refuse devices that cannot serve."""
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import (
+    EditedGradientError,
+    NonFiniteGradientError,
+    NonFiniteSumError,
+    UnsupportedError,
+)
+from horovod_sparse.feedback import Bucket, Member, recipe
 from horovod_sparse.kernels.host import scatter
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import flat_gradient
 from horovod_sparse.tensors.device_memory import DeviceMemory
 from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory, memory_of
 from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped
-from horovod_sparse.tensors.parts import DenseParameters
-from horovod_sparse.training.engine import Task, carry_out
+from horovod_sparse.training.engine import carry_out
 from support.memories import choose_memory
 from support.sampling import rows_by
 
@@ -43,48 +48,72 @@ def test_scaled_sums_have_the_same_bits(dtype, scale, monkeypatch):
     assert torch.equal(*found)
 
 
-def test_what_a_dense_parameter_carries_joins_its_sum():
-    device = DeviceMemory(torch.device("cpu"))
-    step = device.sum_dense("w", torch.tensor([1.0, 2.0]), np.array([0.5, 0.0], np.float32), (1, 3))
-    request = next(step)
-    assert request.buffer.tolist() == [1.5, 2.0, 0.0, 0.0, 0.0]
-    with pytest.raises(StopIteration) as stop:
-        step.send(request.buffer * 3)
-    assert stop.value.value.tolist() == [4.5, 6.0]
+MEMORIES = [GradientMemory(), DeviceMemory(torch.device("cpu"))]
 
 
-def test_what_halves_round_off_waits():
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    part = DenseParameters(["w"], [parameter], (0, 2), halves=True)
+@pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
+def test_what_a_dense_parameter_carries_joins_its_sum(memory):
+    info = BucketInfo("w", 2, 1, 3)
+    bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info))
+    bucket.accumulator.assign_held([np.array([0.5, 0.0], np.float32)])
+    gradient = torch.tensor([1.0, 2.0])
+    for expected in ([1.5, 2.0], [1.0, 2.0]):
+        step = bucket.step(memory.foldable(gradient))
+        request = next(step)
+        assert request.buffer.tolist() == [*expected, *[0.0] * 9]
+        with pytest.raises(StopIteration) as stop:
+            step.send(request.buffer * 3)
+        assert stop.value.value.values.tolist() == [3 * one for one in expected]
+        bucket.accept()
+        assert bucket.accumulator.held() == ()
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
+def test_what_halves_round_off_waits(memory):
+    info = BucketInfo("w", 3, 0, 2)
+    bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info, halves=True))
     waits = torch.zeros(3, dtype=torch.float64)
-
-    def summed(name, step):
-        return Task(name, done=True, result=carry_out(step, lambda request: 2 * request.buffer))
-
-    for gradient in ([1.0001, 1e5, -3e-9], [2.0, -5e4, 1e-9]):
-        parameter.grad = torch.tensor(gradient)
-        given = parameter.grad.double() + waits
-        part.start(SimpleNamespace(start=summed))
-        part.apply(0.5)
-        assert parameter.grad.abs().max() <= 65504 / 2
-        waits = torch.from_numpy(part.held()[0]).double()
-        torch.testing.assert_close(parameter.grad.double() + waits, given, rtol=1e-6, atol=0.0)
+    for numbers in ([1.0001, 1e5, -3e-9], [2.0, -5e4, 1e-9]):
+        gradient = torch.tensor(numbers)
+        given = gradient.double() + waits
+        total = carry_out(bucket.step(memory.foldable(gradient)), lambda request: 2 * request.buffer)
+        bucket.accept()
+        mean = torch.as_tensor(total.values).double() / 2
+        assert mean.abs().max() <= 65504 / 2
+        waits = torch.from_numpy(bucket.accumulator.held()[0]).double()
+        torch.testing.assert_close(mean + waits, given, rtol=1e-6, atol=0.0)
         assert waits.any()
 
 
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize(
-    "memory", [GradientMemory(), DeviceMemory(torch.device("cpu"))], ids=["host", "device"]
-)
+@pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
 def test_the_bad_one_of_several_dense_parameters_is_named(memory, halves):
-    members = [("a", 2), ("b", 3), ("c", 5)]
+    info, members = BucketInfo("all", 5, 1, 3), [Member("a", 0, 2), Member("b", 2, 3), Member("c", 3, 5)]
+    bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info, halves), members)
     for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
-        gradient = torch.ones(5, dtype=torch.float16 if halves else torch.float32)
+        gradient = torch.ones(5)
         gradient[element] = torch.inf
-        step = memory.sum_dense("all", gradient, None, (1, 3), members=members, halves=halves)
         with pytest.raises(NonFiniteGradientError) as found:
-            carry_out(step, lambda request: request.buffer)
+            carry_out(bucket.step(memory.foldable(gradient)), lambda request: request.buffer)
         assert found.value.where == {1: name}
+        total = carry_out(bucket.step(memory.foldable(torch.ones(5))), lambda request: request.buffer)
+        assert total.values.tolist() == [1.0] * 5, "the step that was given up is dropped"
+        bucket.accept()
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
+def test_who_refuses_or_drops_a_dense_gradient_is_told(memory):
+    info = BucketInfo("all", 3000, 1, 3)
+    bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info))
+    with pytest.raises(EditedGradientError) as found:
+        step = bucket.step(memory.foldable(torch.ones(3000)), refused=True)
+        carry_out(step, lambda request: request.buffer)
+    assert list(found.value.where) == [1]
+    bucket.abandon(drop=True, again=True)
+    assert not carry_out(bucket.again(), lambda request: request.buffer).values.any()
+    with pytest.raises(NonFiniteSumError):
+        gradient = torch.full((3000,), 3e38)
+        carry_out(bucket.step(memory.foldable(gradient)), lambda request: request.buffer * 3)
 
 
 def parameters(dtype=torch.float32):

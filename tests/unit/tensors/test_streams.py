@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from horovod_sparse.feedback import recipe
-from horovod_sparse.tensors import parts, streams
-from horovod_sparse.tensors.layout import unscaled
-from horovod_sparse.tensors.parts import DenseParameters, SparseBucket
+from horovod_sparse.tensors import flat_gradient, streams
+from horovod_sparse.tensors.parts import Part
 from horovod_sparse.tensors.streams import CudaStreams
+from horovod_sparse.training.engine import PartSpec
 
 
 class Stream:
@@ -81,10 +81,9 @@ def test_work_goes_on_where_it_began_and_is_waited_for():
 def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch):
     """Gradients are copied together, or divided by the loss's scale, before the coroutine begins."""
     parameter = torch.nn.Parameter(torch.ones(20))
-    if name == "sparse":
-        part = SparseBucket("b", ["w"], [parameter], recipe("topk", density=0.5), dict, (0, 1))
-    else:
-        part = DenseParameters(["w"], [parameter], (0, 1))
+    chosen = recipe("topk", density=0.5)
+    sparse, dense = PartSpec("b", ("w",), chosen), PartSpec("b", ("w",), chosen.for_dense(), dense=True)
+    part = Part(sparse if name == "sparse" else dense, [parameter], dict, (0, 1))
     parameter.grad = torch.ones(20)
     done = []
 
@@ -98,7 +97,8 @@ def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch)
 
     settle = part.gradient.settle
     monkeypatch.setattr(part.gradient, "settle", lambda: (done.append("settle"), settle()))
-    monkeypatch.setattr(parts, "unscaled", lambda *given: (done.append("unscale"), unscaled(*given))[1])
+    undone = flat_gradient.unscaled
+    monkeypatch.setattr(flat_gradient, "unscaled", lambda *given: (done.append("unscale"), undone(*given))[1])
     part.streams = Told()
     part.start(SimpleNamespace(start=lambda name, step: step.close()), 2.0)
     assert done[0] == "meet"

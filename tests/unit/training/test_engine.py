@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Bucket, MomentumCorrection, Recipe, parse_recipe, recipe
 from horovod_sparse.merging import Plan
@@ -21,10 +20,10 @@ from horovod_sparse.training.encoding import from_bytes, to_bytes
 from horovod_sparse.training.parts import (
     ArrayLayout,
     BucketPart,
-    DensePart,
     Part,
     assign_residuals,
     held_residuals,
+    host_accumulator,
 )
 from horovod_sparse.training.state import (
     Holder,
@@ -38,21 +37,14 @@ from horovod_sparse.training.state import (
 SHAPES = {"w": (4, 6), "b": (6,), "v": (10,)}
 
 
-class ArrayBucket(ArrayLayout, BucketPart):
-    dense = False
-
-    def __init__(self, names: tuple[str, ...], recipe: Recipe, place: tuple[int, int]) -> None:
-        self.names, self.shapes = names, [SHAPES[name] for name in names]
+class ArrayPart(ArrayLayout, BucketPart):
+    def __init__(
+        self, names: tuple[str, ...], recipe: Recipe, place: tuple[int, int], *, dense: bool = False
+    ) -> None:
+        self.names, self.dense, self.shapes = names, dense, [SHAPES[name] for name in names]
         info = BucketInfo(names[0], self.places[-1][1], *place)
-        companions = recipe.feedback.num_companions
-        memory = HostAccumulator(info.num_elements, density=recipe.sparsifier.density, companions=companions)
+        memory = host_accumulator(info, recipe, whole=dense and not recipe.feedback.changes_dense)
         self.bucket = Bucket(info, recipe, memory)
-
-
-class ArrayDense(ArrayLayout, DensePart):
-    def __init__(self, name: str) -> None:
-        self.names, self.shapes = (name,), [SHAPES[name]]
-        self.dtype, self.num_elements = "float32", int(np.prod(SHAPES[name]))
 
 
 class ArrayEngine:
@@ -60,8 +52,9 @@ class ArrayEngine:
 
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
         self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
-        self.sparse = [ArrayBucket(names, recipe, place) for names in plan.buckets]
-        self.parts: list[Part] = [*self.sparse, *(ArrayDense(name) for name in plan.dense)]
+        self.sparse = [ArrayPart(names, recipe, place) for names in plan.buckets]
+        dense = (ArrayPart((name,), recipe.for_dense(), place, dense=True) for name in plan.dense)
+        self.parts: list[Part] = [*self.sparse, *dense]
 
     def topology_for(self, entry: Any) -> None:
         """One level."""
@@ -167,8 +160,7 @@ def simulated(toy: Any, text: str) -> tuple[dict[str, np.ndarray], list[np.ndarr
     """Parameters and residuals after the same steps in one process."""
     recipe = parse_recipe(text)
     infos = [BucketInfo("bucket0.weight", 105, rank, RANKS) for rank in range(RANKS)]
-    memory = {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
-    buckets = [Bucket(info, recipe, HostAccumulator(105, **memory)) for info in infos]
+    buckets = [Bucket(info, recipe, host_accumulator(info, recipe)) for info in infos]
     parameters = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
     for _ in range(STEPS):
         steps = []

@@ -1,0 +1,165 @@
+"""A gradient that is summed whole, in an accumulator's place: it keeps no residual."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.arrays.accumulator import Accumulator
+from horovod_sparse.arrays.gradients import GradientParts, accumulating
+from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Values
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.kernels.host.scatter import wide
+
+#: elements that are copied and looked at while they are in the cache
+_CHUNK = 1 << 16
+#: a position travels as three numbers below 2048, which float16 holds exactly: so many bits each
+HEALTH_NUMBERS, DIGIT_BITS = 3, 11
+#: the largest float16
+LARGEST_HALF = 65504.0
+
+
+class WholeGradient(Accumulator):
+    """A gradient of which `Dense` sends all elements: a step reads it, and nothing of n elements is kept.
+
+    An error feedback that has kept something (the parameters were sparse before, or `halves` have rounded)
+    adds it to the next gradient. The gradient of a step that is abandoned is dropped, as Horovod would.
+    Sparsifiers cannot select from it.
+
+    Args:
+        num_elements: n.
+        dtype: of the gradients.
+        halves: whether the sum is one of float16; what rounding takes away joins the next gradient.
+
+    Example:
+        >>> whole = WholeGradient(2)
+        >>> whole.fold(np.array([1.0, 2.0], np.float32)).first_nonfinite
+        -1
+        >>> whole.message(rank=0, size=1).tolist()
+        [1.0, 2.0, 0.0, 0.0, 0.0]
+    """
+
+    def __init__(self, num_elements: int, dtype: Any = "float32", *, halves: bool = False) -> None:
+        self._num_elements, self._dtype, self._halves = num_elements, np.dtype(accumulating(dtype)), halves
+        self._companions = ()
+        self.step, self.report = 0, FoldReport()
+        #: of this step; what error feedback adds to the next gradient, and to the one after this step
+        self._gradient: Any = None
+        self._carried: Any = None
+        self._rounded: Any = None
+
+    @property
+    def num_elements(self) -> int:
+        return self._num_elements
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def square_norm(self) -> float:
+        """0: no residual."""
+        return 0.0
+
+    def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
+        """Notes the gradient, which `message` reads; no rule changes it."""
+        kept = gradient if isinstance(gradient, GradientParts) else GradientParts([np.asarray(gradient)])
+        if kept.size != self._num_elements:
+            raise ArgumentError("gradient", kept.size, f"an array of {self._num_elements} elements")
+        self._gradient, self._rounded = kept, None
+        self.report = FoldReport(step=self.step)
+        return self.report
+
+    def abandon(self) -> None:
+        """Drops what rounding has taken from this step's gradient."""
+        self._rounded = None
+
+    def drop(self, gradient: Any, *, coasts: bool = False) -> None:
+        """Takes the gradient out: the step begins again with zeros."""
+        self._gradient = GradientParts([np.zeros(self._num_elements, self._dtype)])
+
+    def accept(self) -> None:
+        """Lets go of the gradient: the step is applied."""
+        self._gradient, self._carried, self._rounded = None, self._rounded, None
+
+    def held(self) -> tuple[Values, ...]:
+        """Returns what the next gradient is added to, or nothing."""
+        return () if self._carried is None else (self._carried,)
+
+    def assign_held(self, held: Any) -> None:
+        """Replaces what the next gradient is added to."""
+        (values,) = held
+        self._carried = values if values.any() else None
+
+    def message(self, rank: int, size: int) -> Any:
+        """Returns what an allreduce sums: n elements, then a column of `HEALTH_NUMBERS` for each rank."""
+        n = self._num_elements
+        buffer = np.empty(n + HEALTH_NUMBERS * size, self._dtype)
+        own, health = buffer[:n], buffer[n:]
+        health[:] = 0
+        first = self._read(own)
+        if self.report.first_nonfinite == n:  # this rank refuses the step
+            first = n
+        position = first + 1
+        digits = [position >> 2 * DIGIT_BITS, position >> DIGIT_BITS, position]
+        health.reshape(HEALTH_NUMBERS, size)[:, rank] = np.array(digits) % (1 << DIGIT_BITS)
+        if not self._halves:
+            return buffer
+        most = LARGEST_HALF / size  # no sum is larger than a half may be
+        sent = np.clip(buffer, -most, most).astype(np.float16)
+        sent[n:] = health
+        self._rounded = own - sent[:n]
+        return sent
+
+    def _read(self, own: NDArray[Any]) -> int:
+        """Copies the gradient; returns the position of its first element that is not finite, or -1."""
+        first = -1
+        for start, piece in self._gradient.pieces(_CHUNK):
+            for begin in range(0, piece.size, _CHUNK):
+                part = piece[begin : begin + _CHUNK]
+                at = start + begin
+                values = own[at : at + part.size]
+                values[:] = wide(part)
+                if self._carried is not None:
+                    values += self._carried[at : at + part.size]
+                if first < 0:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        square = float(np.dot(values, values))
+                    if not math.isfinite(square) and not (finite := np.isfinite(values)).all():
+                        first = at + int(np.argmin(finite))
+        return first
+
+    def received(self, total: Any, size: int) -> tuple[Any, dict[int, int], float]:
+        """Returns the sum's n values, the position that each unhealthy rank tells, the largest magnitude."""
+        n = self._num_elements
+        values = np.asarray(total[:n]).astype(self._dtype, copy=False)
+        return values, ranks_told(np.asarray(total[n:]), size), largest_magnitude(values)
+
+
+def ranks_told(health: NDArray[Any], size: int) -> dict[int, int]:
+    """Returns position by rank, of what stands behind the elements of a sum.
+
+    Example:
+        >>> ranks_told(np.array([0, 0, 0, 1, 0, 2], np.float32), 2)
+        {1: 2049}
+    """
+    high, middle, low = health.reshape(HEALTH_NUMBERS, size).astype(np.int64)
+    positions = (high << 2 * DIGIT_BITS) + (middle << DIGIT_BITS) + low
+    return {int(rank): int(positions[rank]) - 1 for rank in np.flatnonzero(positions)}
+
+
+def largest_magnitude(values: NDArray[Any]) -> float:
+    """Returns the largest magnitude; a NaN if one of them is none.
+
+    Example:
+        >>> largest_magnitude(np.array([1.0, -3.0]))
+        3.0
+    """
+    tops = [0.0]
+    for start in range(0, values.size, _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        tops += float(chunk.max()), -float(chunk.min())
+    return float(np.max(tops))
