@@ -158,16 +158,28 @@ class Accumulator:
         self._norm_at_fold = self._norm
         return self.report
 
+    def fold_along(
+        self, gradient: Any, rule: FoldRule, indices: Indices, signs: NDArray[np.float64]
+    ) -> FoldReport:
+        """As `fold` with a moment; the report says how far the gradient leans along signs at these places."""
+        self._settle()
+        where = self._kernels.places(indices)
+        before = self._kernels.take(self._values, where)
+        self.fold(gradient, rule)
+        after, moment = (self._kernels.take(array, where) for array in (self._values, *self._companions))
+        self.report = self._kernels.leaning(self.report, before, after, moment, signs, rule)
+        return self.report
+
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
-        self.tell(first_nonfinite=self.num_elements)
+        self._patch(first_nonfinite=self.num_elements)
 
     def heal(self) -> None:
         """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""
-        self.tell(num_nonfinite=0, first_nonfinite=-1, lean=0.0)
+        self._patch(num_nonfinite=0, first_nonfinite=-1, lean=0.0)
 
-    def tell(self, **facts: float) -> None:
-        """Lets the report of the last fold say these."""
+    def _patch(self, **facts: float) -> None:
+        """Changes the report, which waits for a device."""
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
         self.report = FoldReport(**fields | facts)
 
@@ -272,12 +284,6 @@ class Accumulator:
         """The values there, as a fresh array."""
         self._settle()
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
-
-    def take_all(self, indices: Indices) -> list[Values]:
-        """Values and companions there, as fresh arrays."""
-        self._settle()
-        where, arrays = self._kernels.places(indices), (self._values, *self._companions)
-        return [self._kernels.to_host(self._kernels.take(array, where)) for array in arrays]
 
     def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
         """`take` and `clear` in one reading: the values that stood there, as a fresh array.

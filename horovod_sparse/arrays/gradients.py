@@ -257,6 +257,20 @@ def take_out(
         companion[...] = library.where(counted, library.where(before > 0, before, 0), companion)
 
 
+def lean_of(before: Any, after: Any, moment: Any, signs: Any, factors: Any, library: Any = np) -> Any:
+    """The sum of a gradient times signs, from what a fold with a moment has left of it at some places.
+
+    Example:
+        >>> factors = FoldRule(moment=0.75, count=math.inf, rate=2.0, eps=1.0).factors(np.dtype(float))
+        >>> after, moment = np.array([1.0, 2.0]), np.array([4.0, 9.0])
+        >>> float(lean_of(np.zeros(2), after, moment, np.array([1.0, -1.0]), factors))
+        -2.5
+    """
+    decay, *_, rate, eps = factors
+    step = signs * (after - decay * before)
+    return (step * (library.sqrt(moment) + eps)).sum() / rate if rate else 0.0 * step.sum()
+
+
 def _subtract(values: Any, step: Any, library: Any) -> None:
     """``values -= step``, where a fold has added it: what is not finite, or was not then, it has left out."""
     with np.errstate(over="ignore", invalid="ignore"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from horovod_sparse.arrays.gradients import (
     MovedParts,
     accumulating,
     clip_factor,
+    lean_of,
     pieces,
     scaled,
     take_out,
@@ -116,6 +118,13 @@ class HostKernels(Kernels):
         folded = folding.fold(values, parts, maxima, self.layout, factors, *both, keep_gradient=kept)
         carried = float(factors[0]) ** 2 * norm
         return FoldReport(*folded, carried, step), folded.square_norm
+
+    def leaning(
+        self, report: FoldReport, before: Array, after: Array, moment: Array, signs: Array, rule: FoldRule
+    ) -> FoldReport:
+        before, after, moment = (array.astype(np.float64) for array in (before, after, moment))
+        lean = lean_of(before, after, moment, signs, rule.factors(self.dtype).tolist())
+        return dataclasses.replace(report, lean=float(lean))
 
     def take_out(
         self, values: Array, companion: Array | None, gradient: Array | GradientParts, rule: FoldRule

@@ -199,6 +199,17 @@ class Kernels(Protocol):
         `norm` is the sum of squares of the values before; returned is that after.
         """
 
+    def leaning(
+        self,
+        report: FoldReport,
+        before: Memory,
+        after: Memory,
+        moment: Memory,
+        signs: NDArray[np.float64],
+        rule: FoldRule,
+    ) -> FoldReport:
+        """The report of a fold, and how far its gradient leans along signs (`gradients.lean_of`)."""
+
     def take_out(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
         """Undoes `fold` to the rounding of its sum."""
 

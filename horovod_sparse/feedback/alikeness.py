@@ -40,14 +40,7 @@ class Alikeness:
         """Folds what is normalized; the report says how far it leans along signs that ranks share."""
         n = self._info.num_elements
         drawn = step_generator(0, self._info.name, step).integers(0, 2 * n, min(n, _SAMPLE))
-        where = (drawn >> 1).astype(np.int32)
-        before = rule.decay * accumulator.take(where).astype(np.float64)
-        accumulator.fold(gradient, rule)
-        after, moment = accumulator.take_all(where)
-        *_, rate, eps = rule.factors(accumulator.dtype).tolist()
-        if rate:  # the gradient again, which is not there any more
-            signed = (2 * (drawn & 1) - 1) * (after - before) * (np.sqrt(moment.astype(np.float64)) + eps)
-            accumulator.tell(lean=float(signed.sum()) / rate)
+        accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
 
     def learned(self, leans: tuple[float, float], told: np.ndarray) -> tuple[float, float]:
         """The estimate after another step, in which ranks have told [P] how far their gradients lean."""

@@ -182,7 +182,23 @@ class TensorKernels(Kernels):
         )
         if not keep and flat.data_ptr() != tensor.data_ptr():
             tensor.zero_()
-        return PendingReport(PendingCopy(report), step), report[2:3]
+        self._pending = PendingCopy(report)
+        return PendingReport(self._pending, step), report[2:3]
+
+    def leaning(
+        self,
+        report: FoldReport,
+        before: Tensor,
+        after: Tensor,
+        moment: Tensor,
+        signs: NDArray[np.float64],
+        rule: FoldRule,
+    ) -> FoldReport:
+        before, after, moment = (one.double() for one in (before, after, moment))
+        along = to_device(signs, self._device)
+        factors = rule.factors(self.dtype).tolist()
+        lean = gradients.lean_of(before, after, moment, along, factors, torch)
+        return PendingReport(self._pending, report.step, PendingCopy(lean.view(1)))
 
     def _on_device(self, factors: NDArray[Any]) -> Tensor:
         if not np.array_equal(self._factors[0], factors):

@@ -65,25 +65,34 @@ def _ready_field(name: str) -> Any:
 
 
 class PendingReport(FoldReport):
-    """What `FoldReport` says, without waiting for the device until it is read."""
+    """What `FoldReport` says, without waiting for the device until it is read.
 
-    def __init__(self, copy: PendingCopy, step: int = 0) -> None:
-        object.__setattr__(self, "_copy", copy)
-        object.__setattr__(self, "step", step)
+    Args:
+        pending: count and position of what is not finite, and both sums of squares.
+        step: see `FoldReport`.
+        lean: see `FoldReport`; None for 0.
+    """
+
+    pending: PendingCopy
+
+    def __init__(self, pending: PendingCopy, step: int = 0, lean: PendingCopy | None = None) -> None:
+        self.__dict__.update(pending=pending, step=step, _lean=lean, _report=None)
 
     def _ready(self) -> FoldReport:
-        copy = self.__dict__["_copy"]
-        if isinstance(copy, PendingCopy):
-            count, first, square, carried = (float(number) for number in copy.arrays()[0])
-            copy = FoldReport(int(count), int(first) if count else -1, square, carried)
-            self.__dict__["_copy"] = copy
-        report: FoldReport = copy
+        if self.__dict__["_report"] is None:
+            count, first, square, carried = (float(number) for number in self.pending.arrays()[0])
+            copy: PendingCopy | None = self.__dict__["_lean"]
+            lean = 0.0 if copy is None else float(copy.arrays()[0][0])
+            position = int(first) if count else -1
+            self.__dict__["_report"] = FoldReport(int(count), position, square, carried, self.step, lean)
+        report: FoldReport = self.__dict__["_report"]
         return report
 
     num_nonfinite = _ready_field("num_nonfinite")
     first_nonfinite = _ready_field("first_nonfinite")
     square_norm = _ready_field("square_norm")
     carried_square_norm = _ready_field("carried_square_norm")
+    lean = _ready_field("lean")
 
     def __eq__(self, other: object) -> bool:
         return self._ready() == (other._ready() if isinstance(other, PendingReport) else other)

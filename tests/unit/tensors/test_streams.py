@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.feedback import recipe
+from horovod_sparse.feedback.alikeness import Alikeness
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import flat_gradient, streams
+from horovod_sparse.tensors.accumulator import TorchAccumulator
 from horovod_sparse.tensors.parts import Part
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.engine import PartSpec
@@ -173,3 +177,23 @@ def test_to_the_host_into_pinned_memory_waiting_once(log: list[str]) -> None:
     found = pending.arrays()
     assert [array.tolist() for array in found] == [[5, 9], [0.5, -2.0]]
     assert log == [*queued, "wait for the event"]
+
+
+def test_learning_how_alike_gradients_are_never_waits(monkeypatch):
+    """The report says how far a gradient leans when it is read: with the message, not in the fold."""
+    waits = []
+    arrays = streams.PendingCopy.arrays
+    monkeypatch.setattr(streams.PendingCopy, "arrays", lambda copy: (waits.append(1), arrays(copy))[1])
+    rule, alike = FoldRule(moment=0.9, masking=False, rate=0.1), Alikeness(BucketInfo("b", 50, size=2))
+    drawn = np.random.default_rng(0).standard_normal((2, 50)).astype(np.float32)
+    host, device = HostAccumulator(50, companions=1), TorchAccumulator(50, device="cpu", companions=1)
+    for step, gradient in enumerate(drawn):
+        alike.fold(host, gradient.copy(), rule, step)
+        alike.fold(device, torch.from_numpy(gradient.copy()), rule, step)
+        assert not waits
+        assert device.report.lean == pytest.approx(host.report.lean, rel=1e-5)
+        assert host.report.lean != 0.0
+        assert len(waits) == 2, "its two copies, once"
+        device.report.first_nonfinite  # noqa: B018
+        assert len(waits) == 2
+        waits.clear()
