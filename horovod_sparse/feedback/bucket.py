@@ -234,8 +234,7 @@ class Bucket:
         else:
             self._alikeness.fold(self.accumulator, gradient, rule, self.state.step)
         self._progress = now
-        # in other units from now on; what a decay forgets changes none
-        self.rescaled(rule.decay / feedback.decay)
+        self.rescaled(feedback.units(rates))
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()

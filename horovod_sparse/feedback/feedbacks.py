@@ -73,11 +73,14 @@ class Feedback:
             >>> [feedback.rule(bucket, falling).decay for feedback in both]
             [2.0, 1.0]
         """
-        # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
-        units = rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
         # of the sum over ranks; what one rank's gradient may have is less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        return _fold_rule(decay=units * self.decay, clip_norm=norm, **self._own(rates))
+        return _fold_rule(decay=self.units(rates) * self.decay, clip_norm=norm, **self._own(rates))
+
+    def units(self, rates: Rates) -> float:
+        """Returns by what the residual is multiplied to follow the learning rate."""
+        # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
+        return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
 
     def _own(self, rates: Rates) -> dict[str, Any]:
         """Arguments of `FoldRule` that this feedback alone gives."""
@@ -352,7 +355,7 @@ class BestFeedback(Feedback):
         raise UnsupportedError("feedback='best' is decided by an optimizer, which nobody has told here")
 
 
-FEEDBACKS: dict[str, type] = {
+FEEDBACKS: dict[str, type[Feedback]] = {
     "adam": AdamFeedback,
     "best": BestFeedback,
     "error": ErrorFeedback,

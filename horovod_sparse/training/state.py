@@ -259,7 +259,7 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
     if old_size == size:
         return dict(entries[0])
     shares = [(entry, share_factor(entry["rank"], old_size, size)) for entry in entries]
-    adds_up = getattr(FEEDBACKS.get(entries[0]["feedback"]), "adds_up", True)
+    adds_up = FEEDBACKS.get(entries[0]["feedback"], Feedback).adds_up
     averaged = shares if adds_up else [(entry, 1.0 / len(entries)) for entry in entries]
     return {
         **entries[0],
