@@ -86,7 +86,7 @@ class ExchangeWorks:
             made.before_step()
             for part in made.parts:
                 generator = np.random.default_rng(0)
-                engine.others[part.label] = [
+                engine.others[part.name] = [
                     self._message(generator, part.bucket) for _ in range(self._ranks - 1)
                 ]
         return self._made[offload]

@@ -12,7 +12,7 @@ import math
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from benchmarks.studies.training import train
 from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.tensors.adoption import adopt
+from horovod_sparse.tensors.own_steps import feedback_for, leaves_work_to_optimizer
 
 SETTING = {"num_steps": 400, "batch": 16, "warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 SEEDS = (0, 1, 2)
@@ -189,11 +189,15 @@ def memory(num_elements: int = 1_000_000) -> dict[str, float]:
         optimizer, cluster = torch.optim.AdamW([parameter]), None
         tracemalloc.start()
         if text:
-            cluster = SimulatedCluster(adopt(optimizer, parse_recipe(text)), num_elements, 1)
+            recipe = parse_recipe(text)
+            if makes_steps := not leaves_work_to_optimizer(recipe.feedback):
+                recipe = replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
+            cluster = SimulatedCluster(recipe, num_elements, 1)
             for _ in range(3):
                 cluster.synchronize([parameter.grad.numpy()], 1e-3)
             gc.collect()
-        optimizer.step()
+        if not text or not makes_steps:
+            optimizer.step()
         moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
         found[text or "dense"] = round((tracemalloc.get_traced_memory()[0] + moments) / num_elements, 2)
         tracemalloc.stop()

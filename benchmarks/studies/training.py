@@ -16,7 +16,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketStep
-from horovod_sparse.tensors.adoption import adopt, feedback_of
+from horovod_sparse.tensors.own_steps import feedback_for, kind_of, leaves_work_to_optimizer, own_step
 
 __all__ = ["Trace", "train"]
 
@@ -73,7 +73,7 @@ def train(
 
     All ranks hold the same model, so one model computes their gradients, one after the other, each from
     its own share of the data. The synchronized sum is applied by plain or momentum SGD, as the task says,
-    or by another optimizer, which is adopted where the feedback makes its steps.
+    or by another optimizer; or subtracted as it is, where ranks' own steps are synchronized.
 
     Args:
         task: model and data.
@@ -96,8 +96,8 @@ def train(
     if make_optimizer is None:
         make_optimizer = partial(torch.optim.SGD, lr=1.0, momentum=task.momentum)
     optimizer = make_optimizer(parameters)
-    recipe = adopt(optimizer, recipe)
-    recipe = replace(recipe, feedback=feedback_of(recipe.feedback, optimizer.param_groups[0]))
+    if makes_steps := not leaves_work_to_optimizer(recipe.feedback):
+        recipe = replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
     cluster = SimulatedCluster(recipe, trace.num_elements, size)
     flat = torch.zeros(trace.num_elements)
     views = [
@@ -116,11 +116,23 @@ def train(
         if score_every and step % score_every == 0:
             note_score(step)
         rate = learning_rate_at(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if makes_steps:
+            now = own_step(kind_of(optimizer), recipe.feedback, optimizer.param_groups[0], step)
+            for bucket in cluster.buckets:
+                bucket.feedback = now.feedback
         gradients, losses = [], []
         for stream in streams:
             loss = task.loss(model, *next(stream))
             parts = torch.autograd.grad(loss, parameters)
-            gradients.append(torch.cat([part.reshape(-1) for part in parts]).numpy())
+            gradient = torch.cat([part.reshape(-1) for part in parts])
+            if makes_steps:
+                own, decay = now.weights
+                gradient = own * gradient + decay * torch.cat(
+                    [one.detach().reshape(-1) for one in parameters]
+                )
+            gradients.append(gradient.numpy())
             losses.append(float(loss.detach()))
         if swap is None:
             sum_ = cluster.synchronize(gradients, rate)[0]
@@ -138,10 +150,12 @@ def train(
             edit(optimizer, flat)
         trace.applied_norms.append(float(flat.norm()))
         for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+            if makes_steps:
+                parameter.data.mul_(now.shrink).sub_(view)
+            else:
+                parameter.grad = view
+        if not makes_steps:
+            optimizer.step()
         trace.losses.append(float(np.mean(losses)))
     if score_every:
         note_score(num_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -169,6 +170,33 @@ class Accumulator:
         after, moment = (self._kernels.take(array, where) for array in (self._values, *self._companions))
         self.report = self._kernels.leaning(self.report, before, after, moment, signs, rule)
         return self.report
+
+    @contextlib.contextmanager
+    def holding(self, spans: Sequence[tuple[int, int]], factor: float = 1.0) -> Iterator[None]:
+        """A fold within leaves the companions as they were in these spans, or `factor` times that."""
+        kept = [
+            (companion, slice(*span), companion[slice(*span)] * factor)
+            for companion in self._companions
+            for span in spans
+        ]
+        yield
+        for companion, where, before in kept:
+            companion[where] = before
+
+    def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, Memory]]:
+        """Zeros in these spans, so that nothing there is selected, until `show`; before a fold."""
+        self._settle()
+        hidden = [(slice(*span), self._values[slice(*span)] * 1.0) for span in spans]
+        for where, _ in hidden:
+            self._values[where] = 0
+        return hidden
+
+    def show(self, hidden: Sequence[tuple[slice, Memory]]) -> None:
+        """Brings back what `hide` has hidden."""
+        for where, before in hidden:
+            self._values[where] = before
+        self._norm = self._kernels.squares(self._values)
+        self._maxima_known = False
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
@@ -424,6 +452,11 @@ class Accumulator:
         self.assign(held[0])
         for companion, values in zip(self._companions, held[1:], strict=True):
             self._kernels.assign(companion, values)
+
+    def memory(self) -> tuple[Memory, ...]:
+        """Values and companions where they are, not copied; who changes them calls `assign` after it."""
+        self._settle()
+        return (self._values, *self._companions)
 
     def residual(self) -> Values:
         """What is held back after a step: the values."""

@@ -115,6 +115,53 @@ def joined_pieces(
         yield start, buffer[:filled]
 
 
+class WeightedParts(GradientParts):
+    """``weights[0] gradient + weights[1] parameter``, which nothing of n elements is written for.
+
+    An optimizer's own step is made of it: a loss scale is divided out, and weight decay added, as it is read.
+
+    Args:
+        gradients: as `GradientParts` takes them.
+        parameters: as many, of the same sizes; read only where weights[1] is not 0.
+        weights: of gradient and parameter.
+
+    Example:
+        >>> parts = WeightedParts([np.array([1.0, 2.0])], [np.array([4.0, 4.0])], (2.0, 0.5))
+        >>> parts.joined(np.dtype(np.float64))
+        array([4., 6.])
+    """
+
+    def __init__(
+        self, gradients: Sequence[Array], parameters: Sequence[Array], weights: tuple[float, float]
+    ) -> None:
+        super().__init__(gradients)
+        self.whole, self._weights = None, weights
+        self._beside = GradientParts(parameters) if weights[1] else None
+
+    def joined(self, dtype: np.dtype[Any]) -> Array:
+        return np.concatenate([piece for _, piece in self.pieces(self.size)]).astype(dtype, copy=False)
+
+    def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
+        for start, (one, other, (own, beside)) in self._pairs(size, block, self._weights):
+            total = wide(one)
+            total = total * total.dtype.type(own)
+            yield start, total if other is None else total + wide(other) * total.dtype.type(beside)
+
+    def pairs(
+        self, dtype: np.dtype[Any], block: int, clip_norm: float | None = None
+    ) -> Iterator[tuple[int, Pair]]:
+        """As `pieces`, but the sum is left to who folds it: memory is read once. The gradient is clipped."""
+        own, beside = self._weights
+        if clip_norm is not None and own:
+            own *= clip_factor(GradientParts(self._flat), clip_norm / abs(own))
+        return self._pairs(1024 * block, block, np.array((own, beside), dtype))
+
+    def _pairs(self, size: int, block: int, weights: Any) -> Iterator[tuple[int, Pair]]:
+        others = None if self._beside is None else self._beside.pieces(size, block)
+        for start, piece in super().pieces(size, block):
+            yield start, Pair(piece, None if others is None else next(others)[1], weights)
+
+
 class MovedParts(GradientParts):
     """``start - array``, where arrays lie one behind the other; nothing of n elements is written for it.
 

@@ -15,6 +15,7 @@ from horovod_sparse.arrays.accumulator import Accumulator
 from horovod_sparse.arrays.gradients import (
     GradientParts,
     MovedParts,
+    WeightedParts,
     accumulating,
     clip_factor,
     lean_of,
@@ -110,7 +111,9 @@ class HostKernels(Kernels):
         whole = gradient.whole if isinstance(gradient, GradientParts) else None
         parts: Iterable[tuple[int, Any]]
         parts = pieces(gradient, 1024 * block, block) if whole is None else [(0, whole)]
-        if rule.clip_norm is not None:
+        if isinstance(gradient, WeightedParts):
+            parts = gradient.pairs(self.dtype, block, rule.clip_norm)
+        elif rule.clip_norm is not None:
             parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=kept)
         elif isinstance(gradient, MovedParts) and companion is None:
             parts = gradient.pairs(block)

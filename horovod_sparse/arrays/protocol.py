@@ -96,7 +96,7 @@ class FoldRule:
         clip_norm: if given, above 0: a gradient whose finite elements have a larger L2 norm is scaled
             down to it.
         moment: if given, in (0, 1), and instead of momentum: how much of the second moment lasts.
-        rate: of what is normalized.
+        rate: of what is normalized, or of what momentum makes of the gradient.
         eps: above 0, beside the root of the moment.
         count: gradients that the moment is made of, this one included; inf leaves its bias in it.
 
@@ -147,7 +147,8 @@ class FoldRule:
         kept = self.decay * self.keep_residual
         if self.moment is None:
             momentum = self.momentum or 0.0
-            numbers = [kept, momentum, *((1.0, momentum) if self.nesterov else (0.0, 1.0))]
+            added = (1.0, momentum) if self.nesterov else (0.0, 1.0)
+            numbers = [kept, momentum, *(self.rate * factor for factor in added)]
         else:
             known = math.sqrt(1.0 - self.moment**self.count)
             numbers = [kept, self.moment, 1.0 - self.moment, self.rate * known, self.eps * known]

@@ -17,7 +17,6 @@ from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketGradient, BucketParameters, DistributedEngine, plan_of
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import Plan
-from horovod_sparse.tensors.adoption import adopt, adopted_class
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import host_entry, shared_entries
@@ -63,9 +62,9 @@ class Synchronizer(Training):
             raise errors.ArgumentError("optimizer", optimizer, "an optimizer of PyTorch, or None")
         self._named = {} if named_parameters is None else dict(named_parameters)
         facts_of([pair for pair in self._named.items() if pair[1].requires_grad], None)  # refuses other types
-        given = recipe
-        if optimizer is not None:
-            _, recipe = adopted_class(type(optimizer), optimizer.param_groups, given)
+        if recipe.feedback.applies_rate:
+            allowed = 'one whose steps attach exchanges: attach(model, "best", optimizer) takes no hook'
+            raise errors.ArgumentError("compression", compression, allowed)
         engine = DistributedEngine(recipe, optimizer, self._named, process_group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings)
         self.optimizer = optimizer
@@ -85,11 +84,7 @@ class Synchronizer(Training):
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._writers: dict[torch.device, CudaStreams] = {}
         if optimizer is not None:
-            refuse_double_momentum(given, lambda: optimizer.param_groups, adopts=True)
-            adopt(optimizer, given)
-        elif recipe.feedback.applies_rate:
-            allowed = 'the one that trains the model: attach(model, "...", optimizer=torch.optim.AdamW(...))'
-            raise errors.ArgumentError("optimizer", None, allowed)
+            refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
         elif recipe.feedback.scale_residual:
             _log.warning(
                 "scale_residual=True does nothing: a communication hook sees no learning rate. Give it the "

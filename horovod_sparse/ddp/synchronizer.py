@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +18,14 @@ from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, told_to_others
 from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
+from horovod_sparse.ddp.steps import Synchronized, group_of, silence, unwrapped
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.tensors.loss_scale import pass_number
+from horovod_sparse.tensors.own_steps import feedback_for, leaves_work_to_optimizer
+from horovod_sparse.training.compression import recipe_of
 from horovod_sparse.training.settings import Settings, WaitingOptions
+from horovod_sparse.training.steps import Schedule
 
 if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,8 +147,6 @@ class State(Synchronizer):
             after_backward(partial(throw, failure))
         if self.step == before:  # given up: as if it had not been
             return
-        if isinstance(self.optimizer, SGDWithoutMomentum):
-            self.optimizer.keeps_momentum = not self.plan.buckets
         seen = [tuple(map(id, bucket)) for bucket in layout]
         self._num_alike = self._num_alike + 1 if seen == self._last_layout else 1
         self._last_layout = seen
@@ -263,18 +265,26 @@ def attach(
     compression: str | Recipe | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    every: int = 1,
+    delay: int = 0,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     **options: Unpack[WaitingOptions],
-) -> Synchronizer:
-    """Synchronizes a model's gradients sparsely from now on. All ranks do it, in the same way.
+) -> Synchronizer | Synchronized:
+    """Synchronizes a model sparsely from now on. All ranks do it, in the same way.
+
+    With "best", or the feedback "adam", "rmsprop" or "sgd", ranks exchange their own steps in
+    ``optimizer.step()``, and gradients stay as they are: see `horovod_sparse.training.steps`. With any other
+    feedback gradients are exchanged during the backward pass.
 
     Args:
-        model: a `DistributedDataParallel` without a communication hook; or, with `replicas`, what
-            `fully_shard` has sharded over the ranks of a host alone.
+        model: a `DistributedDataParallel` without a communication hook; with "best" any module; or, with
+            `replicas`, what `fully_shard` has sharded over the ranks of a host alone.
         compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe.
         optimizer: of all its parameters; tells learning rates, which a hook does not see. Without it,
             parameters of all groups share buckets, and a residual does not follow the learning rate
             (``scale_residual``).
+        every: steps from one exchange to the next, 1 or more; with "best" alone, like `delay`.
+        delay: exchanges after which a mean is applied; 1 hides an exchange behind the next pass.
         replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
             or a process group.
         **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that of
@@ -291,7 +301,36 @@ def attach(
     """
     # those that wait in the first step hear of errors of other ranks here
     with told_to_others(getattr(model, "process_group", None)):
+        schedule = Schedule(every, delay)
+        recipe = recipe_of(compression) if isinstance(compression, str) else compression
+        if isinstance(recipe, Recipe) and not leaves_work_to_optimizer(recipe.feedback):
+            return _attached_steps(model, recipe, optimizer, replicas, schedule, options)
+        if schedule != Schedule():
+            allowed = 'every=1, delay=0 where gradients are exchanged: "best" exchanges steps'
+            raise ArgumentError("compression", compression, allowed)
         return _attached(model, compression, optimizer, replicas, options)
+
+
+def _attached_steps(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    optimizer: Any,
+    replicas: DeviceMesh | dist.ProcessGroup | None,
+    schedule: Schedule,
+    options: WaitingOptions,
+) -> Synchronized:
+    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError("model", type(model).__name__, "the module whose parameters the optimizer trains")
+    optimizer = unwrapped(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        allowed = 'the one that trains the model: attach(model, "best", optimizer)'
+        raise ArgumentError("optimizer", optimizer, allowed)
+    recipe = dataclasses.replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
+    group = group_of(model, replicas)
+    made = Synchronized(model, recipe, optimizer, group, settings, schedule)
+    silence(model)
+    return made
 
 
 def _attached(

@@ -11,6 +11,7 @@ from horovod_sparse.feedback.feedbacks import Feedback as Feedback
 from horovod_sparse.feedback.feedbacks import MomentumCorrection as MomentumCorrection
 from horovod_sparse.feedback.feedbacks import NoFeedback as NoFeedback
 from horovod_sparse.feedback.feedbacks import RMSpropFeedback as RMSpropFeedback
+from horovod_sparse.feedback.feedbacks import VelocityFeedback as VelocityFeedback
 from horovod_sparse.feedback.recipe import ParameterRules as ParameterRules
 from horovod_sparse.feedback.recipe import Recipe as Recipe
 from horovod_sparse.feedback.recipe import parse_recipe as parse_recipe

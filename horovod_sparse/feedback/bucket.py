@@ -213,13 +213,17 @@ class Bucket:
         leave the bucket as before, but for what was finite, which is in the residual.
         """
         sum_, overflow = yield from self._synchronized(gradient, learning_rate, refused, scale)
-        self._check(sum_.notes.first_nonfinite, overflow)
+        self.check(sum_.notes.first_nonfinite, overflow)
         return sum_
 
     def _synchronized(
         self, gradient: Any, learning_rate: float | None, refused: bool, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
+        return (yield from self._summed(self.fold(gradient, learning_rate, refused=refused), scale))
+
+    def fold(self, gradient: Any, learning_rate: float | None, *, refused: bool = False) -> BucketStep:
+        """Folds a gradient into the residual, which begins a step; returns its report."""
         report, started = self._report(), time.perf_counter()
         feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
         if report.num_target == self.info.num_elements:
@@ -239,7 +243,13 @@ class Bucket:
         if refused:
             self.accumulator.refuse()
         report.fold_seconds = time.perf_counter() - started
-        return (yield from self._summed(report, scale))
+        return report
+
+    def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
+        """What follows `fold`: as `step`, whose second half it is."""
+        sum_, overflow = yield from self._summed(report, scale)
+        self.check(sum_.notes.first_nonfinite, overflow)
+        return sum_
 
     def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
         """The step that was given up once more, by `abandon`, of what waits now: nothing is folded in.
@@ -247,7 +257,7 @@ class Bucket:
         Every rank has its gradient in its residual; one that has dropped it sends what waited before.
         """
         sum_, overflow = yield from self._synchronized_again(scale)
-        self._check(sum_.notes.first_nonfinite, overflow)
+        self.check(sum_.notes.first_nonfinite, overflow)
         return sum_
 
     def _synchronized_again(self, scale: float | None) -> Synchronization[tuple[SparseSum, int | None]]:
@@ -267,6 +277,15 @@ class Bucket:
         self._before = self.state, self._progress.leans
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
+        overflow = self.received(sum_, report, scale)
+        if sum_.notes.first_nonfinite or overflow is not None:
+            self.abandon()
+        report.residual_norm = math.sqrt(self.accumulator.square_norm)
+        self.last = report
+        return sum_, overflow
+
+    def received(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
+        """Learns what a sum tells of all ranks; returns where it overflows, if it does."""
         report.num_selected = int(sum_.counts[self.info.rank])
         report.num_received = len(sum_.values)
         report.facts.update(sum_.facts)
@@ -277,12 +296,7 @@ class Bucket:
                 self._progress = dataclasses.replace(self._progress, leans=learned)
             report.global_error = float(np.add.reduce(norms)) / len(norms)
         # all ranks have the same sum: so they find the same, without a message
-        overflow = overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
-        if sum_.notes.first_nonfinite or overflow is not None:
-            self.abandon()
-        report.residual_norm = math.sqrt(self.accumulator.square_norm)
-        self.last = report
-        return sum_, overflow
+        return overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """Refuses ranks that have not done the same number of steps: all know those of all."""
@@ -296,7 +310,7 @@ class Bucket:
                 "a step alone that others have applied, so their parameters differ: resume from a checkpoint"
             )
 
-    def _check(self, marks: Mapping[int, int], overflow: int | None) -> None:
+    def check(self, marks: Mapping[int, int], overflow: int | None) -> None:
         """Raises what `marks` say by rank: where its gradient is not finite, or n if it refuses the step."""
         name, refused = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == refused]:
@@ -337,6 +351,11 @@ class Bucket:
         if drop and self._gradient is not None:
             self.accumulator.drop(self._gradient, coasts=again)
             self._gradient = None
+
+    def skip(self) -> None:
+        """Counts a step in which nothing is folded or selected."""
+        self.state = dataclasses.replace(self.state, step=self.state.step + 1)
+        self._gradient = self._before = None
 
     def accept(self) -> None:
         """The last step is applied, on all ranks: it will not be taken back, nor its gradient dropped."""

@@ -228,6 +228,43 @@ class MomentumCorrection(Feedback):
 
 
 @dataclass(frozen=True)
+class VelocityFeedback(Feedback):
+    """``u = m u + g,  acc = e + eta u``: SGD's own step on each rank, whose velocity nothing clears.
+
+    With Nesterov's momentum ``acc = e + eta (g + m u)``. At density 1 that is SGD with momentum of the mean
+    gradient: momentum is linear. Weight decay and dampening come with the gradient.
+
+    Args:
+        momentum: m, in [0, 1); 0 keeps no velocity. None: the optimizer's.
+        nesterov: whether the optimizer has it; None: the optimizer's.
+        clip_norm: see `MomentumCorrection`.
+
+    Example:
+        >>> VelocityFeedback(momentum=0.5).rule(BucketInfo("b", 9), Rates(None, None, 0.25)).rate
+        0.25
+    """
+
+    text_name: ClassVar[str] = "sgd"
+    applies_rate: ClassVar[bool] = True
+
+    momentum: float | None = None
+    nesterov: bool | None = None
+    clip_norm: float | None = None
+
+    @property
+    def num_companions(self) -> int:  # type: ignore[override]
+        """The velocity, where there is momentum."""
+        return int(bool(self.momentum))
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        if not self.momentum:
+            return {}  # the rate comes with the gradient
+        rate = 1.0 if rates.given is None else rates.given
+        nesterov = bool(self.nesterov)
+        return {"momentum": self.momentum, "nesterov": nesterov, "masking": False, "rate": rate}
+
+
+@dataclass(frozen=True)
 class Normalizing(Feedback):
     """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
 
@@ -362,6 +399,7 @@ FEEDBACKS: dict[str, type[Feedback]] = {
     "momentum": MomentumCorrection,
     "none": NoFeedback,
     "rmsprop": RMSpropFeedback,
+    "sgd": VelocityFeedback,
 }
 
 

@@ -186,9 +186,9 @@ class TwoLevelBucket(Bucket):
         """See `Bucket._check_steps`; of this rank's column, if nothing else is said."""
         super()._check_steps(steps, self.topology.columns[self.local] if ranks is None else ranks)
 
-    def _check(self, marks: Mapping[int, int], overflow: int | None) -> None:
+    def check(self, marks: Mapping[int, int], overflow: int | None) -> None:
         try:
-            super()._check(marks, overflow)
+            super().check(marks, overflow)
         except errors.NonFiniteGradientError as error:
             error.hosts = self.topology.hosts
             raise
@@ -226,7 +226,7 @@ class TwoLevelBucket(Bucket):
         report.bytes_by_round = [*before.values(), *report.bytes_by_round, message.buffer.nbytes]
         report.kinds_by_round = [*before, *report.kinds_by_round, "AllGather"]
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
-        self._check(marks, overflow)
+        self.check(marks, overflow)
         return sum_
 
     def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:

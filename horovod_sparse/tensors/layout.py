@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -214,13 +214,18 @@ def shared_entries(
     for name, tensor in parameters.items():
         if tensor in optimizer.state:  # asking for it otherwise would make an empty one
             entries += _inside(f"{{}} of {name}", optimizer.state[tensor])
-    shared = set(map(id, parameters.values()))
+    return settings_entries(optimizer, parameters.values()) + entries
+
+
+def settings_entries(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[Entry]:
+    """An optimizer's settings for the groups of these parameters."""
+    shared = set(map(id, parameters))
     settings: list[Entry] = []
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) in shared for parameter in group["params"]):
             options = {key: value for key, value in group.items() if key != "params"}
             settings += _inside(f"{{}} of group {number}", options, group)
-    return settings + entries
+    return settings
 
 
 def _inside(words: str, held: Mapping[str, Any], into: Any = None) -> Iterator[Entry]:

@@ -17,7 +17,6 @@ from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBuck
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensors.adoption import element, feedback_of, note_step
 from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
 from horovod_sparse.topology import Topology
@@ -68,7 +67,6 @@ class Part(common.BucketPart):
         #: see `Bucket.step`
         self.scale: float | None = None
         self._loss_scale, self._num_steps = 1.0, 0
-        self._noted: list[torch.Tensor] = []
         info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         if topology is None:
@@ -120,10 +118,7 @@ class Part(common.BucketPart):
         return dataclasses.replace(report, wait_seconds=task.waited_seconds, apply_seconds=took)
 
     def _step(self, refused: bool) -> Synchronization[Any]:
-        group, feedback = self.group(), self.bucket.recipe.feedback
-        if feedback.applies_rate:
-            self.bucket.feedback = feedback_of(feedback, group)
-        rate = group.get("lr")
+        rate = self.group().get("lr")
         rate = None if rate is None else float(rate)
         foldable = self.gradient.foldable(self._loss_scale)
         return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
@@ -134,23 +129,8 @@ class Part(common.BucketPart):
         else:
             values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
             num_union = self.gradient.scatter(total.indices, values)
-            if self.bucket.feedback.applies_rate:
-                self._note_step(total.indices, values)
         self.bucket.accept()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
-
-    def _note_step(self, indices: np.ndarray, values: np.ndarray) -> None:
-        """Who clips what comes back clips steps: the optimizer notices by the largest, from time to time."""
-        for parameter in self._noted:  # of a step that no optimizer has applied
-            note_step(parameter, 0, 0.0)
-        self._noted.clear()
-        self._num_steps += 1
-        if self._num_steps % _EVERY == 1 and values.size:  # reading an element waits for a device
-            position = int(indices[int(np.abs(values).argmax())])
-            number = next(at for at, (_, stop) in enumerate(self.places) if position < stop)
-            value = float(element(self.gradient.flat, position)) / self._loss_scale
-            self._noted.append(self.gradient.parameters[number])
-            note_step(self._noted[0], position - self.places[number][0], value)
 
     def abandon(self, *, drop: bool = False, again: bool = False) -> None:
         if self.streams is not None:
@@ -182,8 +162,6 @@ def _group(optimizer: Any | None, number: int) -> Mapping[str, Any]:
 
 
 _NO_RULES = ParameterRules()
-#: steps from one look at them to the next
-_EVERY = 16
 
 
 def facts_of(

@@ -13,6 +13,7 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.methods import ENTRY, check_groups
+from horovod_sparse.torch.steps import StepSynchronizer
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
 
 _NAME = "horovod_sparse.checkpoint"
@@ -127,9 +128,9 @@ def load(
     return int(entry["step"])
 
 
-def _synchronizer_of(optimizer: Any) -> GradientSynchronizer:
+def _synchronizer_of(optimizer: Any) -> Any:
     synchronizer = getattr(optimizer, "_synchronizer", None)
-    if not isinstance(synchronizer, GradientSynchronizer):
+    if not isinstance(synchronizer, (GradientSynchronizer, StepSynchronizer)):
         raise ArgumentError(
             "optimizer",
             type(optimizer),

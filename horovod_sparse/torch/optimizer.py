@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
@@ -13,16 +14,17 @@ import torch
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.adoption import adopted_class
+from horovod_sparse.tensors.own_steps import leaves_work_to_optimizer
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.horovod_engine import compare_dense, construction_errors
 from horovod_sparse.torch.methods import Methods
+from horovod_sparse.torch.steps import bound
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.compression import check_compression, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
+from horovod_sparse.training.steps import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,6 +53,9 @@ def DistributedOptimizer(
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = hvd.global_process_set,
+    *,
+    every: int = 1,
+    delay: int = 0,
     **options: Unpack[SettingsOptions],
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
@@ -108,12 +113,15 @@ def DistributedOptimizer(
         groups: number of buckets, or lists of parameters that form one each.
         sparse_as_dense: see above.
         process_set: the ranks that take part.
+        every: steps from one exchange to the next, with "best" alone: see `horovod_sparse.training.steps`.
+        delay: exchanges after which a mean is applied, with "best" alone.
         **options: settings of the training: see `horovod_sparse.training.settings.Settings`, all of which
             are taken.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision` and
-        `replan` besides.
+        `replan` besides. With "best", "adam", "rmsprop" or "sgd" as feedback the very `optimizer`, whose own
+        steps are exchanged: gradients stay on their ranks, and may be accumulated and clipped before `step`.
 
     Raises:
         ArgumentError: for arguments that exclude each other, or are not allowed.
@@ -165,8 +173,16 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     _check_sparse(optimizer, compression, op, gradient_predivide_factor)
     names = None if named_parameters is None else list(named_parameters)
-    base, recipe = _base_for(type(optimizer), optimizer.param_groups, compression.recipe, op, settings)
-    cls = type(type(optimizer).__name__, (base,), {**vars(StockOptimizer), **_METHODS})
+    recipe, schedule = compression.recipe, Schedule(every, delay)
+    if not leaves_work_to_optimizer(recipe.feedback):
+        if op != hvd.Average:
+            raise ArgumentError("op", op, "Average: a rank's own step is one of the mean")
+        optimizer.process_set = process_set
+        return bound(optimizer, names, recipe, settings, schedule, groups)
+    if schedule != Schedule():
+        allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
+        raise ArgumentError("compression", compression, allowed)
+    cls = type(type(optimizer).__name__, (type(optimizer),), {**vars(StockOptimizer), **_METHODS})
     wrapped = cls(
         optimizer.param_groups,
         names,
@@ -183,17 +199,15 @@ def DistributedOptimizer(
     return wrapped
 
 
-def _base_for(kind: type, groups: Any, recipe: Recipe, op: Any, settings: Settings) -> tuple[type, Recipe]:
-    """See `adopted_class`; refuses what has no sense where gradients have become steps of an optimizer."""
-    base, recipe = adopted_class(kind, groups, recipe)
-    if not recipe.feedback.applies_rate:
-        return base, recipe
-    if op != hvd.Average:
-        raise ArgumentError("op", op, "Average: a step of a normalized gradient is that of its mean")
-    if (norm := settings.max_grad_norm) is not None:
-        allowed = f'None, and feedback="adam(clip_norm={norm:g})": steps are synchronized, no gradients'
-        raise ArgumentError("max_grad_norm", norm, allowed)
-    return base, recipe
+def _without_hooks(step: Any) -> Any:
+    """A step of Horovod's, for which PyTorch runs no hooks."""
+
+    @functools.wraps(step)
+    def stepped(self: Any, closure: Any = None) -> Any:
+        return step(self, closure)
+
+    stepped.hooked = True  # type: ignore[attr-defined]
+    return stepped
 
 
 @construction_errors.telling
@@ -203,9 +217,16 @@ def _adopt(optimizer: Any) -> None:
     refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
     compression.check_free(p for group in optimizer.param_groups for p in group["params"])
     own, settings = type(optimizer), Settings(bucket_bytes=1)  # a class of its own, made from the user's
-    given = own.__bases__[0], optimizer.param_groups, compression.recipe
-    base, recipe = _base_for(*given, optimizer.op, settings)
-    own.__bases__ = (base,)
+    recipe = compression.recipe
+    if not leaves_work_to_optimizer(recipe.feedback):
+        if optimizer.op != hvd.Average:
+            raise ArgumentError("op", optimizer.op, "Average: a rank's own step is one of the mean")
+        own.step = _without_hooks(StockOptimizer.step)  # those of PyTorch run in the step of the user's class
+        names = [(name, one) for one, name in optimizer._parameter_names.items()]
+        bound(optimizer, names, recipe, settings, Schedule(), None)
+        if optimizer._synchronizer is not None:
+            compression.adopt(optimizer._synchronizer)
+        return
     for name, item in _METHODS.items():
         setattr(own, name, item)
     optimizer._adopted, optimizer._groups = True, None

@@ -16,7 +16,6 @@ from horovod_sparse import errors
 from horovod_sparse.collectives import Exchange
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
-from horovod_sparse.tensors.adoption import SGDWithoutMomentum
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
@@ -343,8 +342,6 @@ class GradientSynchronizer(PlannedTraining):
         self._make_ready()
         self.step += 1
         self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
-        if isinstance(self.engine.optimizer, SGDWithoutMomentum):
-            self.engine.optimizer.keeps_momentum = not self.plan.buckets
         if self.warmup is not None:
             self.follow_times(self.warmup)
 

@@ -69,7 +69,7 @@ def test_what_a_plan_leaves_dense_trains_with_momentum(engine: Engine) -> None:
         np.testing.assert_allclose(training.weights()[name], values, rtol=0, atol=1e-6)
 
 
-@pytest.mark.needs("adopts")
+@pytest.mark.needs("adopts", "horovod")
 @pytest.mark.parametrize("feedback", ["adam", pytest.param("rmsprop", marks=pytest.mark.nightly)])
 def test_steps_of_adam_equal_the_simulators(engine: Engine, feedback: str) -> None:
     """Stopped and resumed on the way: the moment and its bias go on."""

@@ -28,7 +28,6 @@ from benchmarks.studies.study import load, markdown, save
 from benchmarks.studies.tasks import gpt_task
 from benchmarks.sync.ddp_methods import start_torch_distributed
 from horovod_sparse import ddp
-from horovod_sparse.tensors.adoption import AdamWOfSteps
 
 DENSE, POWER, MARK = "dense", "PowerSGD of rank 4", "finished "
 LOCAL, LATE = "30 local steps, sparseloco", "the same, 5 steps late"
@@ -110,8 +109,7 @@ def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
             group["lr"] = rate_at(step, top_rate, setting)
         loss = task.loss(model, *batch)
         loss.backward()
-        if not isinstance(optimizer, AdamWOfSteps):  # what was sent as a step has a norm of its own
-            torch.nn.utils.clip_grad_norm_(net.parameters(), SETTING["clip_norm"])
+        torch.nn.utils.clip_grad_norm_(net.parameters(), SETTING["clip_norm"])
         optimizer.step()
         optimizer.zero_grad()
         began, ended = ended, clock()

@@ -30,7 +30,6 @@ from benchmarks.common.wire import Round
 from benchmarks.studies.tasks import ENDLESS, Task, digits_task, gpt_task, images_task
 from benchmarks.sync.ddp_methods import start_torch_distributed
 from horovod_sparse.errors import NonFiniteGradientError
-from horovod_sparse.tensors.adoption import AdamWOfSteps
 
 #: before the line that tells of a finished training
 MARK = "finished "
@@ -141,8 +140,7 @@ class Learner:
         )
 
     def _clip(self) -> None:
-        # a step that was sent as such has a norm of its own
-        if self._how.max_norm is not None and not isinstance(self._optimizer, AdamWOfSteps):
+        if self._how.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._net.parameters(), self._how.max_norm)
 
     def score(self) -> float:

@@ -44,8 +44,10 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
     top = as_key(magnitude(values[start]), 0)
     for i in range(start, stop):
         old, step, wrong = values[i], read(gradient, i), False
+        if weights is not None:
+            step = weights[0] * step
         if more is not None:
-            step = weights[0] * step + weights[1] * read(more, i)
+            step = step + weights[1] * read(more, i)
         if velocity is not None:
             wrong = not math.isfinite(step)
             if wrong:
@@ -92,10 +94,10 @@ def fold_piece(  # type: ignore[no-untyped-def]
     and the old values are still there for the slow way. (An Inf of gradient or velocity stays one in the
     sum: 0 * Inf is NaN. A moment of Inf does not, and is looked at, too.)
 
-    Where velocity, moment, more or kept are None, it is compiled as if the question were not there. With
-    `more` (and neither of the first two), weights[0] * gradient + weights[1] * more is folded; kept = True
-    leaves both as they are. `report` is added to: how many elements were not finite, position of the first
-    (set if it is < 0), sum of squares of the new values.
+    Where velocity, moment, more, weights or kept are None, it is compiled as if the question were not there.
+    With `weights` the gradient is multiplied by weights[0] first, and weights[1] * more is added where there
+    is `more`; kept = True leaves both as they are. `report` is added to: how many elements were not finite,
+    position of the first (set if it is < 0), sum of squares of the new values.
     """
     n = values.size
     if n == 0:
@@ -110,7 +112,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
             v.splat(factors[3]),
             v.splat(factors[4]),
         )
-    if more is not None:
+    if weights is not None:
         of_one, of_other = v.splat(weights[0]), v.splat(weights[1])
     limit = infinity(maxima[0])
     whole = n // GRANULE * GRANULE
@@ -126,9 +128,11 @@ def fold_piece(  # type: ignore[no-untyped-def]
             for i in range(start, stop, GRANULE):
                 j = i + v.LANES
                 a, b = v.load(gradient, i), v.load(gradient, j)
+                if weights is not None:
+                    a, b = v.multiply(of_one, a), v.multiply(of_one, b)
                 if more is not None:
-                    a = v.add(v.multiply(of_one, a), v.multiply(of_other, v.load(more, i)))
-                    b = v.add(v.multiply(of_one, b), v.multiply(of_other, v.load(more, j)))
+                    a = v.add(a, v.multiply(of_other, v.load(more, i)))
+                    b = v.add(b, v.multiply(of_other, v.load(more, j)))
                 if velocity is not None:
                     ua = v.add(v.multiply(momentum, v.load(velocity, i)), a)
                     ub = v.add(v.multiply(momentum, v.load(velocity, j)), b)
@@ -211,10 +215,10 @@ def refresh_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-d
 
 
 class Pair(NamedTuple):
-    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other."""
+    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other; other may be None."""
 
     one: Array
-    other: Array
+    other: Array | None
     factors: Array
 
 

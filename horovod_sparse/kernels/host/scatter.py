@@ -169,6 +169,41 @@ def _step_by_runs(  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _sum_runs(indices, values, at, stops, tile, first, last, where, totals):  # type: ignore[no-untyped-def]
+    """The places within [first, last) that runs have values for, each once, and their sums; how many.
+
+    Runs and tile are those of `write_runs`; places count from `first`, and ascend from tile to tile.
+    """
+    count = 0
+    begun = at.copy()
+    for begin in range(first, last, tile.size):
+        stop = min(begin + tile.size, last)
+        for run in range(at.size):
+            begun[run] = at[run]
+        if _fill_tile(tile, indices, values, at, stops, begin, stop) == 0:
+            continue
+        for run in range(at.size):
+            for i in range(begun[run], at[run]):
+                place = indices[i] - begin
+                if raw_bits(tile[place]) != 0:  # the first of a repeated place takes the sum
+                    where[count] = indices[i] - first
+                    totals[count] = tile[place]
+                    tile[place] = 0
+                    count += 1
+    return count
+
+
+@kernel
+def _subtract_at(values, indices, step):  # type: ignore[no-untyped-def]
+    """values[indices] -= step, whose places are unique."""
+    m = indices.size
+    for i in range(m):
+        if i + _AHEAD < m:
+            v.prefetch(values, indices[i + _AHEAD])
+        values[indices[i]] -= step[i]
+
+
+@kernel
 def add_runs_at(values, indices, new, narrowed):  # type: ignore[no-untyped-def]
     """Sums runs of equal indices in float32 on top of what a half-precision array holds there."""
     runs, first_touches, i = 0, 0, 0
@@ -338,6 +373,48 @@ def step_by_sum(
         past_caches = line is not None and start.nbytes >= _LARGE and line.ctypes.data % _LINE == 0
         num_union += int(_step_by_runs(start, *runs, factor, tile, first, last, line, past_caches))
     return num_union
+
+
+class RankSums:
+    """Sums over ranks at single places, for arrays that lie one behind the other in a bucket.
+
+    Args:
+        indices: of all ranks, one behind the other, each rank's ascending; within [0, n).
+        values: as many, float32 or float64; what ranks give for one place is added up in their order.
+        num_elements: n.
+
+    Example:
+        >>> sums = RankSums(np.array([0, 3, 3], np.int32), np.array([1.0, 2.0, 4.0]), 4)
+        >>> [one.tolist() for one in sums.within(0, 2)], [one.tolist() for one in sums.within(2, 4)]
+        ([[0], [1.0]], [[1], [6.0]])
+    """
+
+    def __init__(self, indices: Array, values: Array, num_elements: int) -> None:
+        where = checked(indices, num_elements)
+        new = compiled_for(values, np.dtype(np.float64 if values.dtype == np.float64 else np.float32))
+        if new.size != where.size:
+            raise MessageError(f"{where.size} indices came with {new.size} values")
+        self._runs, self._tile = _runs_of(where, new), np.zeros(_TILE, new.dtype)
+        self._room = np.empty(where.size, np.int32), np.empty(where.size, new.dtype)
+        #: different places that have been given out
+        self.num_union = 0
+
+    def within(self, start: int, stop: int) -> tuple[Array, Array]:
+        """Unique places within [start, stop), counted from `start`, and their sums. Windows ascend.
+
+        Both are gone with the next call.
+        """
+        count = int(_sum_runs(*self._runs, self._tile, start, stop, *self._room))
+        self.num_union += count
+        return self._room[0][:count], self._room[1][:count]
+
+
+def subtract_at(values: Array, where: Array, step: Array) -> None:
+    """``values[where] -= step`` in an array as `native_bits` gives it; half types are rounded once."""
+    if values.dtype.kind == "f":
+        _subtract_at(values, where, step)
+    else:
+        put_at(values, where, narrow(wide(taken(values, where)) - step, values.dtype))
 
 
 def _runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:

@@ -1,0 +1,176 @@
+"""Passes of `Steps` over torch.distributed: for DistributedDataParallel, FSDP2, and plain modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.ddp.collectives import Carrier, Communicator
+from horovod_sparse.ddp.distributed_engine import DistributedEngine
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.tensors.binding import Binding, new_facts
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.collective_errors import worst_of_all
+from horovod_sparse.training.engine import Facts, PartSpec, carry_out
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.steps import Schedule
+
+
+class _Engine(DistributedEngine):
+    """Facts of the parameters that an optimizer trains, by their names in a model."""
+
+    binding: Binding
+    model: torch.nn.Module
+
+    def facts(self, known: Facts) -> Facts:
+        assert self.optimizer is not None  # given to __init__
+        have = {id(one) for _, one in known.values()}
+        if all(id(one) in have for group in self.optimizer.param_groups for one in group["params"]):
+            return {}
+        names = {one: name for name, one in trained_by(self.optimizer, self.model).items()}
+        return new_facts(self.optimizer, known, names, self._recipe.rules)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        return self.binding.make_parts(specs, facts, place, topology)
+
+    def declared(self) -> Mapping[str, object]:
+        return {**super().declared(), "optimizer": type(self.optimizer).__name__}
+
+
+class ModelBuffers:
+    """A model's float buffers, statistics of batches: averaged with every exchange."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def _floats(self) -> list[torch.Tensor]:
+        # asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place
+        return [one for one in self._model.buffers() if one.is_floating_point() and one.numel()]
+
+    def read(self) -> np.ndarray:
+        floats = [one.detach().double().reshape(-1).cpu().numpy() for one in self._floats()]
+        return np.concatenate(floats) if floats else np.zeros(0)
+
+    def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
+        first = 0
+        for one in self._floats():
+            here = slice(first, first + one.numel())
+            before, after = (torch.from_numpy(array[here].copy()).view(one.shape) for array in (sent, mean))
+            if torch.equal(one.detach().double().cpu(), before):
+                one.copy_(after)
+            else:  # what was learned since stays
+                one.add_((after - before).to(one.device, one.dtype))
+            first = here.stop
+
+
+class Synchronized(Binding):
+    """What `attach` returns: telemetry, `finish()`, `common()`, and the state of a checkpoint."""
+
+    engine: _Engine
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        recipe: Recipe,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        settings: Settings,
+        schedule: Schedule,
+    ) -> None:
+        named = trained_by(optimizer, model)
+        engine = _Engine(recipe, optimizer, named, group, settings.deadline_seconds)
+        engine.binding, engine.model = self, model
+        shards = [one for one in named.values() if hasattr(one, "device_mesh")]
+        #: ranks that have the other shards of the same parameters: they step alike
+        self._within = Carrier(shards[0].device_mesh.get_group()) if shards else None
+        if shards:
+            mesh = shards[0].device_mesh
+            engine.shard = mesh.get_local_rank(), mesh.size()
+        super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
+
+    @property
+    def starter(self) -> Communicator:
+        return self.engine.running()
+
+    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
+        if self._within is None:
+            return failures
+        failure = carry_out(worst_of_all(failures[0] if failures else None), self._within)
+        return [] if failure is None else [failure]
+
+
+def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model that an optimizer trains, by name.
+
+    Raises:
+        ArgumentError: if it trains others, too.
+    """
+    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    named = {_plain(name): one for name, one in inner.named_parameters() if id(one) in given}
+    known = set(map(id, named.values()))
+    if strange := [
+        f"group {number}, parameter {place} of shape {list(one.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, one in enumerate(group["params"])
+        if id(one) not in known
+    ]:
+        allowed = f"one of the model's parameters alone; it also has {'; '.join(strange[:3])}"
+        raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
+    return named
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wrappers put before it."""
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+def silence(model: torch.nn.Module) -> None:
+    """Leaves gradients on their ranks: no DistributedDataParallel within a model synchronizes any more."""
+    for inner in model.modules():
+        if isinstance(inner, DistributedDataParallel):
+            if inner._comm_hooks:
+                raise UnsupportedError(
+                    "the model has a communication hook, which synchronizes gradients: attach to a "
+                    "DistributedDataParallel without one"
+                )
+            inner.require_backward_grad_sync = inner.require_forward_param_sync = False
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer of PyTorch within a wrapper: Accelerate's, torchft's, ZeRO's."""
+    for name in ("optimizer", "optim"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            return inner
+    return optimizer
+
+
+def group_of(model: torch.nn.Module, replicas: Any) -> dist.ProcessGroup | None:
+    """The ranks that have the same parameters: given, or those of the model's DistributedDataParallel."""
+    sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]
+    wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    if wrapped and replicas is not None:
+        raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
+    group = replicas if isinstance(replicas, dist.ProcessGroup) else None
+    if replicas is not None and group is None and getattr(replicas, "ndim", 0) == 1:
+        group = replicas.get_group()
+    if (sharded and group is None) or (replicas is not None and group is None):
+        allowed = 'the ranks with the same shards, as a process group or a mesh: mesh["replicate"]'
+        raise ArgumentError("replicas", replicas, allowed)
+    if sharded:
+        mesh = sharded[0].device_mesh
+        common = set(mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group))
+        if len(common) > 1 or mesh.ndim > 1:
+            allowed = 'one that fully_shard has sharded over mesh["shard"], and replicas=mesh["replicate"]'
+            raise ArgumentError("model", f"one sharded over ranks {mesh.mesh.tolist()}", allowed)
+    return wrapped[0].process_group if wrapped else group

@@ -1,0 +1,407 @@
+"""Hooks on an optimizer's step: its gradients are taken away, and the pass of `Steps` takes its place.
+
+Nothing happens in the backward pass. The optimizer keeps its class, its schedules and its hooks: it passes
+over parameters without a gradient. The gradients come back after its step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.feedback import (
+    Bucket,
+    Member,
+    ParameterRules,
+    Progress,
+    Recipe,
+    TwoLevelBucket,
+    shard_of,
+)
+from horovod_sparse.plans.plan import Plan
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.tensors.flat_gradient import GradientMemory, memory_of
+from horovod_sparse.tensors.layout import (
+    TensorEntry,
+    dtype_name,
+    host_entry,
+    settings_entries,
+    shaped,
+    unshaped,
+    view_into,
+)
+from horovod_sparse.tensors.own_steps import MOMENTS, OwnStep, kind_of, own_step
+from horovod_sparse.tensors.parameters import BucketParameters, flat, local
+from horovod_sparse.tensors.parts import facts_of, groups_of
+from horovod_sparse.topology import Topology
+from horovod_sparse.training import parts as common
+from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.moves import OwnMoves
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.state import check_entry
+from horovod_sparse.training.steps import Schedule, Steps
+
+_log = logging.getLogger("horovod_sparse")
+
+#: where an optimizer's state of a parameter has the residual
+RESIDUAL = "horovod_sparse_residual"
+#: and how alike ranks' gradients are: `Progress.leans`
+LEANS = "horovod_sparse_leans"
+#: what a loss scaler leaves at an optimizer for its step
+_BY_SCALER = "found_inf", "grad_scale"
+_ADVICE = "the model uses {}: use the same algorithm, or load None to start with no residual"
+MOMENTS_NAMES = frozenset(MOMENTS.values())
+
+
+class StepBucket(common.BucketPart):
+    """A bucket of parameters whose steps are folded, selected and applied; see `StepPart`."""
+
+    dense: bool
+
+    def __init__(
+        self,
+        spec: PartSpec,
+        parameters: Sequence[torch.Tensor],
+        recipe: Recipe,
+        place: tuple[int, int],
+        topology: Topology | None,
+        step: Callable[[int], OwnStep],
+        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        self.label = self.name = spec.label
+        self.names, self.dense = tuple(spec.names), spec.dense
+        stops = np.cumsum([local(parameter).numel() for parameter in parameters]).tolist()
+        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
+        self.parameters = BucketParameters(parameters, self.places)
+        self._step, self._gradient_of = step, gradient_of
+        first = local(parameters[0])
+        self.memory: GradientMemory = memory_of(first.device, self.names[0])
+        self.num_bytes = stops[-1] * first.element_size()
+        whole = BucketInfo(self.label, stops[-1], *place, dtype_name(first) or "unknown")
+        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
+        if topology is None:
+            self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
+        else:
+            accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
+            self.bucket = TwoLevelBucket(
+                *(whole, recipe, accumulator, members, topology),
+                summable=self.memory.summable,
+                foldable=self.memory.shard,
+            )
+        self.moves = OwnMoves(self.bucket, self.parameters)
+        #: numbers of parameters that have had a gradient: the moments of others are made of nothing
+        self.born: set[int] = set()
+        self._now = OwnStep(recipe.feedback, (1.0, 0.0), 1.0, 0.0)
+
+    def prepare(self) -> None:
+        """Reads the optimizer's settings for this pass."""
+        self._now = self._step(self.bucket.progress.age)
+        self.bucket.feedback = self._now.feedback
+        self._gradients = [self._gradient_of(one) for one in self.parameters.parameters]
+
+    @property
+    def rate(self) -> float:
+        return self._now.rate
+
+    @property
+    def shrink(self) -> float:
+        return self._now.shrink
+
+    @property
+    def absent(self) -> list[int]:
+        if self._now.rate == 0.0:
+            return list(range(len(self.names)))
+        return [number for number, one in enumerate(self._gradients) if one is None]
+
+    def gradient(self) -> Any:
+        for number, one in enumerate(self._gradients):
+            if one is not None and number not in self.born:
+                self._bear(number, one)
+        return self.parameters.foldable(self._gradients, self._now.weights)
+
+    def _bear(self, number: int, gradient: torch.Tensor) -> None:
+        """A parameter's first gradient: its second moment is as if that had come in every step before."""
+        self.born.add(number)
+        age = self.bucket.progress.age
+        if not age or not getattr(self.bucket.feedback, "corrected", False):
+            return
+        parameter, (own, beside) = self.parameters.parameters[number], self._now.weights
+        _, moment = (view.view(-1) for view in self._flat_memory(number))
+        step = flat(gradient, parameter).to(moment.dtype) * own
+        if beside:
+            step += flat(parameter).to(moment.dtype) * beside
+        moment.copy_(step.square_().mul_(1.0 - self._now.feedback.beta2**age))
+
+    def _flat_memory(self, number: int) -> list[torch.Tensor]:
+        """Residual and companions of a parameter, flat: the very memory that passes change."""
+        where = slice(*self.places[number])
+        return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
+
+    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
+        return shaped(values, local(self.parameters.parameters[number]))
+
+    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
+        return unshaped(values, local(self.parameters.parameters[number]))
+
+    def views(self, number: int) -> list[torch.Tensor]:
+        """Residual and companions of a parameter, in its shape: the very memory that passes change."""
+        like = local(self.parameters.parameters[number])
+        return [view_into(one, one.storage_offset(), like) for one in self._flat_memory(number)]
+
+
+def new_facts(
+    optimizer: Any, known: Facts, names: Mapping[torch.Tensor, str], rules: ParameterRules
+) -> Facts:
+    """The parameters that an optimizer trains and that are not known yet, in the order of their names."""
+    have = {id(one) for _, one in known.values()}
+    groups = groups_of(optimizer)
+    if all(id(one) in have or not one.requires_grad for one in groups):
+        return {}
+    places = [
+        (f"allreduce.noname.{i}.{j}", one)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, one in enumerate(group["params"])
+    ]
+    place_of = {one: name for name, one in places}
+    order = {one: number for number, one in enumerate([*place_of, *names])}
+    trained = [one for one in groups if one.requires_grad and id(one) not in have]
+    trained.sort(key=lambda one: order[one])
+    new = {names.get(one, place_of[one]): one for one in trained}
+    own = {name: local(one) for name, one in new.items()}
+    found = facts_of(own.items(), {own[name]: groups[one] for name, one in new.items()}, rules)
+    return {name: (fact, new[name]) for name, (fact, _) in found.items()}
+
+
+class Binding(Steps):
+    """Binds one optimizer to the passes of a training; made by `attach` and `DistributedOptimizer`.
+
+    Attributes:
+        optimizer: the user's own.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Any,
+        recipe: Recipe,
+        settings: Settings,
+        schedule: Schedule,
+        averaged: Any = None,
+    ) -> None:
+        self.optimizer, self._kind = optimizer, kind_of(optimizer)
+        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        #: what was loaded into the optimizer, by parameter, until there are parts
+        self._loaded: dict[torch.Tensor, Mapping[str, Any]] = {}
+        self._loss_scale = 1.0
+        #: what a loss scaler has told the optimizer for this step
+        self._told_by_scaler: tuple[Any, ...] = (None, None)
+        super().__init__(engine, recipe, settings, schedule, averaged)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(self._before_saving),
+            optimizer.register_state_dict_post_hook(self._after_saving),
+            optimizer.register_load_state_dict_pre_hook(self._before_loading),
+            optimizer.register_load_state_dict_post_hook(self._after_loading),
+        ]
+        # a state that is empty has torch.distributed.checkpoint step the optimizer
+        for one in self._trained():
+            optimizer.state[one].setdefault("step", torch.tensor(0.0))
+        # a loss scaler leaves a step to who can do without it, and so every rank enters every exchange
+        optimizer._step_supports_amp_scaling = True
+
+    def detach(self) -> None:
+        """Leaves the optimizer as it was before."""
+        for handle in self._handles:
+            handle.remove()
+        del self.optimizer._step_supports_amp_scaling
+
+    # a step of the optimizer
+
+    def _trained(self) -> Iterator[torch.Tensor]:
+        return (one for group in self.optimizer.param_groups for one in group["params"])
+
+    @torch._disable_dynamo
+    def _before(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Runs a closure, and takes the gradients away."""
+        given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        changed = None
+        if given is not None:
+            with torch.enable_grad():
+                loss = given()
+            others = {name: one for name, one in named.items() if name != "closure"}
+            changed = (optimizer, lambda: loss), others
+        self._told_by_scaler = tuple(getattr(optimizer, name, None) for name in _BY_SCALER)
+        if self.is_scaled:  # some optimizers of PyTorch refuse these where they have no gradients
+            optimizer.found_inf = optimizer.grad_scale = None
+        self._gradients = {one: one.grad for one in self._trained()}
+        for one in self._gradients:
+            one.grad = None
+        return changed
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _after(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        found, scale = self._told_by_scaler
+        try:
+            if self.is_scaled:
+                optimizer.found_inf, optimizer.grad_scale = found, scale
+            self._loss_scale = 1.0 if scale is None else float(scale)
+            self.meet()
+            for part in self.parts:
+                part.prepare()
+            self.pass_(overflowed=found is not None and bool(found))
+        finally:
+            for one, gradient in self._gradients.items():
+                one.grad = gradient
+            self._gradients = {}
+
+    # the optimizer's own state
+
+    def build(self, plan: Plan) -> None:
+        """As `Training.build`; the optimizer's state shows the memory of the new parts."""
+        super().build(plan)
+        self._expose()
+
+    def _expose(self) -> None:
+        """Second moment or velocity, under PyTorch's name, and residual: in the optimizer's state."""
+        for part in self.parts:
+            names = RESIDUAL, MOMENTS[part.bucket.recipe.feedback.text_name]
+            for number, parameter in enumerate(part.parameters.parameters):
+                state = self.optimizer.state[parameter]
+                state.update(zip(names, part.views(number), strict=False))
+
+    def _before_saving(self, _: Any) -> None:
+        for part in self.parts:
+            progress = part.bucket.progress
+            for one in part.parameters.parameters:
+                told = {
+                    "step": torch.tensor(float(progress.age)),
+                    LEANS: torch.tensor(progress.leans, dtype=torch.float64),
+                }
+                self.optimizer.state[one].update(told)
+
+    def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
+        """Adds the first moment, of zeros, for an optimizer that goes on without this package."""
+        if self._kind not in (torch.optim.Adam, torch.optim.AdamW):
+            return
+        # the dictionaries in it are the optimizer's own
+        for number, state in list(saved["state"].items()):
+            if "exp_avg_sq" in state:
+                saved["state"][number] = {**state, "exp_avg": torch.zeros_like(state["exp_avg_sq"])}
+
+    def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
+        # PyTorch casts what it loads to the parameters' type
+        self._uncast = dict(saved["state"])
+
+    def _after_loading(self, _: Any) -> None:
+        """Goes on from second moments and residual that any trainer has saved, or PyTorch's optimizer."""
+        loaded = dict(zip(range(len(self._uncast)), self._uncast.values(), strict=True))
+        trained = list(self._trained())
+        self._loaded = {trained[number]: loaded[number] for number in loaded if number < len(trained)}
+        self._uncast = {}
+        for one in trained:
+            self.optimizer.state[one].pop("exp_avg", None)
+        if self.parts:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """Puts what was loaded into the parts; ranks agree in the next pass where they stand."""
+        loaded, self._loaded = self._loaded, {}
+        if not loaded:
+            return
+        self.roll_back()
+        self.step = 0
+        for part in self.parts:
+            states = [loaded.get(one, {}) for one in part.parameters.parameters]
+            steps = max((int(float(one["step"])) for one in states if "step" in one), default=0)
+            leans = next((one[LEANS].tolist() for one in states if LEANS in one), (0.0, 0.0))
+            part.restart(Progress(steps, leans=tuple(leans)))
+            self.step = max(self.step, steps // self.schedule.every)
+            names = RESIDUAL, MOMENTS[part.bucket.recipe.feedback.text_name]
+            filled = part.blank()
+            for name, into in zip(names, filled, strict=False):
+                for number, state in enumerate(states):
+                    if name in state:
+                        into[slice(*part.places[number])] = part.flat(number, local(state[name]).cpu())
+            part.assign(filled)
+            part.born = {number for number, state in enumerate(states) if MOMENTS_NAMES & set(state)}
+        self._agreed_under = None
+        self._expose()
+
+    # this rank's exact state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's exact entry of a checkpoint, at any moment between two steps: every rank saves its own.
+
+        It holds residuals, moments, sparsifiers' states, and the rank's own moves with what is in flight.
+        Save the model's parameters of this very rank beside it.
+        """
+        return self.save()
+
+    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
+        """Goes on from an entry, or from nothing; ranks agree in the next step.
+
+        Raises:
+            StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
+        """
+        self.meet()
+        self.load(None if entry is None else self.checked(entry))
+        for part in self.parts:
+            part.born = set(range(len(part.names)))
+        self._expose()
+
+    def checked(self, entry: Any) -> dict[str, Any]:
+        """An entry, with all tensors on the host, if it fits; nothing is changed."""
+        entry = host_entry(entry)
+        check_entry(entry, self.recipe, _ADVICE)
+        known = {name: local(one) for name, (_, one) in self.facts.items()}
+        self.check_fits(entry, known, known)
+        return dict(entry)
+
+    @property
+    def is_scaled(self) -> bool:
+        return self._told_by_scaler[0] is not None
+
+    def meet(self) -> None:
+        """Makes the first parts, and parts for parameters that have come since."""
+        if not self.facts:
+            facts = self.engine.facts({})
+            self.begin(facts, self.settings.plan or self.first_plan_of(facts))
+            self._take_over()
+        elif self.engine.facts(self.facts):
+            self.take_in()
+
+    def step_of(self, number: int, age: int) -> OwnStep:
+        """How gradients of a group become own steps now."""
+        group = self.optimizer.param_groups[number]
+        return own_step(self._kind, self.recipe.feedback, group, age, self._loss_scale)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[StepBucket]:
+        """See `Engine.make_parts`; engines of front ends ask for it."""
+        made = []
+        for spec in specs:
+            parameters = [facts[name][1] for name in spec.names]
+            recipe = spec.recipe
+            step = partial(self.step_of, facts[spec.names[0]][0].group)
+            hosts = None if spec.dense else topology
+            made.append(StepBucket(spec, parameters, recipe, place, hosts, step, self._gradient_of))
+        return made
+
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        gradient = self._gradients.get(parameter)
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+    def shared_entries(self) -> Sequence[Any]:
+        parameters = {name: one for name, (_, one) in self.facts.items()}
+        entries = [TensorEntry(name, local(one)) for name, one in parameters.items()]
+        return [*settings_entries(self.optimizer, parameters.values()), *entries]

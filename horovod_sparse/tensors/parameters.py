@@ -1,0 +1,147 @@
+"""Parameters of a bucket, as own moves and sums over ranks reach them: where they lie, and nothing copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.arrays import Indices, Values, WeightedParts
+from horovod_sparse.arrays.gradients import GradientParts
+from horovod_sparse.kernels.host.scatter import (
+    RankSums,
+    narrow,
+    native_bits,
+    put_at,
+    subtract_at,
+    taken,
+    wide,
+)
+from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, host_view
+from horovod_sparse.tensors.layout import memory_strides
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is on this rank: all of it, or its shard."""
+    inner: Any = tensor.detach()
+    return inner.to_local() if hasattr(inner, "to_local") else inner
+
+
+def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor's elements in the order in which a parameter's lie in memory; its own memory if it can be."""
+    own = local(tensor)
+    strides = memory_strides(own if like is None else local(like))
+    if own.stride() != strides:
+        own = torch.empty_strided(own.shape, strides, dtype=own.dtype, device=own.device).copy_(own)
+    return own.as_strided((own.numel(),), (1,), own.storage_offset())
+
+
+class BucketParameters:
+    """See `horovod_sparse.training.moves.Parameters`.
+
+    Args:
+        parameters: of the bucket, in its order.
+        places: [start, stop) of each.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
+        self.parameters, self._places = list(parameters), list(places)
+        self._stops = np.array([stop for _, stop in places])
+        self.on_host = local(parameters[0]).device.type in HOST_DEVICES
+
+    def arrays(self) -> list[Any]:
+        """The parameters' own memory, flat: arrays on the host, tensors elsewhere. Asked for in each pass."""
+        tensors = [flat(parameter) for parameter in self.parameters]
+        return [native_bits(host_view(one)) for one in tensors] if self.on_host else tensors
+
+    def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Any]]:
+        """Parameters that have some of the positions: memory, which positions, and where these are in it."""
+        cuts = [0, *np.searchsorted(indices, self._stops).tolist()]
+        arrays = self.arrays()
+        for number, array in enumerate(arrays):
+            here = slice(cuts[number], cuts[number + 1])
+            if here.start < here.stop:
+                where = indices[here] - np.int32(self._places[number][0])
+                yield array, here, where if self.on_host else torch.from_numpy(where).to(array.device).long()
+
+    def take(self, indices: Indices) -> list[Any]:
+        if self.on_host:
+            return [taken(array, where) for array, _, where in self._within(indices)]
+        return [array[where] for array, _, where in self._within(indices)]
+
+    def put(self, indices: Indices, values: list[Any]) -> None:
+        for (array, _, where), old in zip(self._within(indices), values, strict=True):
+            if self.on_host:
+                put_at(array, where, old)
+            else:
+                array[where] = old
+
+    def subtract(self, indices: Indices, values: Values) -> None:
+        for array, here, where in self._within(indices):
+            self._subtract(array, where, values[here])
+
+    def _subtract(self, array: Any, where: Any, step: Values) -> None:
+        if self.on_host:
+            subtract_at(array, where, step)
+        else:
+            given = torch.from_numpy(np.ascontiguousarray(step)).to(array.device)
+            array[where] = (array[where].to(given.dtype) - given).to(array.dtype)
+
+    def subtract_sum(self, total: SparseSum, scale: float) -> int:
+        values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
+        if total.whole:
+            for array, (start, stop) in zip(self.arrays(), self._places, strict=True):
+                piece = values[start:stop]
+                if self.on_host:
+                    array[...] = narrow(wide(array) - piece, array.dtype)
+                else:
+                    given = torch.from_numpy(np.ascontiguousarray(piece)).to(array.device)
+                    array.copy_((array.to(given.dtype) - given).to(array.dtype))
+            return int(values.size)
+        sums = RankSums(total.indices, values, int(self._stops[-1]))
+        for array, (start, stop) in zip(self.arrays(), self._places, strict=True):
+            where, step = sums.within(start, stop)
+            if where.size:
+                given = where if self.on_host else torch.from_numpy(where.copy()).to(array.device).long()
+                self._subtract(array, given, step)
+        return sums.num_union
+
+    def shrink(self, numbers: Sequence[int], factor: float) -> None:
+        torch._foreach_mul_([local(self.parameters[number]) for number in numbers], factor)
+
+    def to_save(self, values: list[Any]) -> list[torch.Tensor]:
+        return [torch.from_numpy(one.copy()) if self.on_host else one.cpu() for one in values]
+
+    def from_saved(self, saved: list[torch.Tensor]) -> list[Any]:
+        device = local(self.parameters[0]).device
+        return [one.cpu().numpy().copy() if self.on_host else one.to(device) for one in saved]
+
+    def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
+        """What an accumulator folds: ``weights[0] gradient + weights[1] parameter``; None counts as zeros."""
+        if self.on_host:
+            arrays = self.arrays()
+            given = [
+                np.zeros_like(array) if one is None else native_bits(host_view(flat(one, like)))
+                for one, like, array in zip(gradients, self.parameters, arrays, strict=True)
+            ]
+            return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, arrays, weights)
+        return self._on_device(gradients, weights)
+
+    def _on_device(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
+        from horovod_sparse.tensors.accumulator import KeptTensor
+
+        tensors = self.arrays()
+        own = torch.cat(
+            [
+                torch.zeros_like(like) if one is None else flat(one, parameter)
+                for one, parameter, like in zip(gradients, self.parameters, tensors, strict=True)
+            ]
+        )
+        if weights != (1.0, 0.0):
+            own = own.to(torch.promote_types(own.dtype, torch.float32)) * weights[0]
+        if weights[1]:
+            own.add_(torch.cat(tensors).to(own.dtype), alpha=weights[1])
+        return KeptTensor(own)

@@ -1,0 +1,188 @@
+"""Passes of `Steps` over Horovod: what `DistributedOptimizer` gives where own steps are exchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import ArgumentError, DeadlineError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.plans.plan import Plan, explicit_groups, fixed_bytes, num_buckets
+from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding, new_facts
+from horovod_sparse.tensors.own_steps import feedback_for
+from horovod_sparse.topology import Topology
+from horovod_sparse.torch._horovod import claim, hvd, present_start
+from horovod_sparse.torch.driver import HorovodDriver
+from horovod_sparse.torch.horovod_engine import compare_with_ranks, refuse_whole_gradients
+from horovod_sparse.training.collective_errors import refuse_absence
+from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.host_topology import Ranks
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.steps import Schedule
+
+#: where an optimizer's state_dict has this rank's exact entry
+ENTRY = "horovod_sparse"
+
+
+class _Engine:
+    """An `Engine` for the parameters that one optimizer trains."""
+
+    name = "horovod_sparse.torch"
+    start_token = staticmethod(present_start)
+    binding: Binding
+
+    def __init__(
+        self,
+        optimizer: Any,
+        names: Mapping[torch.Tensor, str],
+        recipe: Recipe,
+        process_set: Any,
+        deadline_seconds: float | None,
+    ) -> None:
+        self.optimizer, self.process_set = optimizer, process_set
+        self._names, self._recipe, self._deadline_seconds = dict(names), recipe, deadline_seconds
+        self.driver = HorovodDriver(process_set, deadline_seconds)
+
+    def rank_and_size(self) -> tuple[int, int]:
+        return int(self.process_set.rank()), int(self.process_set.size())
+
+    def ranks(self) -> Ranks:
+        return Ranks.of_horovod(hvd, self.process_set)
+
+    def facts(self, known: Facts) -> Facts:
+        return new_facts(self.optimizer, known, self._names, self._recipe.rules)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        return self.binding.make_parts(specs, facts, place, topology)
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+        seconds = self._deadline_seconds
+        return compare_with_ranks(coroutine, self.process_set, deadline_seconds=seconds, topology=topology)
+
+    def move_to(self, topology: Topology | None) -> None:
+        self.driver.move_to(topology)
+
+    def declared(self) -> Mapping[str, object]:
+        ranks = self.process_set.ranks
+        return {"process_set": "all" if ranks is None else list(ranks)}
+
+    def to_array(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())
+
+
+class StepSynchronizer(Binding):
+    """Binds an optimizer to passes over Horovod; its `state_dict` has this rank's exact entry, too."""
+
+    engine: _Engine
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[torch.Tensor, str],
+        recipe: Recipe,
+        settings: Settings,
+        schedule: Schedule,
+        process_set: Any,
+        groups: Any,
+    ) -> None:
+        engine = _Engine(optimizer, names, recipe, process_set, settings.deadline_seconds)
+        engine.binding, self._groups, self.process_set = self, groups, process_set
+        super().__init__(optimizer, engine, recipe, settings, schedule)
+        claim(self, [one for group in optimizer.param_groups for one in group["params"]])
+        self.meet()
+
+    @property
+    def starter(self) -> HorovodDriver:
+        return self.engine.driver
+
+    def agree(self) -> None:
+        try:
+            super().agree()
+        except DeadlineError:
+            refuse_whole_gradients(sorted(self.facts), self.process_set)
+            raise
+        self.engine.driver.label = self.label
+
+    def first_plan_of(self, facts: Facts) -> Plan:
+        parameters, size = [fact for fact, _ in facts.values()], self.settings.bucket_bytes
+        if self._groups is None or self.facts:
+            return fixed_bytes(parameters) if size is None else fixed_bytes(parameters, size)
+        if isinstance(self._groups, int):
+            return num_buckets(parameters, self._groups)
+        name_of = {id(one): name for name, (_, one) in facts.items()}
+        return explicit_groups(parameters, [[name_of[id(one)] for one in group] for group in self._groups])
+
+    def _after_saving(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        super()._after_saving(optimizer, saved)
+        saved["state"] = {
+            number: {name: one for name, one in state.items() if name not in (RESIDUAL, LEANS)}
+            for number, state in saved["state"].items()
+        }
+        saved[ENTRY] = self.save()
+
+    def _after_loading(self, optimizer: Any) -> None:
+        entry = self._entry
+        super()._after_loading(optimizer)
+        if entry is not None:
+            self.load_state_dict(entry)
+
+    def _before_loading(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        self._entry = saved.get(ENTRY)
+        if self._entry is not None:
+            self.checked(self._entry)
+        super()._before_loading(optimizer, saved)
+
+    take_back = Binding.load_state_dict
+
+    def give_up(self) -> None:
+        """Takes back what is in flight."""
+        self.roll_back()
+
+    def retire(self) -> None:
+        """Another optimizer was made for these parameters: this one steps as PyTorch's again."""
+        self.detach()
+
+
+def bound(
+    optimizer: Any,
+    named_parameters: Sequence[tuple[str, torch.Tensor]] | None,
+    recipe: Recipe,
+    settings: Settings,
+    schedule: Schedule,
+    groups: Any,
+) -> Any:
+    """The very optimizer, whose steps are exchanged from now on, with what Horovod's users call besides.
+
+    Gradients stay on their ranks until `step`, so `synchronize` has nothing to do, and they may be clipped
+    or accumulated before.
+    """
+    for name in ("merging", "tensor_selection", "profile", "max_grad_norm"):
+        if (given := getattr(settings, name)) is not None:
+            allowed = "None: own steps are exchanged, behind backward; feedback='error' exchanges gradients"
+            raise ArgumentError(name, given, allowed)
+    recipe = dataclasses.replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
+    names = {one: name for name, one in named_parameters or ()}
+    process_set = optimizer.process_set
+    for i, group in enumerate(optimizer.param_groups):
+        for j, one in enumerate(group["params"]):
+            names.setdefault(one, f"allreduce.noname.{i}.{j}")
+    if process_set.included():
+        made = StepSynchronizer(optimizer, names, recipe, settings, schedule, process_set, groups)
+        optimizer._synchronizer, optimizer.telemetry = made, made.telemetry
+        optimizer.finish, optimizer.common = made.finish, made.common
+    else:
+        refuse_absence(hvd, process_set)
+        optimizer._synchronizer, optimizer.telemetry = None, Telemetry()
+    optimizer.synchronize = lambda: None
+    optimizer.skip_synchronize = contextlib.nullcontext
+    optimizer.set_backward_passes_per_step = lambda passes: None
+    return optimizer

@@ -1,0 +1,254 @@
+"""A bucket's own moves: a rank moves at once by what it sends, and the mean over ranks replaces that later.
+
+``(theta - x) + x`` is not theta in floating point. So each move keeps the parameters' values that stood
+there; they are put back, the last move first, before a mean is subtracted: k values a move, no copy of n.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.arrays import Indices, Values
+from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.feedback import Bucket
+from horovod_sparse.kernels.host.scatter import RankSums
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.sparsifiers.base import SelectAndGather
+from horovod_sparse.sparsifiers.dense import Dense
+from horovod_sparse.telemetry import BucketStep
+from horovod_sparse.training.engine import Starter, Task
+from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
+
+
+class Parameters(Protocol):
+    """The parameters of a bucket, one behind the other; indices are positions in the bucket."""
+
+    def take(self, indices: Indices) -> Any:
+        """Returns the values at ascending, unique positions, in the parameters' own type."""
+
+    def put(self, indices: Indices, values: Any) -> None:
+        """Writes values that `take` returned."""
+
+    def subtract(self, indices: Indices, values: Values) -> None:
+        """Subtracts float32 or float64 values at ascending, unique positions."""
+
+    def subtract_sum(self, total: SparseSum, scale: float) -> int:
+        """Subtracts scale times a sum over ranks; returns at how many different positions."""
+
+    def shrink(self, numbers: Sequence[int], factor: float) -> None:
+        """Multiplies whole parameters, by their numbers in the bucket."""
+
+    def to_save(self, values: Any) -> Any:
+        """What `take` returned, for a checkpoint."""
+
+    def from_saved(self, saved: Any) -> Any:
+        """The inverse of `to_save`."""
+
+
+@dataclass
+class Move:
+    """What one pass has subtracted from a rank's parameters, and what stood there before."""
+
+    indices: Indices
+    values: Values
+    before: Any
+
+
+@dataclass
+class Exchange:
+    """Moves whose mean over ranks is under way."""
+
+    task: Task
+    num_moves: int
+    message: np.ndarray
+    own: Gathered
+    report: BucketStep
+
+
+class OwnMoves:
+    """Selects, moves, and exchanges for one bucket.
+
+    Attributes:
+        moves: this rank's moves that no mean has replaced yet, the oldest first.
+        in_flight: exchanges that have begun and not landed, the oldest first.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Parameters) -> None:
+        self._bucket, self._parameters = bucket, parameters
+        self.moves: list[Move] = []
+        self.in_flight: deque[Exchange] = deque()
+        self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
+        #: numbers of moves and messages that were in flight in a checkpoint
+        self._resumed: deque[tuple[int, np.ndarray]] = deque()
+
+    def select(self, report: BucketStep) -> None:
+        """Moves by what the sparsifier selects of the residual."""
+        bucket, sparsifier = self._bucket, self._bucket.recipe.sparsifier
+        n, step = bucket.info.num_elements, bucket.state.step
+        facts: Mapping[str, float] = {}
+        after = None
+        if isinstance(sparsifier, SelectAndGather):
+            k = sparsifier.num_selected(bucket.info, step)
+            indices, facts, after = sparsifier.select(bucket.accumulator, k, bucket.state, bucket.info)
+        else:
+            indices = np.arange(n, dtype=np.int32)
+        self._move(indices, bucket.accumulator.remove(indices))
+        bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
+        report.facts.update(facts)
+        self._report = report
+
+    def _move(self, indices: Indices, values: Values) -> None:
+        self.moves.append(Move(indices, values, self._parameters.take(indices)))
+        self._parameters.subtract(indices, values)
+
+    def begin(self, starter: Starter, name: str) -> None:
+        """Begins the mean over ranks of all moves that are in no exchange yet."""
+        if self._resumed:
+            self._send(starter, name, *self._resumed.popleft())
+            return
+        bucket, info = self._bucket, self._bucket.info
+        mine = self.moves[sum(one.num_moves for one in self.in_flight) :]
+        indices, values = _added_up(mine, info)
+        wire, sent = self._wire(len(mine)), values
+        if not wire.exact:
+            sent = wire.round(values)
+            bucket.accumulator.add(indices, values - sent)
+        message = pack(indices, sent, bucket.accumulator.report, format=wire, num_elements=info.num_elements)
+        self._send(starter, name, len(mine), message)
+
+    def _wire(self, num_moves: int) -> WireFormat:
+        sparsifier, step = self._bucket.recipe.sparsifier, self._bucket.state.step
+        if num_moves == 1 and isinstance(sparsifier, SelectAndGather):
+            return sparsifier.message_format(self._bucket.info, step - 1)
+        return sparsifier.wire
+
+    def _send(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
+        info, wire = self._bucket.info, self._wire(num_moves)
+        own = unpack_sum(message, 1, wire, info.num_elements, info.value_dtype)
+        report, self._report = self._report, dataclasses.replace(self._report)
+        report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
+        report.kinds_by_round = [AllGather.__name__]
+        task = starter.start(name, _gathered(message, info, wire))
+        self.in_flight.append(Exchange(task, num_moves, message, own, report))
+
+    def received(self, scale: float) -> SparseSum:
+        """The oldest exchange's sum, which has come; raises what ranks find wrong with it, all alike."""
+        exchange = self.in_flight[0]
+        total: SparseSum = exchange.task.value()
+        overflow = self._bucket.received(total, exchange.report, scale)
+        self._bucket.check({}, overflow)
+        return total
+
+    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+        """Puts the mean in the place of the oldest exchange's moves; weight decay comes before it.
+
+        `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
+        """
+        exchange, later = self._put_back()
+        for factor, numbers in shrunk.items():
+            self._parameters.shrink(numbers, factor)
+        num_union = self._parameters.subtract_sum(total, scale)
+        for move in later:
+            self._move(move.indices, move.values)
+        exchange.report.residual_norm = float(np.sqrt(self._bucket.accumulator.square_norm))
+        self._bucket.last = exchange.report
+        return num_union
+
+    def cancel(self) -> None:
+        """Takes the oldest exchange's moves back into the residual."""
+        exchange, later = self._put_back()
+        self._return(exchange)
+        for move in later:
+            self._move(move.indices, move.values)
+
+    def _return(self, exchange: Exchange) -> None:
+        sent = exchange.own.values
+        if sent is not None:
+            self._bucket.accumulator.add(exchange.own.indices, sent)
+
+    def _put_back(self) -> tuple[Exchange, list[Move]]:
+        """The common parameters, bit for bit; the oldest exchange, and the moves after its own."""
+        exchange = self.in_flight.popleft()
+        later = self.moves[exchange.num_moves :]
+        self._undo()
+        return exchange, later
+
+    def _undo(self) -> None:
+        for move in reversed(self.moves):
+            self._parameters.put(move.indices, move.before)
+        self.moves = []
+
+    def roll_back(self) -> None:
+        """Takes everything back that no mean has replaced: parameters are the common ones."""
+        moves, exchanges = self.moves, list(self.in_flight)
+        self._undo()
+        self.in_flight.clear()
+        self._resumed.clear()
+        for exchange in exchanges:
+            self._return(exchange)
+        for move in moves[sum(one.num_moves for one in exchanges) :]:
+            self._bucket.accumulator.add(move.indices, move.values)
+
+    @contextlib.contextmanager
+    def common(self) -> Iterator[None]:
+        """Shows the common parameters; this rank's moves come back afterwards."""
+        moves = self.moves
+        self._undo()
+        try:
+            yield
+        finally:
+            for move in moves:
+                self._move(move.indices, move.values)
+
+    def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+        """All moves, and the messages that are in flight, for a checkpoint."""
+        return {
+            "moves": [
+                [array(move.indices), array(move.values), self._parameters.to_save(move.before)]
+                for move in self.moves
+            ],
+            "in_flight": [[one.num_moves, array(one.message)] for one in self.in_flight],
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Takes moves that the parameters hold already; `begin` sends first what was in flight."""
+        self.moves = [
+            Move(np.asarray(indices), np.asarray(values), self._parameters.from_saved(before))
+            for indices, values, before in saved["moves"]
+        ]
+        self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
+
+
+def _gathered(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchronization[SparseSum]:
+    words = yield AllGather(message)
+    return SparseSum.of(unpack_sum(words, info.size, wire, info.num_elements, info.value_dtype))
+
+
+def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]:
+    """All moves as one: ascending positions, each once, and the sum there."""
+    if len(moves) == 1:
+        return moves[0].indices, moves[0].values
+    if not moves:
+        return np.empty(0, np.int32), np.empty(0, info.value_dtype)
+    indices = np.concatenate([move.indices for move in moves])
+    values = np.concatenate([move.values for move in moves])
+    where, totals = RankSums(indices, values, info.num_elements).within(0, info.num_elements)
+    order = np.argsort(where, kind="stable")
+    return where[order], totals[order]
+
+
+def refuse_selections_of_peers(sparsifier: Any) -> str | None:
+    """Why a sparsifier cannot move on its own; None where it can."""
+    if isinstance(sparsifier, (SelectAndGather, Dense)):
+        return None
+    return (
+        f"every=1 and delay=0 with {sparsifier.name}, whose selections need other ranks in every step; "
+        "topk, chunk_topk, dgc, sidco, hard_threshold and randomk select on their own"
+    )

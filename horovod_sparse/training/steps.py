@@ -1,0 +1,473 @@
+"""The pass: what happens in `optimizer.step()` where the exchange belongs to it.
+
+On each rank ``u`` is the optimizer's own step of its own gradient, and::
+
+    e = e + u;  x = select(e);  e = e - x;  theta_r = theta_r - x;  a = a + x
+    every H passes begin the mean over ranks of a; when it is there, D exchanges later:
+    theta_r = theta_r + a - mean(a)
+
+With every=1 and delay=0 a rank does not move first: the sum is applied when it is there. Weight decay that is
+no part of ``u`` is applied with the mean, so that every rank applies the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.checks import check_count
+from horovod_sparse.collectives import AllGather, AllReduce, Synchronization
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError
+from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.training.engine import Engine, Starter, Task
+from horovod_sparse.training.moves import OwnMoves, Parameters, refuse_selections_of_peers
+from horovod_sparse.training.outcome import Outcome, worst
+from horovod_sparse.training.settings import ZERO, Settings
+from horovod_sparse.training.training import Training
+
+#: go before the names of collectives: a process may train several models
+_labels = map("steps{}.".format, itertools.count())
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When ranks exchange.
+
+    Args:
+        every: H, passes from one exchange to the next.
+        delay: D, how many exchanges later a mean is applied.
+
+    Example:
+        >>> Schedule(every=4).moves_alone, Schedule().moves_alone
+        (True, False)
+    """
+
+    every: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every, "a number of steps, 1 or more")
+        check_count("delay", self.delay, "a number of exchanges, 0 or more", low=0)
+
+    @property
+    def moves_alone(self) -> bool:
+        """Whether a rank moves before it hears of others."""
+        return self.every > 1 or self.delay > 0
+
+
+class StepPart(Protocol):
+    """A bucket of parameters, as a front end gives it to `Steps`."""
+
+    label: str
+    names: tuple[str, ...]
+    places: Sequence[tuple[int, int]]
+    bucket: Bucket
+    #: the parameters, as moves reach them
+    parameters: Parameters
+    moves: OwnMoves
+    #: the learning rate now, and the factor of weight decay that is no part of the gradient
+    rate: float
+    shrink: float
+    #: bytes of the gradient
+    num_bytes: int
+
+    def gradient(self) -> Any:
+        """Returns what the accumulator folds; raises nothing, and leaves gradients as they are."""
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """Numbers of the parameters that have no gradient now, or do not move: their rate is 0."""
+
+
+class Averaged(Protocol):
+    """Numbers of a model that no gradient moves, averaged with every exchange: statistics of batches."""
+
+    def read(self) -> np.ndarray:
+        """Returns all of them, in one float64 array of the same length on all ranks."""
+
+    def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
+        """Replaces what was sent by the mean; what was learned since stays."""
+
+
+@dataclass
+class _Facts:
+    """What a rank tells of the passes of an exchange, beside its moves."""
+
+    #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
+    bad: int = 0
+    finishing: bool = False
+    #: which parameters had a gradient, by number
+    present: set[int] = field(default_factory=set)
+    #: factor of weight decay, by part
+    shrink: list[float] = field(default_factory=list)
+    task: Any = None
+    averaged: tuple[np.ndarray, Any] | None = None
+
+
+class Steps(Training):
+    """Carries passes out, for all front ends.
+
+    Attributes:
+        schedule: every and delay.
+        taken: passes since the last exchange began.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        settings: Settings,
+        schedule: Schedule,
+        averaged: Averaged | None = None,
+    ) -> None:
+        if schedule.moves_alone:
+            for name, given in (("every", schedule.every), ("delay", schedule.delay)):
+                allowed = refuse_selections_of_peers(recipe.sparsifier)
+                if allowed and given != {"every": 1, "delay": 0}[name]:
+                    raise ArgumentError(name, given, allowed)
+            if settings.levels != "flat":
+                raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
+        if settings.on_nonfinite == ZERO:
+            raise ArgumentError("on_nonfinite", ZERO, "'raise' or 'skip' where steps are exchanged")
+        super().__init__(engine, recipe, settings, next(_labels))
+        self.schedule, self._averaged = schedule, averaged
+        self.taken = self._num_begun = 0
+        self._facts = _Facts()
+        self._in_flight: deque[_Facts] = deque()
+        #: of a checkpoint, until the next pass; and whether ranks had to begin anew after it
+        self._to_resume: Any = None
+        self.started_anew = False
+
+    # what a front end gives
+
+    @property
+    def starter(self) -> Starter:
+        """Who runs coroutines together with other ranks."""
+        raise NotImplementedError
+
+    def declared(self) -> dict[str, str]:
+        given = {"every": str(self.schedule.every), "delay": str(self.schedule.delay)}
+        return {**super().declared(), **given}
+
+    def agree(self) -> None:
+        """As `Training.agree`; what is in flight when collectives have started anew is taken back first."""
+        if self.is_agreed:
+            return
+        self.roll_back()
+        self.started_anew = False
+        super().agree()
+        self._resume()
+
+    def start_anew(self, start: Any) -> None:
+        """As `Training.start_anew`: what was in flight is taken back then."""
+        self.started_anew = True
+        super().start_anew(start)
+
+    # a pass
+
+    def pass_(self, *, overflowed: bool = False) -> None:
+        """Carries out one pass; gradients are there. Every rank calls it equally often.
+
+        A rank whose gradients have overflowed (a loss scale was too large) takes part, and nobody moves.
+
+        Raises:
+            NonFiniteGradientError: on all ranks alike, with `on_nonfinite` "raise", where a gradient was not
+                finite on one of them. Nothing of that exchange is left.
+        """
+        self.agree()
+        idle = self.starter.idle_seconds
+        if self.schedule.moves_alone:
+            self._move_alone(overflowed)
+        else:
+            self._move_together(idle, overflowed)
+        if self.step >= self.drift.next_step:
+            with self.common():
+                self._together(self.drift.run(self.step, self.rank, self.shared_entries()))
+
+    def shared_entries(self) -> Sequence[Any]:
+        """What ranks compare from time to time."""
+        raise NotImplementedError
+
+    def _fold(self, part: StepPart) -> Any:
+        """Folds a part's gradient; parameters without one keep residual and moments as they are."""
+        bucket, accumulator = part.bucket, part.bucket.accumulator
+        hidden = [part.places[number] for number in part.absent]
+        age = bucket.progress.age
+        factor = bucket.feedback.moved(age, age + 1) or 1.0
+        part.hidden = accumulator.hide(hidden) if hidden else None  # type: ignore[attr-defined]
+        with accumulator.holding(hidden, factor):
+            return bucket.fold(part.gradient(), part.rate)
+
+    def _show(self, part: StepPart) -> None:
+        hidden, part.hidden = getattr(part, "hidden", None), None  # type: ignore[attr-defined]
+        if hidden is not None:
+            part.bucket.accumulator.show(hidden)
+
+    def _present(self) -> set[int]:
+        present, first = set(), 0
+        for part in self.parts:
+            present |= set(range(first, first + len(part.names))) - {first + number for number in part.absent}
+            first += len(part.names)
+        return present
+
+    def _begin_facts(self, facts: _Facts, name: str) -> None:
+        """Begins to tell all ranks the facts of an exchange, and to average what no gradient moves."""
+        num_words = -(-sum(len(part.names) for part in self.parts) // 32)
+        words = np.zeros(3 + num_words, np.int32)
+        words[:3] = self._num_begun, facts.bad, facts.finishing
+        for number in facts.present:
+            words[3 + number // 32] |= np.int32(np.uint32(1 << number % 32).view(np.int32))
+        facts.task = self.starter.start(f"{name}.facts", _all_gathered(words))
+        if self._averaged is not None and (own := self._averaged.read()).size:
+            facts.averaged = own, self.starter.start(f"{name}.averaged", _mean(own))
+        self._num_begun += 1
+
+    def _heard(self, facts: _Facts) -> tuple[list[dict[float, list[int]]], bool]:
+        """What ranks have told: by part the parameters that shrink, by factor; whether all are finishing."""
+        heads = np.asarray(facts.task.value()).reshape(self.size, -1)
+        numbers = heads[:, 0].tolist()
+        if len(set(numbers)) > 1:
+            told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
+            raise StateMismatchError(
+                f"ranks are not at the same exchange: {told}. Each rank has to call optimizer.step() equally "
+                "often, and end its training with finish()"
+            )
+        names = [name for part in self.parts for name in part.names]
+        if bad := {rank: names[mark - 1] for rank, mark in enumerate(heads[:, 1].tolist()) if mark}:
+            raise NonFiniteGradientError(next(iter(bad.values())), bad)
+        bits = np.bitwise_or.reduce(heads[:, 3:].view(np.uint32), axis=0)
+        shrunk: list[dict[float, list[int]]] = []
+        first = 0
+        for part, factor in zip(self.parts, facts.shrink, strict=True):
+            here = [
+                number
+                for number in range(len(part.names))
+                if bits[(first + number) // 32] >> np.uint32((first + number) % 32) & np.uint32(1)
+            ]
+            shrunk.append({factor: here} if factor != 1.0 and here else {})
+            first += len(part.names)
+        return shrunk, bool(heads[:, 2].all())
+
+    def _move_together(self, idle_before: float, overflowed: bool) -> None:
+        """every=1, delay=0: the sum over ranks of what each has selected is applied in this pass."""
+        facts = _Facts(present=self._present(), shrink=[part.shrink for part in self.parts])
+        tasks: list[Task] = []
+        self._begin_facts(facts, "pass")
+        for part in self.parts:
+            report = self._fold(part)
+            tasks.append(self.starter.start(part.label, part.bucket.synchronize(report, 1.0 / self.size)))
+        try:
+            self._wait(facts, tasks)
+        except BaseException:
+            self._abandon()
+            raise
+        for part in self.parts:
+            self._show(part)
+        failures = [task.error for task in tasks if task.error is not None]
+        if failures:
+            self._refuse(failures, overflowed)
+            return
+        shrunk, _ = self._heard(facts)
+        scale, reports = 1.0 / self.size, []
+        for part, task, factors in zip(self.parts, tasks, shrunk, strict=True):
+            started = time.perf_counter()
+            for factor, numbers in factors.items():
+                part.parameters.shrink(numbers, factor)
+            num_union = part.parameters.subtract_sum(task.result, scale)
+            part.bucket.accept()
+            took = time.perf_counter() - started
+            given = part.bucket.last, num_union, part.num_bytes, task.result.notes.norms
+            reports.append(BucketReport(*given, task.waited_seconds, took))
+        self._average(facts)
+        self.step += 1
+        self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
+
+    def _wait(self, facts: _Facts, tasks: Sequence[Task]) -> None:
+        """Waits for an exchange; what parts raise stays in their tasks."""
+        more = [] if facts.averaged is None else [facts.averaged[1]]
+        self.starter.wait([facts.task, *more, *tasks])
+
+    def _average(self, facts: _Facts) -> None:
+        if facts.averaged is not None and self._averaged is not None:
+            sent, task = facts.averaged
+            self._averaged.move(sent, task.value())
+
+    def _abandon(self, *, drop: bool = False) -> None:
+        for part in self.parts:
+            part.bucket.abandon(drop=drop)
+            self._show(part)
+
+    def _refuse(self, failures: Sequence[BaseException], overflowed: bool) -> None:
+        """No rank applies this pass; raises why not, unless it is skipped."""
+        verdict = self.policy.judge(failures, self.host_ranks, scaled=overflowed or self.is_scaled)
+        self._abandon(drop=verdict.drop)
+        if verdict.outcome is Outcome.RAISE:
+            raise worst(failures)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a loss scaler looks after gradients that are not finite."""
+        return False
+
+    def _move_alone(self, overflowed: bool) -> None:
+        """A rank moves at once by what it selects; exchanges begin and land where it is time."""
+        facts = self._facts
+        present = self._present()
+        reports = [] if overflowed else [self._fold(part) for part in self.parts]
+        bad, first = int(overflowed), 0
+        for part in self.parts if not bad else ():
+            at = part.bucket.accumulator.report.first_nonfinite
+            if at >= 0 and not bad:
+                bad = 1 + first + next(number for number, (_, stop) in enumerate(part.places) if at < stop)
+            first += len(part.names)
+        for part, report in zip(self.parts, reports, strict=False):
+            if bad:
+                part.bucket.abandon(drop=True)
+                self._show(part)
+            else:
+                part.moves.select(report)
+                self._show(part)
+        if bad:
+            facts.bad = facts.bad or bad
+            for part in self.parts:
+                part.bucket.skip()
+        else:
+            facts.present |= present
+            before = facts.shrink or [1.0] * len(self.parts)
+            facts.shrink = [old * part.shrink for old, part in zip(before, self.parts, strict=True)]
+        self.taken += 1
+        if self.taken >= self.schedule.every:
+            self._begin_exchange()
+            self._land(self.schedule.delay)
+
+    def _begin_exchange(self, *, finishing: bool = False) -> None:
+        facts, self._facts, self.taken = self._facts, _Facts(), 0
+        facts.finishing = finishing
+        facts.shrink = facts.shrink or [1.0] * len(self.parts)
+        # names that are under way must differ
+        name = f"pass{self._num_begun % (self.schedule.delay + 2)}"
+        self._begin_facts(facts, name)
+        for part in self.parts:
+            part.moves.begin(self.starter, f"{name}.{part.label}")
+        self._in_flight.append(facts)
+
+    def _land(self, most: int) -> bool:
+        """Lands exchanges until at most so many are in flight; True if all ranks finish with the last one."""
+        all_finishing = False
+        while len(self._in_flight) > most:
+            idle = self.starter.idle_seconds
+            facts = self._in_flight[0]
+            try:
+                self._wait(facts, [part.moves.in_flight[0].task for part in self.parts])
+            except BaseException:
+                self.roll_back()
+                raise
+            self._in_flight.popleft()
+            scale = 1.0 / self.size
+            try:
+                shrunk, all_finishing = self._heard(facts)
+                totals = [part.moves.received(scale) for part in self.parts]
+            except NonFiniteGradientError as error:
+                for part in self.parts:
+                    part.moves.cancel()
+                scaled = self.is_scaled
+                if self.policy.judge([error], self.host_ranks, scaled=scaled).outcome is Outcome.RAISE:
+                    raise
+                continue
+            except BaseException:
+                self.roll_back()
+                raise
+            reports = []
+            for part, total, factors in zip(self.parts, totals, shrunk, strict=True):
+                started, task = time.perf_counter(), part.moves.in_flight[0].task
+                num_union = part.moves.land(total, scale, factors)
+                took = time.perf_counter() - started
+                given = part.bucket.last, num_union, part.num_bytes, total.notes.norms
+                reports.append(BucketReport(*given, task.waited_seconds, took))
+            self._average(facts)
+            self.step += 1
+            self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle)
+        return all_finishing
+
+    # checkpoints
+
+    def save(self, **more: Any) -> dict[str, Any]:
+        """As `Training.save`, with this rank's own moves, and which of them are in flight."""
+        if self.schedule.moves_alone and self.parts:
+            facts = [[one.bad, sorted(one.present), one.shrink] for one in [*self._in_flight, self._facts]]
+            moves = [part.moves.save(self.engine.to_array) for part in self.parts]
+            more["passes"] = {"taken": self.taken, "begun": self._num_begun, "facts": facts, "moves": moves}
+        return super().save(**more)
+
+    def load(self, entry: Mapping[str, Any] | None) -> None:
+        """As `Training.load`; what was in flight begins once more with the next pass."""
+        self.roll_back()
+        super().load(entry)
+        self._to_resume = None if entry is None else entry.get("passes")
+
+    def _resume(self) -> None:
+        """Begins what was in flight in a checkpoint, or takes it back if ranks or plan are others now."""
+        passes, self._to_resume = self._to_resume, None
+        if passes is None:
+            return
+        fits = len(passes["moves"]) == len(self.parts)
+        for part, moves in zip(self.parts, passes["moves"], strict=fits):
+            part.moves.load(moves)
+        if not fits or self.started_anew:
+            self.roll_back()
+            return
+        known = [
+            _Facts(bad, present=set(present), shrink=list(shrink)) for bad, present, shrink in passes["facts"]
+        ]
+        self._num_begun = passes["begun"] - len(known) + 1
+        for self._facts in known[:-1]:
+            self._begin_exchange()
+        self._facts, self.taken = known[-1], passes["taken"]
+
+    def roll_back(self) -> None:
+        """Takes back into the residual what no mean has replaced: parameters are the common ones."""
+        for part in self.parts:
+            part.moves.roll_back()
+        self._in_flight.clear()
+        self._facts, self.taken = _Facts(), 0
+
+    def finish(self) -> None:
+        """Ends a training: all ranks call it, and have equal parameters afterwards.
+
+        A rank that has taken fewer steps meets the others' exchanges until they finish, too.
+        """
+        if not self.schedule.moves_alone or not self.parts:
+            return
+        self.agree()
+        while True:
+            self._land(0)  # statistics that are averaged next are the last then
+            self._begin_exchange(finishing=True)
+            if self._land(0):
+                return
+
+    @contextlib.contextmanager
+    def common(self) -> Iterator[None]:
+        """Shows the common parameters, which are equal on all ranks; needs no other rank."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.moves.common())
+            yield
+
+
+def _all_gathered(words: np.ndarray) -> Synchronization[np.ndarray]:
+    return (yield AllGather(words))
+
+
+def _mean(own: np.ndarray) -> Synchronization[np.ndarray]:
+    """The mean over the ranks whose numbers are finite."""
+    sent = np.append(own, 1.0) if np.isfinite(own).all() else np.zeros(own.size + 1)
+    total = np.asarray((yield AllReduce(sent)))
+    return total[:-1] / total[-1] if total[-1] else own

@@ -1,0 +1,425 @@
+"""The laws of a pass: the exchange belongs to `optimizer.step()`; every rank runs the same tests.
+
+References are plain loops of torch: a test of a law knows nothing of buckets, messages or moves.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse import ddp
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
+from support.replicas import same_on_all_replicas
+
+SCHEDULES = [(1, 0), (1, 1), (1, 3), (4, 0), (3, 1)]
+schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
+STEPS = 14
+
+
+def net_of(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+
+
+def batches(rank: int, count: int = STEPS):
+    generator = torch.Generator().manual_seed(17 + rank)
+    for _ in range(count):
+        inputs = torch.randn(8, 12, generator=generator)
+        yield inputs, torch.sin(3 * inputs[:, :3])
+
+
+def backward(net, batch) -> torch.Tensor:
+    net.zero_grad()
+    loss = mse_loss(net(batch[0]), batch[1])
+    loss.backward()
+    return loss
+
+
+def train(net, optimizer, rank, count: int = STEPS, each=lambda step: None) -> None:
+    for step, batch in enumerate(batches(rank, count)):
+        backward(net, batch)
+        optimizer.step()
+        each(step)
+
+
+def flat(net) -> torch.Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in net.parameters()])
+
+
+def adamw(net, **more):
+    return torch.optim.AdamW(net.parameters(), **{"lr": 1e-2, "betas": (0.9, 0.99), **more})
+
+
+@schedules
+@pytest.mark.parametrize("text", ["best:density=0.05", "chunk_topk:density=0.05,feedback=best,chunk=64"])
+def test_common_parameters_are_equal_bit_for_bit_after_every_pass(every, delay, text, rank):
+    net = net_of()
+    optimizer = adamw(net, weight_decay=0.1)
+    sync = ddp.attach(net, text, optimizer, every=every, delay=delay)
+
+    def look(step: int) -> None:
+        own = flat(net)
+        with sync.common():
+            assert same_on_all_replicas(*net.parameters())
+        assert torch.equal(flat(net), own)  # this rank's own moves are back, bit for bit
+
+    train(net, optimizer, rank, each=look)
+    sync.finish()
+    assert same_on_all_replicas(*net.parameters())
+
+
+@schedules
+@pytest.mark.parametrize("values", ["exact", "2bit"])
+def test_what_ranks_computed_is_applied_or_held_back(every, delay, values, rank, size):
+    """Plain SGD: the start less the mean of all steps is where parameters and mean residual are."""
+    net = net_of()
+    start, sums = flat(net), torch.zeros_like(flat(net))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    text = f"topk:density=0.05,feedback=best,values={values},indices=gaps"
+    sync = ddp.attach(net, text, optimizer, every=every, delay=delay)
+    for batch in batches(rank):
+        backward(net, batch)
+        sums += 0.1 * torch.cat([one.grad.reshape(-1) for one in net.parameters()])
+        optimizer.step()
+    sync.finish()
+    held = sync.state_dict()["residuals"]
+    names = [name for name, _ in net.named_parameters()]
+    left = sums - torch.cat([held[name].reshape(-1) for name in names])
+    dist.all_reduce(left)
+    torch.testing.assert_close(flat(net), start - left / size, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.5},
+    ],
+)
+def test_sgd_at_density_1_is_sgd_of_the_mean_gradient(settings, rank, size):
+    net, plain = net_of(), net_of()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, **settings)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05, **settings)
+    ddp.attach(net, "topk:density=1.0,feedback=best", optimizer)
+    for batch in batches(rank):
+        backward(net, batch)
+        optimizer.step()
+        backward(plain, batch)
+        for one in plain.parameters():
+            dist.all_reduce(one.grad)
+            one.grad /= size
+        reference.step()
+    torch.testing.assert_close(flat(net), flat(plain), rtol=1e-5, atol=1e-6)
+
+
+@schedules
+def test_a_nan_on_one_rank_leaves_nothing_on_any(every, delay, rank):
+    """The exchange that holds the pass is given up on all ranks; later ones go on, and nobody keeps a NaN."""
+    net = net_of()
+    optimizer = adamw(net)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    raised = 0
+    for step, batch in enumerate(batches(rank, 20)):
+        if step == 6 and rank == 1:
+            batch = batch[0] * float("nan"), batch[1]
+        backward(net, batch)
+        try:
+            optimizer.step()
+        except NonFiniteGradientError as error:
+            raised += 1
+            assert list(error.where) == [1]
+        with sync.common():
+            assert same_on_all_replicas(*net.parameters())
+    sync.finish()
+    assert raised == 1
+    assert torch.isfinite(flat(net)).all()
+    for values in sync.state_dict()["residuals"].values():
+        assert torch.isfinite(values).all()
+
+
+@schedules
+def test_gradients_are_what_autograd_left_there(every, delay, rank):
+    net, plain = net_of(), net_of()
+    optimizer = adamw(net)
+    ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    for batch in batches(rank, 6):
+        plain.load_state_dict(net.state_dict())
+        backward(plain, batch)
+        backward(net, batch)
+        optimizer.step()
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+@schedules
+@pytest.mark.parametrize("how", ["no gradient", "frozen", "rate 0"])
+def test_what_has_no_gradient_or_no_rate_does_not_move(every, delay, how, rank):
+    net = net_of()
+    groups = [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    sync = ddp.attach(net, "best:density=0.05", optimizer, every=every, delay=delay)
+    train(net, optimizer, rank, 6)
+    sync.finish()
+    before, held = net[0].weight.detach().clone(), sync.state_dict()["residuals"]["0.weight"].clone()
+    moved = net[2].weight.detach().clone()
+    if how == "rate 0":
+        optimizer.param_groups[0]["lr"] = 0.0
+    for batch in batches(rank, 6):
+        if how == "frozen":
+            net[0].requires_grad_(False)
+        backward(net, batch)
+        if how == "no gradient":
+            net[0].weight.grad = net[0].bias.grad = None
+        optimizer.step()
+    sync.finish()
+    assert torch.equal(net[0].weight, before)
+    assert torch.equal(sync.state_dict()["residuals"]["0.weight"], held)
+    assert not torch.equal(net[2].weight, moved)
+
+
+@schedules
+def test_a_gradient_that_is_missing_on_one_rank_alone(every, delay, rank):
+    net = net_of()
+    optimizer = adamw(net, weight_decay=0.1)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    for step, batch in enumerate(batches(rank)):
+        backward(net, batch)
+        if step % 3 == 1 and rank == 0:
+            net[0].weight.grad = None
+        optimizer.step()
+        with sync.common():
+            assert same_on_all_replicas(*net.parameters())
+
+
+def test_a_discarded_backward_pass_leaves_nothing(rank):
+    """As in a GAN's loop: gradients that zero_grad throws away never reach the residual."""
+    found = []
+    for discards in (False, True):
+        net = net_of()
+        optimizer = adamw(net)
+        sync = ddp.attach(net, "best:density=0.1", optimizer)
+        for batch in batches(rank, 8):
+            if discards:
+                (100 * net(batch[0]).sum()).backward()
+                optimizer.zero_grad()
+            backward(net, batch)
+            optimizer.step()
+        found.append((flat(net), sync.state_dict()["residuals"]["0.weight"]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_accumulated_passes_are_one_step(rank):
+    net, once = net_of(), net_of()
+    optimizer, other = adamw(net), adamw(once)
+    ddp.attach(net, "best:density=0.1", optimizer)
+    ddp.attach(once, "best:density=0.1", other)
+    for inputs, targets in batches(rank, 8):
+        optimizer.zero_grad()
+        other.zero_grad()
+        for half in (slice(0, 4), slice(4, 8)):
+            (mse_loss(net(inputs[half]), targets[half]) / 2).backward()
+        for one, same in zip(net.parameters(), once.parameters(), strict=True):
+            same.grad = one.grad.clone()
+        optimizer.step()
+        other.step()
+    assert torch.equal(flat(net), flat(once))
+
+
+def test_a_closure_is_run_once_and_its_loss_comes_back(rank):
+    net, plain = net_of(), net_of()
+    optimizer, other = adamw(net), adamw(plain)
+    ddp.attach(net, "best:density=0.1", optimizer)
+    ddp.attach(plain, "best:density=0.1", other)
+    for batch in batches(rank, 5):
+        calls = []
+
+        def closure(batch=batch, calls=calls):
+            calls.append(1)
+            return backward(net, batch)
+
+        loss = optimizer.step(closure)
+        assert len(calls) == 1
+        assert loss == backward(plain, batch)
+        other.step()
+    assert torch.equal(flat(net), flat(plain))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+def test_a_loss_scaler_skips_on_all_ranks_where_one_overflows(kind, rank):
+    net = net_of()
+    optimizer = kind(net.parameters(), lr=1e-3)
+    sync = ddp.attach(net, "best:density=0.1", optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
+    plain = net_of()
+    other = kind(plain.parameters(), lr=1e-3)
+    ddp.attach(plain, "best:density=0.1", other)
+    for step, batch in enumerate(batches(rank, 8)):
+        net.zero_grad()
+        scaler.scale(mse_loss(net(batch[0]), batch[1])).backward()
+        if step == 3 and rank == 1:
+            net[0].weight.grad[0, 0] = float("inf")
+        before = flat(net)
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 3:
+            assert torch.equal(flat(net), before)
+        else:
+            backward(plain, batch)
+            other.step()
+        assert same_on_all_replicas(*net.parameters())
+    assert scaler.get_scale() == 2.0 ** (7 if rank == 1 else 8)
+    torch.testing.assert_close(flat(net), flat(plain), rtol=1e-3, atol=1e-5)
+    assert sync.telemetry.num_skipped <= 1
+
+
+def test_a_parameter_outside_the_model_is_named(rank):
+    net, other = net_of(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*net.parameters(), *other.parameters()])
+    with pytest.raises(ArgumentError, match=r"parameter 4 of shape \[2, 2\]"):
+        ddp.attach(net, "best", optimizer)
+
+
+@pytest.mark.parametrize("name", ["exdyna", "micro", "oktopk", "gtopk", "spardl", "cltk"])
+def test_selections_that_need_peers_are_refused_by_name_with_a_delay(name, rank):
+    net = net_of()
+    with pytest.raises(ArgumentError, match=f"delay=0 with {name}"):
+        ddp.attach(net, f"{name}:density=0.1,feedback=best", adamw(net), delay=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["exdyna", "micro", "oktopk", "gtopk", "spardl", "cltk", "randomk", "dgc", "sidco", "mstopk"]
+)
+def test_every_sparsifier_trains_in_every_pass(name, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = ddp.attach(net, f"{name}:density=0.1,feedback=best", optimizer)
+    train(net, optimizer, rank, 6)
+    assert same_on_all_replicas(*net.parameters())
+    assert sync.step == 6
+
+
+def test_optimizers_whose_steps_are_no_rule_are_refused_with_the_reason(rank):
+    class Mine(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Named(torch.optim.AdamW):
+        """A subclass that replaces nothing."""
+
+    net = net_of()
+    for optimizer in (
+        torch.optim.NAdam(net.parameters()),
+        torch.optim.LBFGS(net.parameters()),
+        Mine(net.parameters()),
+    ):
+        with pytest.raises(ArgumentError, match=type(optimizer).__name__):
+            ddp.attach(net, "best", optimizer)
+    optimizer = Named(net.parameters())
+    ddp.attach(net, "best:density=0.1", optimizer)
+    assert type(optimizer) is Named
+
+
+def test_schedules_and_two_optimizers_over_one_model(rank):
+    net = net_of()
+    first = torch.optim.AdamW(net[0].parameters(), lr=1e-2)
+    second = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(second, 0.1, total_steps=20)
+    syncs = [ddp.attach(net, "best:density=0.1", one) for one in (first, second)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches(rank, 8):
+            backward(net, batch)
+            first.step()
+            second.step()
+            schedule.step()
+    assert [sync.step for sync in syncs] == [8, 8]
+    assert same_on_all_replicas(*net.parameters())
+
+
+@schedules
+def test_a_saved_training_goes_on_bit_for_bit(every, delay, rank):
+    """Saved at any moment between two steps, with what is in flight."""
+    for stop in (5, 7):
+        ends = []
+        for saves in (False, True):
+            net = net_of()
+            optimizer = adamw(net, weight_decay=0.1)
+            sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+            given = list(batches(rank))
+            for step, batch in enumerate(given):
+                if saves and step == stop:
+                    memory = io.BytesIO()
+                    torch.save([net.state_dict(), sync.state_dict()], memory)
+                    memory.seek(0)
+                    model, entry = torch.load(memory, weights_only=True)
+                    net = net_of(1)
+                    net.load_state_dict(model)
+                    optimizer = adamw(net, weight_decay=0.1)
+                    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+                    sync.load_state_dict(entry)
+                backward(net, batch)
+                optimizer.step()
+            sync.finish()
+            ends.append(flat(net))
+        assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+def test_the_optimizers_own_state_suffices(kind, rank, size):
+    """What any trainer saves: second moments under PyTorch's names, and the residual; and plain goes on."""
+    more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    net = net_of()
+    optimizer = kind(net.parameters(), lr=1e-2, **more)
+    sync = ddp.attach(net, "best:density=0.1", optimizer)
+    train(net, optimizer, rank, 10)
+    saved = copy.deepcopy(optimizer.state_dict())
+    name = {torch.optim.SGD: "momentum_buffer", torch.optim.RMSprop: "square_avg"}.get(kind, "exp_avg_sq")
+    moments = sync.state_dict()["companions"][0]
+    for number, (parameter, _) in enumerate(net.named_parameters()):
+        assert torch.equal(saved["state"][number][name], moments[parameter])
+
+    again = net_of()
+    again.load_state_dict(net.state_dict())
+    other = kind(again.parameters(), lr=1e-2, **more)
+    new = ddp.attach(again, "best:density=0.1", other)
+    other.load_state_dict(saved)
+    for model, stepping in ((net, optimizer), (again, other)):
+        train(model, stepping, rank, 5)
+    assert torch.equal(flat(net), flat(again))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(
+            sync.state_dict()["residuals"].values(), new.state_dict()["residuals"].values(), strict=True
+        )
+    )
+
+    plain = net_of()
+    alone = kind(plain.parameters(), lr=1e-2, **more)
+    alone.load_state_dict(saved)
+    backward(plain, next(iter(batches(rank))))
+    alone.step()
+    assert torch.isfinite(flat(plain)).all()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_statistics_of_batches_are_averaged(delay, rank, size):
+    torch.manual_seed(0)
+    net = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(12, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3))
+    )
+    optimizer = adamw(net)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, delay=delay)
+    train(net, optimizer, rank, 6)
+    sync.finish()
+    assert same_on_all_replicas(*net.parameters(), net.module[1].running_mean, net.module[1].running_var)
