@@ -7,7 +7,6 @@ from horovod_sparse.planning.cost_model import TimeModel as TimeModel
 from horovod_sparse.planning.cost_model import communication_of as communication_of
 from horovod_sparse.planning.cost_model import fit_selection as fit_selection
 from horovod_sparse.planning.cost_model import fit_time as fit_time
-from horovod_sparse.planning.first_plan import check_same_profile as check_same_profile
 from horovod_sparse.planning.profile import DENSE as DENSE
 from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
 from horovod_sparse.planning.profile import Levels as Levels

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE, ClusterFacts, without_small_buckets
 from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.sparsifiers import Sparsifier
@@ -67,37 +65,9 @@ def first_plan(
         return FirstPlan(make_plan(facts), request, failure=failure)
 
 
-def check_agreement(request: PlanRequest | None) -> Synchronization[None]:
-    """Refuses ranks that ask for different things: other arguments, other profiles, one that is broken."""
-    mine: dict[str, str | None] = {"asked": None, "digest": "no profile", "failure": None}
-    if request is not None:
-        failure = None if request.failure is None else str(request.failure)
-        mine = {"asked": request.describe(), "digest": request.digest, "failure": failure}
-    everyone = yield from shared_lines(mine)
-    for rank, other in enumerate(everyone):
-        if other["failure"] is not None:
-            raise ProfileMismatchError(f"rank {rank} cannot read its profile: {other['failure']}")
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        if other["asked"] != first["asked"]:
-            raise ProfileMismatchError(
-                f"rank 0 asks for {first['asked']}, rank {rank} for {other['asked']}: "
-                "give all the same arguments"
-            )
-    check_same_profile([other["digest"] for other in everyone])
-
-
-def check_same_profile(digests: Sequence[str]) -> None:
-    """Refuses ranks that loaded different profiles: they would make different plans.
-
-    Example:
-        >>> check_same_profile(["a", "a", "b"])
-        Traceback (most recent call last):
-        horovod_sparse.errors.ProfileMismatchError: ranks 2 loaded another profile than rank 0 (b, not a)...
-    """
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        few = ", ".join(map(str, others[:5])) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-        raise ProfileMismatchError(
-            f"ranks {few} loaded another profile than rank 0 "
-            f"({digests[others[0]]}, not {digests[0]}): give all ranks the same file"
-        )
+def asked_of(request: PlanRequest | None) -> dict[str, str]:
+    """What has to be equal on all ranks of how plans are made, in words."""
+    if request is None:
+        return {"plan": "the default"}
+    profile = request.digest if request.failure is None else f"one that cannot be read ({request.failure})"
+    return {"plan": request.describe(), "profile": profile}

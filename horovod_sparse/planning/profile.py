@@ -126,7 +126,7 @@ class Profile:
             raise ProfileMismatchError(f"{path}: {error}") from error
 
     def digest(self) -> str:
-        """Short text that differs where profiles differ; ranks compare it (`check_same_profile`)."""
+        """Short text that differs where profiles differ; ranks compare it."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def check(

@@ -13,12 +13,13 @@ from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.planning.calibration import QUICK, Extent, calibration
 from horovod_sparse.planning.calibration.buckets import BucketMemory
 from horovod_sparse.planning.calibration.steps import BackwardRecorder, BackwardTimes, mean_times
-from horovod_sparse.planning.first_plan import check_agreement
+from horovod_sparse.planning.first_plan import asked_of
 from horovod_sparse.planning.request import Decision, PlanRequest, plan_by_times
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.agreement import compared
 from horovod_sparse.training.collective_errors import raise_together
 
 _log = logging.getLogger("horovod_sparse")
@@ -41,7 +42,9 @@ def decide(
     A coroutine that all ranks run together, between two steps. Every rank enters every collective in it: an
     error of one rank alone is told to the others, and all raise.
     """
-    yield from check_agreement(request)
+    yield from compared(asked_of(request))
+    if request.failure is not None:
+        raise request.failure
     if request.profile is None:
         profile = yield from calibration(
             where,

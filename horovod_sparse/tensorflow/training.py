@@ -15,7 +15,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.first_plan import check_agreement, first_plan
+from horovod_sparse.planning.first_plan import asked_of, first_plan
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
@@ -209,7 +209,7 @@ class VariablesTraining(Training):
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
             plan = dataclasses.replace(plan, values=self.plan.values)
         else:
-            yield from check_agreement(request)
+            yield from compared(asked_of(request))
 
             def cluster() -> ClusterFacts:
                 topology = launched_hosts(self.settings.levels, self.engine.ranks())

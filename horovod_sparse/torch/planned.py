@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.first_plan import check_agreement, first_plan
+from horovod_sparse.planning.first_plan import asked_of, first_plan
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
@@ -66,8 +66,10 @@ class PlannedTraining(Training):
             return super().first_plan_of(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])
 
+    def declared(self) -> dict[str, str]:
+        return {**super().declared(), **asked_of(self._first.request)}
+
     def _compare_plans(self) -> Synchronization[None]:
-        yield from check_agreement(self._first.request)
         yield from raise_together(self._first.failure)
 
     @property

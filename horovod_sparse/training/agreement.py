@@ -5,10 +5,10 @@ newcomers; a checkpoint may be loaded on some ranks alone. Sizes and ranks may b
 but an exchange tells. That one is due must not depend on what a rank finds different: it is after every start
 of the collectives (a token that every ``hvd.init()`` changes) and after every load.
 
-First ranks compare what has to be equal (`compared`), under one name whatever that is, so that ranks which do
-not do the same meet there. Then they tell where they stand (`agreed_status`). If states are to start anew,
-each rank makes fresh ones for its place, at the agreed step and by the agreed plan, and multiplies its
-residuals by `kept_share`.
+First ranks compare what has to be equal (`compared`): one dictionary of facts a rank, under one name whatever
+it holds, so that ranks which do not do the same meet there. Then they tell where they stand
+(`agreed_status`). If anything differs there, states are reset from the furthest rank: each rank makes fresh
+ones for its place, at the agreed step and by the agreed plan, and multiplies its residuals by `kept_share`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from horovod_sparse import __version__
 from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
@@ -30,6 +30,9 @@ from horovod_sparse.plans.plan import ParameterFacts, Plan
 
 #: raised by every change of what ranks send each other: ranks of two versions of the code are refused by it
 PROTOCOL = 3
+#: of what differs, so many are named
+_SHOWN = 8
+_TRAINED = "trained parameter"
 
 _log = logging.getLogger("horovod_sparse")
 _BEGINS_ANEW = (
@@ -51,17 +54,17 @@ def declaration(compression: object, engine: str, **arguments: object) -> dict[s
 
 
 def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
-    """Refuses ranks that do not do the same: one collective, and one more where their models differ.
+    """Refuses ranks whose facts differ, and names each fact with every rank's value; one collective.
 
     Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
     for each other's collectives for ever, or add up what does not belong together.
     """
-    model = model_of(parameters)
-    everyone = yield from shared_lines([dict(given), _digest(model)])
-    if differing := differences([theirs for theirs, _ in everyone], "not given"):
-        raise StateMismatchError(f"{'; '.join(differing.values())}; give all ranks the same")
-    if len({digest for _, digest in everyone}) > 1:
-        check_same_model((yield from shared_lines(model)))
+    everyone = yield from shared_lines({**given, **model_of(parameters)})
+    if differing := differences(everyone, "not given"):
+        more = f"; so do {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        advice = " (requires_grad, too)" if any(name.startswith(_TRAINED) for name in differing) else ""
+        told = "; ".join([*differing.values()][:_SHOWN])
+        raise StateMismatchError(f"{told}{more}; give all ranks the same{advice}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,6 @@ class RankStatus:
     #: (rank, size) that the states were made for
     made_for: tuple[int, int]
     plan: Plan = field(default_factory=lambda: Plan(()))
-    parameters: Sequence[ParameterFacts] = ()
     #: how far this rank has come with what all measure together, before all plan anew together
     measuring: str = ""
     #: by which the rank tells the names of this training's collectives from those of another that has
@@ -112,21 +114,6 @@ class AgreedStatus:
     loose: bool = False
 
 
-class _Summary(NamedTuple):
-    """What a rank tells of where it stands: `RankStatus`, with digests for what is long."""
-
-    step: int
-    digest: str
-    made_for: list[int]
-    plan: str
-    measuring: str
-    label: str
-    column: int
-    loose: bool
-    fresh: bool
-    again: bool
-
-
 def started_again(rank: int) -> bool:
     """Whether a launcher's variables say that ranks of this job have ended; of a process' rank among all.
 
@@ -140,34 +127,33 @@ def started_again(rank: int) -> bool:
 
 def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares where all ranks stand: one collective, and one more where something differs."""
-    plan, model = status.plan.to_dict(), model_of(status.parameters)
-    mine = status.step, status.digest, list(status.made_for), _digest([plan, model])
-    rest = status.measuring, status.label, status.column, status.loose, status.fresh, status.again
-    ranks = [_Summary(*one) for one in (yield from shared_lines([*mine, *rest]))]
-    if all(one.fresh for one in ranks) and any(one.again for one in ranks):
+    plan = status.plan.to_dict()
+    ranks = yield from shared_lines({**vars(status), "plan": _digest(plan), "told": None})
+
+    def each(name: str) -> list[Any]:
+        return [one[name] for one in ranks]
+
+    if all(each("fresh")) and any(each("again")):
         _log.warning(_BEGINS_ANEW)
-    steps = [one.step for one in ranks]
-    reason = ""
-    if moved := [rank for rank, one in enumerate(ranks) if one.made_for != [rank, len(ranks)]]:
-        rank = moved[0]
-        old_rank, old_size = ranks[rank].made_for
-        reason = f"rank {rank} of {len(ranks)} was rank {old_rank} of {old_size}"
+    steps, columns, reason = each("step"), each("column"), ""
+    moved = [rank for rank, place in enumerate(each("made_for")) if place != [rank, len(ranks)]]
+    if moved:
+        old_rank, old_size = ranks[moved[0]]["made_for"]
+        reason = f"rank {moved[0]} of {len(ranks)} was rank {old_rank} of {old_size}"
     elif len(set(steps)) > 1:
         reason = ranks_apart("have done {} steps", steps)
-    elif len({one.plan for one in ranks}) > 1:
+    elif len(set(each("plan"))) > 1:
         reason = "plans differ"
-    elif len({(one.column, one.digest) for one in ranks}) > len({one.column for one in ranks}):
+    elif len(set(zip(columns, each("digest"), strict=True))) > len(set(columns)):
         reason = "states differ"
-    label, measures = ranks[0].label, len({one.measuring for one in ranks}) == 1
+    furthest, measures = max(steps), len(set(each("measuring"))) == 1
+    agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"], {}, measures)
     if not reason:
-        loose = any(one.loose for one in ranks)
-        return AgreedStatus(False, status.step, status.plan, "", label, {}, measures, loose)
-    furthest = max(steps)
+        return replace(agreed, loose=any(each("loose")))
     progress = dict(status.told) if status.step == furthest else {}
-    everyone = yield from shared_lines([plan, model, progress])
-    check_same_model([model for _, model, _ in everyone])
-    plan, _, progress = everyone[steps.index(furthest)]
-    return AgreedStatus(True, furthest, Plan.from_dict(plan), reason, label, progress, measures, True)
+    everyone = yield from shared_lines([plan, progress])
+    plan, progress = everyone[steps.index(furthest)]
+    return replace(agreed, plan=Plan.from_dict(plan), told=progress, loose=True)
 
 
 def kept_share(old_size: int, size: int) -> float:
@@ -204,35 +190,24 @@ def _digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, tuple[object, ...]]:
-    """What must be equal of every parameter; devices may differ where every rank has one of its own."""
+def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
+    """What must be equal of every parameter, in words; devices may differ where every rank has its own.
+
+    Example:
+        >>> model_of([ParameterFacts("weight", 6, shape=(2, 3))])
+        {'trained parameter weight': '6 elements of float32, shape [2, 3], group 0, density 0.0'}
+    """
     return {
-        item.name: (item.num_elements, item.dtype, item.group, item.density, item.shape)
+        f"{_TRAINED} {item.name}": f"{item.num_elements} elements of {item.dtype}, "
+        f"shape {list(item.shape)}, group {item.group}, density {item.density}"
         for item in parameters
     }
 
 
 def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
     """The first rank's plan, after a comparison of all ranks' models, which raises where they differ."""
-    everyone = yield from shared_lines([plan.to_dict(), model_of(parameters)])
-    check_same_model([model for _, model in everyone])
-    return Plan.from_dict(everyone[0][0])
-
-
-def check_same_model(models: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses ranks that train different models."""
-    first = models[0]
-    for rank, other in enumerate(models):
-        if differing := sorted(
-            name for name in first.keys() | other.keys() if first.get(name) != other.get(name)
-        ):
-            name = differing[0]
-            here, there = (model.get(name, "missing") for model in (first, other))
-            raise StateMismatchError(
-                f"ranks 0 and {rank} do not train the same model: {name} is {here} here and {there} there "
-                f"(elements, dtype, parameter group, density, shape); {len(differing)} parameters differ. "
-                "Check requires_grad, too"
-            )
+    yield from compared({}, parameters)
+    return Plan.from_dict((yield from shared_lines(plan.to_dict()))[0])
 
 
 #: how often a name was taken. Where something is communicated first, which all ranks do: a rank may make

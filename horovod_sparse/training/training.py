@@ -27,6 +27,7 @@ from horovod_sparse.training.agreement import (
     compared,
     declaration,
     kept_share,
+    plan_of_first_rank,
     started_again,
 )
 from horovod_sparse.training.drift import DriftCheck
@@ -247,8 +248,7 @@ class Training:
                 "%s joined the optimizer: waiting for all ranks to have the same parameters join",
                 ", ".join(new),
             )
-            status = RankStatus(self.step, "", self.made_for, plan, parameters, label=self.label)
-            plan = self._together(agreed_status(status)).plan
+            plan = self._together(plan_of_first_rank(plan, parameters))
         parts = self._made(plan, new, first=len(self.plan.buckets))
         before = self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
@@ -303,7 +303,6 @@ class Training:
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
             self.made_for,
             self.plan,
-            self.parameters,
             measuring=self._measured,
             label=self._own_label,
             told={name: to_plain(one) for name, one in self._progress().items()},

@@ -34,7 +34,7 @@ ONE, TWO = Plan((("weight", "bias"),)), Plan((("weight",), ("bias",)))
 
 def statuses(size=3, **changed):
     """Ranks that stand alike, but for what is changed: by field, a value for each rank."""
-    alike = [RankStatus(5, "a", (rank, size), ONE, FACTS) for rank in range(size)]
+    alike = [RankStatus(5, "a", (rank, size), ONE) for rank in range(size)]
     for field, values in changed.items():
         alike = [dataclasses.replace(one, **{field: value}) for one, value in zip(alike, values, strict=True)]
     return alike
@@ -119,16 +119,35 @@ def test_all_settings_that_differ_are_named_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("bias", "told"),
     [
-        (ParameterFacts("bias", 3), "bias is [2,"),
-        (ParameterFacts("bias", 2, shape=(2, 1)), r"bias is [2, 'float32', 0, 0.0, []] here and [2"),
-        (ParameterFacts("bias", 2, "bfloat16"), "bias is [2, 'float32'"),
-        (ParameterFacts("offset", 2), "bias is [2, 'float32', 0, 0.0, []] here and missing there"),
+        (ParameterFacts("bias", 3), "3 elements of float32, shape []"),
+        (ParameterFacts("bias", 2, shape=(2, 1)), "2 elements of float32, shape [2, 1]"),
+        (ParameterFacts("bias", 2, "bfloat16"), "2 elements of bfloat16"),
+        (
+            ParameterFacts("offset", 2),
+            "not given; trained parameter offset differs: ranks [0, 1] have",
+        ),
     ],
 )
 def test_another_model_is_refused_on_all_ranks(bias, told) -> None:
-    other = (FACTS[0], bias)
-    assert told in refused([compared({}, FACTS), compared({}, FACTS), compared({}, other)])
-    assert told in refused([agreed_status(one) for one in statuses(parameters=(FACTS, FACTS, other))])
+    text = refused([compared({}, FACTS), compared({}, FACTS), compared({}, (FACTS[0], bias))])
+    here = "trained parameter bias differs: ranks [0, 1] have 2 elements of float32, shape [], group 0"
+    assert text.startswith(f"{here}, density 0.0, ranks [2] {told}")
+    assert text.endswith("; give all ranks the same (requires_grad, too)")
+
+
+def test_of_many_differences_the_first_are_named() -> None:
+    models = [[ParameterFacts(f"weight{number}", size) for number in range(20)] for size in (2, 3)]
+    recorder = Recorder()
+    ends = run_lockstep(
+        [compared({"op": op}, model) for op, model in zip(("Sum", "Average"), models, strict=True)],
+        recorder,
+        keep_errors=True,
+    )
+    assert len(recorder.kinds) == 1
+    for end in ends:
+        assert str(end).count(" differs: ") == 8
+        assert str(end).startswith("op differs: ranks [0] have Sum, ranks [1] Average; ")
+        assert "; so do 13 more; give" in str(end)
 
 
 def test_ranks_of_another_protocol_are_refused() -> None:

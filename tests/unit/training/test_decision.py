@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from horovod_sparse.cost import AlphaBeta, Fit
-from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.errors import (
+    ArgumentError,
+    HorovodSparseError,
+    ProfileMismatchError,
+    StateMismatchError,
+    UnknownNameError,
+)
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.calibration import Extent
@@ -143,18 +149,23 @@ def refusing(ends, kind, match):
 
 def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
     ends = decided([asked(merging=name) for name in ("optimal", "omgs")])
-    refusing(ends, ProfileMismatchError, "merging=omgs")
+    refusing(ends, StateMismatchError, "ranks [1] merging=omgs")
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     for other, match in (
-        (dataclasses.replace(PROFILE, cycle_seconds=0.002), "loaded another profile than rank 0"),
-        (None, "loaded another profile than rank 0"),
+        (dataclasses.replace(PROFILE, cycle_seconds=0.002), "profile differs: ranks [0] have "),
+        (None, "profile differs: ranks [0] have "),
         (broken, "no JSON object with a version"),
         (tmp_path / "missing.json", "cannot be read"),
     ):
         ends = decided([asked(merging="optimal", profile=p) for p in (PROFILE, other)])
-        refusing(ends, ProfileMismatchError, match)
-        assert "rank 1" in str(ends[0]) or "ranks 1" in str(ends[0])
+        refusing(ends, StateMismatchError, match)
+        assert ", ranks [1] " in str(ends[0])
+
+
+def test_a_profile_that_no_rank_can_read_is_refused_by_all(tmp_path):
+    ends = decided([asked(merging="optimal", profile=tmp_path / "missing.json")] * 2)
+    refusing(ends, ProfileMismatchError, "cannot be read")
 
 
 @pytest.mark.parametrize(
