@@ -21,7 +21,7 @@ _SELECTION_SECONDS = 1e-9
 #: fraction of a step that a way has to save to be recommended
 _WORTH = 0.05
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "rmsprop": "RMSprop", "sgd": "SGD"}
-_SPARSE = 'import horovod_sparse.ddp; horovod_sparse.ddp.attach(model, "best:density={:g}", optimizer)'
+_SPARSE = 'import horovod_sparse.ddp; horovod_sparse.ddp.attach(model, "best:density={:g}", optimizer{})'
 _FP16 = (
     "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook; "
     "model.register_comm_hook(None, fp16_compress_hook)"
@@ -51,15 +51,22 @@ class Row(NamedTuple):
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Returns every way to synchronize: two rings of 2 (P - 1) rounds, then a message to P - 1 nodes."""
+    """Returns every way to synchronize: two rings of 2 (P - 1) rounds, then a message to P - 1 nodes.
+
+    With delay=1 the message travels behind the next step; with every=H it has the elements of H steps.
+    """
     n, others = case.num_parameters, case.nodes - 1
     selected = max(1, round(DENSITY * n))
+    message = case.seconds(others * _SELECTED_BYTES * selected, 1)
+    less_latency = (message - case.latency_seconds) + case.latency_seconds / 4
     return [
         Row(
             "dense", case.seconds(4 * n / case.nodes, 2 * others), "nothing: DistributedDataParallel is dense"
         ),
         Row("fp16", case.seconds(2 * n / case.nodes, 2 * others), _FP16),
-        Row("sparse", case.seconds(others * _SELECTED_BYTES * selected, 1), _SPARSE.format(DENSITY)),
+        Row("sparse", message, _SPARSE.format(DENSITY, "")),
+        Row("sparse, every=4", less_latency, _SPARSE.format(DENSITY, ", every=4")),
+        Row("sparse, delay=1", max(0.0, message - case.step_seconds), _SPARSE.format(DENSITY, ", delay=1")),
     ]
 
 

@@ -21,8 +21,11 @@ def test_seconds_are_those_calculated_by_hand():
     assert found["dense"] == pytest.approx(1.5 * 4e6 * 8 / 1e9 + 6e-3)
     assert found["fp16"] == pytest.approx(1.5 * 2e6 * 8 / 1e9 + 6e-3)
     assert found["sparse"] == pytest.approx(3 * 80_000 * 8 / 1e9 + 1e-3)
+    assert found["sparse, every=4"] == pytest.approx(3 * 80_000 * 8 / 1e9 + 0.25e-3)
+    assert found["sparse, delay=1"] == 0.0
     two = added(Case(1_000_000, 0.1, 2, 1e6, 0.02))
-    assert two == pytest.approx({"dense": 32 + 0.04, "fp16": 16 + 0.04, "sparse": 0.64 + 0.02})
+    late = {"sparse, every=4": 0.64 + 0.005, "sparse, delay=1": 0.64 + 0.02 - 0.1}
+    assert two == pytest.approx({"dense": 32 + 0.04, "fp16": 16 + 0.04, "sparse": 0.64 + 0.02, **late})
 
 
 def test_the_demo_s_passes_are_within_15_percent():
@@ -36,7 +39,7 @@ def test_the_demo_s_passes_are_within_15_percent():
 
 @pytest.mark.parametrize(
     ("nodes", "bits_per_second", "name"),
-    [(4, 1e8, "sparse"), (4, 1e11, "dense"), (300, 1e8, "fp16")],
+    [(4, 1e8, "sparse, delay=1"), (4, 2e9, "sparse"), (4, 1e11, "dense"), (400, 1e8, "fp16")],
 )
 def test_what_saves_nothing_is_not_recommended(nodes, bits_per_second, name):
     case = Case(1_000_000, 0.05, nodes, bits_per_second, 1e-6)
@@ -45,7 +48,8 @@ def test_what_saves_nothing_is_not_recommended(nodes, bits_per_second, name):
 
 def test_the_answer_has_code_to_paste_and_a_link(capsys):
     assert main(["worth-it", *ROUND, "--optimizer", "sgd"]) == 0
-    dense, fp16, sparse, paste, accuracy, assumed = capsys.readouterr().out.splitlines()
+    dense, fp16, sparse, every, delay, paste, accuracy, assumed = capsys.readouterr().out.splitlines()
+    assert every.startswith("sparse, every=4: 0.102 s") and delay.startswith("sparse, delay=1: 0.1 s")
     assert dense == "dense: 0.154 s a step, 0.054 s (54 %) longer than the step alone"
     assert fp16.startswith("fp16: 0.13 s") and sparse.startswith("sparse: 0.103 s")
     assert "docs/results.md" in accuracy and assumed.startswith("assumed: ")
