@@ -32,6 +32,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.training import Training
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -202,6 +203,15 @@ class HorovodDriver(Driver):
         """From now on ranks share other hosts."""
         self._topology = topology
         self._start = partial(start, process_set=self.process_set, mpi=self.mpi, topology=topology)
+
+    def begin(self, training: Training) -> None:
+        """Called by all ranks together, once they have agreed: takes the label, and connects."""
+        self.label = training.label
+        self.connect()
+        sparsifiers = (part.bucket.recipe.sparsifier for part in training.sparse)
+        kinds = {kind for sparsifier in sparsifiers for kind in sparsifier.rounds(training.size)}
+        if self._topology is not None or Exchange in kinds:
+            training.telemetry.transport = self.transport
 
     def connect(self) -> None:
         """Decides how messages between two ranks travel: by MPI, if every rank can send by it.

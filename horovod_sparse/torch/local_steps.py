@@ -89,8 +89,7 @@ class LocalSteps(LocalTraining):
 
     def agree(self, *, as_first: bool = False) -> None:
         super().agree(as_first=as_first)
-        self.engine.driver.label = self.label
-        self.engine.driver.connect()
+        self.engine.driver.begin(self)
 
 
 class _Survivor(StateHandler):

@@ -110,7 +110,7 @@ class StepSynchronizer(Binding):
         except DeadlineError:
             refuse_whole_gradients(sorted(self.facts), self.process_set)
             raise
-        self.engine.driver.label = self.label
+        self.engine.driver.begin(self)
 
     def first_plan_of(self, facts: Facts) -> Plan:
         parameters, size = [fact for fact, _ in facts.values()], self.settings.bucket_bytes

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from horovod_sparse import errors
-from horovod_sparse.collectives import Exchange
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan
 from horovod_sparse.tensors.driver import keep_out_of_graphs
@@ -146,11 +145,7 @@ class GradientSynchronizer(PlannedTraining):
         except errors.DeadlineError:
             refuse_whole_gradients(sorted(self.facts), self.process_set)
             raise
-        self.driver.label = self.label
-        self.driver.connect()
-        kinds = {kind for part in self.sparse for kind in part.bucket.recipe.sparsifier.rounds(self.size)}
-        if self.topology is not None or Exchange in kinds:
-            self.telemetry.transport = self.driver.transport
+        self.driver.begin(self)
 
     def save(self, **more: Any) -> dict[str, Any]:
         """This rank's entry, of tensors, numbers and strings alone (``torch.load(weights_only=True)``)."""

@@ -9,7 +9,9 @@ import zlib
 import horovod.torch as hvd
 import numpy as np
 import pytest
+import torch
 
+import horovod_sparse.torch as sparse
 from conformance.engines_torch import ENGINES
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllGather, AllReduce, Exchange
@@ -203,6 +205,26 @@ def test_telemetry_says_which_and_why(way, rank, size):
         assert told == {"Horovod's all-to-all (Horovod does not run on MPI)"}
     else:
         assert told == {words[carrier(way)]}
+
+
+@pytest.mark.parametrize("feedback", ["sgd", "local steps"])
+def test_exchanged_steps_connect_too(feedback, rank, size):
+    model = LinearModel({f"{feedback.replace(' ', '_')}_first": (20, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if feedback == "sgd":
+        made = sparse.DistributedOptimizer(
+            optimizer,
+            model.named_parameters(),
+            compression=sparse.Compression.parse("spardl:density=0.1,feedback=sgd"),
+        )
+    else:
+        made = sparse.LocalSteps(optimizer, model, every=1, compression="spardl:density=0.1")
+    model.backward({name: np.ones(p.shape, np.float32) for name, p in model.named_parameters()})
+    optimizer.step()
+    if carrier("auto") == "mpi":
+        assert made.telemetry.transport == "MPI, on a communicator of their own (every rank can)"
+    else:
+        assert made.telemetry.transport.startswith("Horovod's all-to-all")
 
 
 def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
