@@ -18,21 +18,18 @@ from horovod_sparse.kernels.host.scatter import wide
 _CHUNK = 1 << 16
 #: a position travels as three numbers below 2048, which float16 holds exactly: so many bits each
 HEALTH_NUMBERS, DIGIT_BITS = 3, 11
-#: the largest float16
-LARGEST_HALF = 65504.0
 
 
 class WholeGradient(Accumulator):
     """A gradient of which `Dense` sends all elements: a step reads it, and nothing of n elements is kept.
 
-    An error feedback that has kept something (the parameters were sparse before, or `halves` have rounded)
-    adds it to the next gradient. The gradient of a step that is abandoned is dropped, as Horovod would.
+    An error feedback that has kept something (the parameters were sparse before) adds it to the next
+    gradient. The gradient of a step that is abandoned is dropped, as Horovod would.
     Sparsifiers cannot select from it.
 
     Args:
         num_elements: n.
         dtype: of the gradients.
-        halves: whether the sum is one of float16; what rounding takes away joins the next gradient.
 
     Example:
         >>> whole = WholeGradient(2)
@@ -42,14 +39,13 @@ class WholeGradient(Accumulator):
         [1.0, 2.0, 0.0, 0.0, 0.0]
     """
 
-    def __init__(self, num_elements: int, dtype: Any = "float32", *, halves: bool = False) -> None:
-        self._num_elements, self._dtype, self._halves = num_elements, np.dtype(accumulating(dtype)), halves
+    def __init__(self, num_elements: int, dtype: Any = "float32") -> None:
+        self._num_elements, self._dtype = num_elements, np.dtype(accumulating(dtype))
         self._companions = ()
         self.step, self.report = 0, FoldReport()
-        #: of this step; what error feedback adds to the next gradient, and to the one after this step
+        #: of this step, and what error feedback adds to it
         self._gradient: Any = None
         self._carried: Any = None
-        self._rounded: Any = None
 
     @property
     def num_elements(self) -> int:
@@ -69,13 +65,12 @@ class WholeGradient(Accumulator):
         kept = gradient if isinstance(gradient, GradientParts) else GradientParts([np.asarray(gradient)])
         if kept.size != self._num_elements:
             raise ArgumentError("gradient", kept.size, f"an array of {self._num_elements} elements")
-        self._gradient, self._rounded = kept, None
+        self._gradient = kept
         self.report = FoldReport(step=self.step)
         return self.report
 
     def abandon(self) -> None:
-        """Drops what rounding has taken from this step's gradient."""
-        self._rounded = None
+        """Has nothing to take back: the gradient of an abandoned step is dropped."""
 
     def drop(self, gradient: Any, *, coasts: bool = False) -> None:
         """Takes the gradient out: the step begins again with zeros."""
@@ -83,7 +78,7 @@ class WholeGradient(Accumulator):
 
     def accept(self) -> None:
         """Lets go of the gradient: the step is applied."""
-        self._gradient, self._carried, self._rounded = None, self._rounded, None
+        self._gradient = self._carried = None
 
     def held(self) -> tuple[Values, ...]:
         """Returns what the next gradient is added to, or nothing."""
@@ -106,13 +101,7 @@ class WholeGradient(Accumulator):
         position = first + 1
         digits = [position >> 2 * DIGIT_BITS, position >> DIGIT_BITS, position]
         health.reshape(HEALTH_NUMBERS, size)[:, rank] = np.array(digits) % (1 << DIGIT_BITS)
-        if not self._halves:
-            return buffer
-        most = LARGEST_HALF / size  # no sum is larger than a half may be
-        sent = np.clip(buffer, -most, most).astype(np.float16)
-        sent[n:] = health
-        self._rounded = own - sent[:n]
-        return sent
+        return buffer
 
     def _read(self, own: NDArray[Any]) -> int:
         """Copies the gradient; returns the position of its first element that is not finite, or -1."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -149,7 +148,7 @@ class Synchronizer(Training):
             saved.check(self.parameters)
         except errors.ArgumentError:
             return plan_of(layout, self.facts)
-        return dataclasses.replace(saved, values=None)  # the recipe says what values are sent as
+        return saved
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.

@@ -212,13 +212,6 @@ class Recipe:
             allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
-    def with_values(self, values: str | None) -> Recipe:
-        """Returns the recipe whose messages have the values of a plan, with gaps in place of indices."""
-        if values is None:
-            return self
-        shorter = dataclasses.replace(self.sparsifier, values=values, indices="gaps")
-        return dataclasses.replace(self, sparsifier=shorter)
-
     def for_parameter(self, name: str, num_elements: int) -> Recipe:
         """The recipe for one parameter, or a bucket of parameters of one density: its rule applied."""
         density = self.rules.density_of(name, num_elements)

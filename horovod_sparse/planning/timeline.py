@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.workload import Workload
-from horovod_sparse.plans.plan import HALVES, Plan
+from horovod_sparse.plans.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
         computation.append(Span("backward", clock, clock + seconds, here, name))
         clock += seconds
         if number is None:
-            size = 2 * parameter.num_elements if plan.values == HALVES else parameter.num_bytes
+            size = parameter.num_bytes
             packing = float(cost.dense_work.seconds(parameter.num_elements))
             if packing:
                 computation.append(Span("packing", clock, clock + packing, (), name))

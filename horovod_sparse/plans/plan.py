@@ -16,9 +16,6 @@ MAX_BUCKET_ELEMENTS = 2**31 - 1
 #: dtype, device, parameter group, density
 Kind: TypeAlias = tuple[str, str, int, float]
 
-#: `Plan.values` of dense parameters
-HALVES = "float16"
-
 _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -71,8 +68,6 @@ class Plan:
         buckets: names of the parameters of every bucket. Buckets, and the parameters in them, stand in
             backward order: the gradient that is ready first comes first.
         dense: names of the parameters that are synchronized by a plain allreduce.
-        values: of messages: "2bit" in those of buckets, or "float16" in those of dense parameters; None if
-            they are the sparsifier's own, and exact.
 
     Example:
         >>> plan = Plan(buckets=(("fc.weight",), ("conv.weight", "conv.bias")), dense=("norm.weight",))
@@ -84,11 +79,8 @@ class Plan:
 
     buckets: tuple[tuple[str, ...], ...]
     dense: tuple[str, ...] = ()
-    values: str | None = None
 
     def __post_init__(self) -> None:
-        if self.values not in (None, "2bit", HALVES):
-            raise ArgumentError("plan.values", self.values, "'2bit', 'float16' or None")
         # lists are what JSON gives back and what users write
         object.__setattr__(self, "buckets", tuple(tuple(bucket) for bucket in self.buckets))
         object.__setattr__(self, "dense", tuple(self.dense))
@@ -105,7 +97,7 @@ class Plan:
         if self.dense:
             text += f"; {_count(len(self.dense), 'parameter')} {'stays' if len(self.dense) == 1 else 'stay'}"
             text += " dense"
-        return text if self.values is None else f"{text}; values as {self.values}"
+        return text
 
     def names(self) -> tuple[str, ...]:
         """All parameters, those of buckets first."""
@@ -113,14 +105,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in lists and strings, for JSON and checkpoints."""
-        plain: dict[str, Any] = {"buckets": [list(one) for one in self.buckets], "dense": list(self.dense)}
-        return plain if self.values is None else {**plain, "values": self.values}
+        return {"buckets": [list(one) for one in self.buckets], "dense": list(self.dense)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Plan:
         """The plan that `to_dict` wrote; an `ArgumentError` if it is something else."""
         try:
-            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]), saved.get("values"))
+            return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]))
         except (KeyError, TypeError) as error:
             given = f"{type(saved).__name__} ({type(error).__name__})"  # it may be too deep to be shown
             raise ArgumentError("plan", given, "what Plan.to_dict() returned") from error

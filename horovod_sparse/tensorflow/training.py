@@ -207,7 +207,6 @@ class VariablesTraining(Training):
         parameters = [fact for fact, _ in facts.values()]
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
-            plan = dataclasses.replace(plan, values=self.plan.values)
         else:
             yield from compared(asked_of(request))
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import FoldReport, FoldRule, WholeGradient
-from horovod_sparse.arrays.whole import DIGIT_BITS, HEALTH_NUMBERS, LARGEST_HALF, ranks_told
+from horovod_sparse.arrays.whole import DIGIT_BITS, HEALTH_NUMBERS, ranks_told
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
@@ -47,8 +47,8 @@ class DeviceMemory(GradientMemory):
             info.num_elements, info.dtype, device=self._device, **recipe_arguments(recipe)
         )
 
-    def whole(self, info: BucketInfo, halves: bool = False) -> WholeTensor:
-        return WholeTensor(info.num_elements, info.dtype, halves=halves)
+    def whole(self, info: BucketInfo) -> WholeTensor:
+        return WholeTensor(info.num_elements, info.dtype)
 
     def streams(self) -> CudaStreams | None:
         return CudaStreams(self._device) if self._device.type == "cuda" else None
@@ -81,7 +81,7 @@ class WholeTensor(WholeGradient):
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
         kept = gradient if isinstance(gradient, KeptTensor) else KeptTensor(gradient)
-        self._gradient, self._rounded = kept, None
+        self._gradient = kept
         self.report = FoldReport(step=self.step)
         return self.report
 
@@ -105,13 +105,7 @@ class WholeTensor(WholeGradient):
         for place in range(HEALTH_NUMBERS):  # the first is the highest
             shift = DIGIT_BITS * (HEALTH_NUMBERS - 1 - place)
             health[place] = (position >> shift) % (1 << DIGIT_BITS)
-        if not self._halves:
-            return buffer
-        most = LARGEST_HALF / size
-        sent = buffer.clamp(-most, most).half()
-        sent[n:] = buffer[n:]
-        self._rounded = own - sent[:n]
-        return sent
+        return buffer
 
     def received(self, total: Any, size: int) -> tuple[torch.Tensor, dict[int, int], float]:
         n = self.num_elements

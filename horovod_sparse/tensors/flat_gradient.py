@@ -63,9 +63,9 @@ class GradientMemory:
         """Residual and companions of a bucket: zeros."""
         return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
 
-    def whole(self, info: BucketInfo, halves: bool = False) -> Accumulator:
+    def whole(self, info: BucketInfo) -> Accumulator:
         """What stands in an accumulator's place where all is sent."""
-        return WholeGradient(info.num_elements, info.dtype, halves=halves)
+        return WholeGradient(info.num_elements, info.dtype)
 
     def streams(self) -> CudaStreams | None:
         """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""

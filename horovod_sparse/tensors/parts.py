@@ -70,7 +70,7 @@ class Part(common.BucketPart):
         info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         if topology is None:
-            accumulator = self.memory.whole(info, spec.halves) if spec.whole else None
+            accumulator = self.memory.whole(info) if spec.whole else None
             self.bucket = Bucket(info, recipe, accumulator or self.memory.accumulator(info, recipe), members)
         else:
             accumulator = self.memory.accumulator(shard_of(info, topology), recipe)

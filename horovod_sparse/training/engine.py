@@ -41,8 +41,6 @@ class PartSpec:
     recipe: Recipe
     #: whether the plan leaves them dense
     dense: bool = False
-    #: whether the sum of dense ones is one of float16
-    halves: bool = False
 
     @property
     def whole(self) -> bool:

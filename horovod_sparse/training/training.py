@@ -17,7 +17,7 @@ import numpy as np
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress, Recipe
-from horovod_sparse.plans.plan import HALVES, ParameterFacts, Plan, fixed_bytes
+from horovod_sparse.plans.plan import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import (
@@ -183,14 +183,13 @@ class Training:
 
     def _made(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
         """Parts of a plan: its buckets, the first of which has this number, then what stays dense."""
-        halves, specs = plan.values == HALVES, []
-        recipe = self.recipe.with_values(None if halves else plan.values)
+        recipe, specs = self.recipe, []
         for number, names in enumerate(plan.buckets, first):
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
             specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
         dense = recipe.for_dense()
         specs += [
-            PartSpec(f"dense.{names[0]}", names, dense, dense=True, halves=halves)
+            PartSpec(f"dense.{names[0]}", names, dense, dense=True)
             for names in dense_groups([facts[name][0] for name in plan.dense])
         ]
         return self.engine.make_parts(specs, facts, self.made_for, self.topology)
@@ -241,7 +240,7 @@ class Training:
         if not new:
             return new
         parameters = [fact for fact, _ in new.values()]
-        plan = dataclasses.replace(self.first_plan_of(new), values=self.plan.values)
+        plan = self.first_plan_of(new)
         together = self.is_agreed
         if together and self.size > 1:
             _log.warning(
