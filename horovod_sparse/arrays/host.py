@@ -11,18 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.arrays import gradients
 from horovod_sparse.arrays.accumulator import Accumulator
-from horovod_sparse.arrays.gradients import (
-    GradientParts,
-    MovedParts,
-    WeightedParts,
-    accumulating,
-    clip_factor,
-    lean_of,
-    pieces,
-    scaled,
-    take_out,
-)
 from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Moments, Values
 from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
@@ -63,7 +53,7 @@ class HostAccumulator(Accumulator):
     ) -> None:
         check_density("density", density, "a number in (0, 1]")
         layout = Layout(int(num_elements), block_size(density))
-        super().__init__(HostKernels(layout, accumulating(dtype)), companions)
+        super().__init__(HostKernels(layout, gradients.accumulating(dtype)), companions)
 
 
 class HostKernels(Kernels):
@@ -77,7 +67,7 @@ class HostKernels(Kernels):
     number: Callable[..., float] = float
     float_of: Callable[..., float] = float
     to_host: Callable[..., Array] = staticmethod(np.asarray)
-    checked: Callable[..., Array | GradientParts]
+    checked: Callable[..., Array | gradients.GradientParts]
     places: Callable[..., Indices]
     largest: Callable[..., Indices]
     kth: Callable[..., np.unsignedinteger[Any]]
@@ -100,22 +90,22 @@ class HostKernels(Kernels):
         self,
         values: Array,
         companion: Array | None,
-        gradient: Array | GradientParts,
+        gradient: Array | gradients.GradientParts,
         maxima: Array,
         rule: FoldRule,
         norm: float,
         step: int,
     ) -> tuple[FoldReport, float]:
-        kept, block = isinstance(gradient, GradientParts), self.layout.block
+        kept, block = isinstance(gradient, gradients.GradientParts), self.layout.block
         factors = rule.factors(self.dtype)
-        whole = gradient.whole if isinstance(gradient, GradientParts) else None
+        whole = gradient.whole if isinstance(gradient, gradients.GradientParts) else None
         parts: Iterable[tuple[int, Any]]
-        parts = pieces(gradient, 1024 * block, block) if whole is None else [(0, whole)]
-        if isinstance(gradient, WeightedParts):
+        parts = gradients.pieces(gradient, 1024 * block, block) if whole is None else [(0, whole)]
+        if isinstance(gradient, gradients.WeightedParts):
             parts = gradient.pairs(self.dtype, block, rule.clip_norm)
         elif rule.clip_norm is not None:
-            parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=kept)
-        elif isinstance(gradient, MovedParts) and companion is None:
+            parts = gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm), keep=kept)
+        elif isinstance(gradient, gradients.MovedParts) and companion is None:
             parts = gradient.pairs(block)
         both = (companion, None) if rule.moment is None else (None, companion)
         folded = folding.fold(values, parts, maxima, self.layout, factors, *both, keep_gradient=kept)
@@ -126,20 +116,24 @@ class HostKernels(Kernels):
         self, report: FoldReport, before: Array, after: Array, moment: Array, signs: Array, rule: FoldRule
     ) -> FoldReport:
         before, after, moment = (array.astype(np.float64) for array in (before, after, moment))
-        lean = lean_of(before, after, moment, signs, rule.factors(self.dtype).tolist())
+        lean = gradients.lean_of(before, after, moment, signs, rule.factors(self.dtype).tolist())
         return dataclasses.replace(report, lean=float(lean))
 
     def take_out(
-        self, values: Array, companion: Array | None, gradient: Array | GradientParts, rule: FoldRule
+        self,
+        values: Array,
+        companion: Array | None,
+        gradient: Array | gradients.GradientParts,
+        rule: FoldRule,
     ) -> None:
         factors, block = rule.factors(self.dtype), self.layout.block
-        parts: Iterable[tuple[int, Array]] = pieces(gradient, 1024 * block, block)
+        parts: Iterable[tuple[int, Array]] = gradients.pieces(gradient, 1024 * block, block)
         if rule.clip_norm is not None:
-            parts = scaled(parts, clip_factor(gradient, rule.clip_norm), keep=True)
+            parts = gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm), keep=True)
         for start, piece in parts:
             stop, step = start + piece.size, scatter.wide(piece).astype(self.dtype)
             held = None if companion is None else companion[start:stop]
-            take_out(values[start:stop], held, step, rule, factors)
+            gradients.take_out(values[start:stop], held, step, rule, factors)
 
     def assign(self, values: Array, new: Any) -> None:
         with np.errstate(over="ignore"):
@@ -205,13 +199,13 @@ class HostKernels(Kernels):
         return encode(values, code, key, words)
 
 
-def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | GradientParts:
+def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | gradients.GradientParts:
     """A gradient as an array that can be folded, or parts, which stay as they are; not a copy."""
-    array = gradient if isinstance(gradient, GradientParts) else np.asarray(gradient)
+    array = gradient if isinstance(gradient, gradients.GradientParts) else np.asarray(gradient)
     if array.size != num_elements:
         shape = getattr(array, "shape", (array.size,))
         raise ArgumentError("gradient", shape, f"an array of {num_elements} elements")
-    if array.dtype != dtype and accumulating(array.dtype) != dtype:
+    if array.dtype != dtype and gradients.accumulating(array.dtype) != dtype:
         raise ArgumentError("gradient", array.dtype.name, f"a type that accumulates in {dtype.name}")
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ArgumentError("gradient", "read-only memory", "memory that can be set to 0")

@@ -9,16 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    Request,
-    Synchronization,
-)
+from horovod_sparse import collectives
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.topology import Topology
 
@@ -27,30 +19,30 @@ _SLEEP_SECONDS = 20e-6
 
 def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
     """A collective as messages between pairs: as many bytes as a ring moves, sums of the same bits on all."""
-    if isinstance(request, Exchange):
+    if isinstance(request, collectives.Exchange):
         return (yield request)
     others = tuple(peer for peer in range(size) if peer != rank)
-    if isinstance(request, AllGather):
-        arrived = yield Exchange(dict.fromkeys(others, request.buffer), others)
+    if isinstance(request, collectives.AllGather):
+        arrived = yield collectives.Exchange(dict.fromkeys(others, request.buffer), others)
         return np.concatenate([request.buffer if peer == rank else arrived[peer] for peer in range(size)])
-    if isinstance(request, AllToAll):
-        arrived = yield Exchange({peer: request.buffers[peer] for peer in others}, others)
+    if isinstance(request, collectives.AllToAll):
+        arrived = yield collectives.Exchange({peer: request.buffers[peer] for peer in others}, others)
         return [request.buffers[peer].copy() if peer == rank else arrived[peer] for peer in range(size)]
-    if isinstance(request, Broadcast):
+    if isinstance(request, collectives.Broadcast):
         words = np.ascontiguousarray(request.buffer).view(np.int32)
         if request.root == rank:
-            yield Exchange(dict.fromkeys(others, words), ())
+            yield collectives.Exchange(dict.fromkeys(others, words), ())
             return request.buffer.copy()
-        arrived = yield Exchange({}, (request.root,))
+        arrived = yield collectives.Exchange({}, (request.root,))
         return _like(request.buffer, arrived, request.root)
     parts = np.array_split(request.buffer, size)
-    arrived = yield Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
+    arrived = yield collectives.Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
     total = np.zeros_like(parts[rank])
     for peer in range(size):
         total += parts[rank] if peer == rank else _like(parts[rank], arrived, peer)
-    if isinstance(request, ReduceScatter):
+    if isinstance(request, collectives.ReduceScatter):
         return total
-    arrived = yield Exchange(dict.fromkeys(others, total.view(np.int32)), others)
+    arrived = yield collectives.Exchange(dict.fromkeys(others, total.view(np.int32)), others)
     return np.concatenate(
         [total if peer == rank else _like(parts[peer], arrived, peer) for peer in range(size)]
     )
@@ -95,24 +87,26 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
             answer = {peer: exchange.sends[peer].copy() for peer in exchange.sources}
             continue
         sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
-        arrived = yield Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
+        arrived = yield collectives.Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
         answer = {places[peer]: words for peer, words in arrived.items()}
 
 
 def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
     """The kinds of request that `over_hosts` yields for a bucket of two levels, from those among hosts."""
     inside = 2 if topology.per_host > 1 else 0
-    between = sum(2 if kind is AllReduce else 1 for kind in rounds) if topology.num_hosts > 1 else 0
-    return (Exchange,) * (inside + between)
+    between = (
+        sum(2 if kind is collectives.AllReduce else 1 for kind in rounds) if topology.num_hosts > 1 else 0
+    )
+    return (collectives.Exchange,) * (inside + between)
 
 
-def as_alltoall(request: Exchange, size: int) -> list[np.ndarray]:
+def as_alltoall(request: collectives.Exchange, size: int) -> list[np.ndarray]:
     """For every rank its message, most of them empty: Horovod has no send."""
     nothing = np.empty(0, np.int32)
     return [request.sends.get(peer, nothing) for peer in range(size)]
 
 
-def inbox(request: Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
+def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
     """The messages of an exchange by source, of those of all ranks, most of which are empty."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return awaited(came, request.sources, whose)

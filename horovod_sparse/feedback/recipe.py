@@ -16,13 +16,7 @@ from typing import Any
 
 from horovod_sparse.checks import check_count, check_density
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.feedback.feedbacks import (
-    FEEDBACKS,
-    BestFeedback,
-    ErrorFeedback,
-    Feedback,
-    feedback_named,
-)
+from horovod_sparse.feedback.feedbacks import FEEDBACKS, BestFeedback, ErrorFeedback, Feedback, feedback_named
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.sparsifiers.schedule import SCHEDULES

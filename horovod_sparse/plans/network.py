@@ -5,24 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from horovod_sparse.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    Request,
-)
+from horovod_sparse import collectives
 
 #: The kinds of collective, by the names that profiles use.
-COLLECTIVES: dict[type[Request], str] = {
-    AllGather: "allgather",
-    AllReduce: "allreduce",
-    Exchange: "exchange",
-    Broadcast: "broadcast",
-    AllToAll: "alltoall",
-    ReduceScatter: "reducescatter",
+COLLECTIVES: dict[type[collectives.Request], str] = {
+    collectives.AllGather: "allgather",
+    collectives.AllReduce: "allreduce",
+    collectives.Exchange: "exchange",
+    collectives.Broadcast: "broadcast",
+    collectives.AllToAll: "alltoall",
+    collectives.ReduceScatter: "reducescatter",
 }
 
 

@@ -8,19 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from horovod_sparse.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    Level,
-    ReduceScatter,
-    Request,
-    Synchronization,
-    Words,
-    part,
-)
+from horovod_sparse import collectives
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.feedback.bucket import num_bytes_sent
 from horovod_sparse.plans.network import COLLECTIVES, AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
@@ -36,14 +25,14 @@ class SharedWords(np.ndarray):
     _decoded: dict[Any, Any] | None = None
 
     @classmethod
-    def of(cls, buffer: Words) -> SharedWords:
+    def of(cls, buffer: collectives.Words) -> SharedWords:
         """The same memory, read-only from now on."""
         buffer.flags.writeable = False
         shared = buffer.view(cls)
         shared._decoded = {}
         return shared
 
-    def decoded_once(self, asked: Any, decode: Callable[[Words], Any]) -> Any:
+    def decoded_once(self, asked: Any, decode: Callable[[collectives.Words], Any]) -> Any:
         """Returns what `decode` makes of the buffer, by what it was asked for; views keep nothing."""
         words = np.asarray(self)
         if self._decoded is None:
@@ -73,7 +62,7 @@ class Recorder:
     network: AlphaBeta = field(default_factory=AlphaBeta)
     host_network: AlphaBeta | None = None
     kinds: list[type[Request]] = field(default_factory=list)
-    levels: list[Level] = field(default_factory=list)
+    levels: list[collectives.Level] = field(default_factory=list)
     bytes_sent: list[list[int]] = field(default_factory=list)
     costs: list[list[CollectiveCost]] = field(default_factory=list)
     seconds: float = 0.0
@@ -107,10 +96,10 @@ def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequenc
 
 def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
     size, first, received = len(requests), requests[0], [0] * len(requests)
-    if isinstance(first, (AllToAll, Exchange)):
+    if isinstance(first, (collectives.AllToAll, collectives.Exchange)):
         rounds = []
         for sender, request in enumerate(requests):
-            exchange = request if isinstance(request, Exchange) else None
+            exchange = request if isinstance(request, collectives.Exchange) else None
             messages = exchange.sends if exchange else dict(enumerate(request.buffers))  # type: ignore[union-attr]
             rounds.append(max(len(exchange.sources), len(messages)) if exchange else size - 1)
             for receiver, buffer in messages.items():
@@ -119,9 +108,9 @@ def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
     kind = COLLECTIVES[type(first)]
     lengths = [request.buffer.nbytes for request in requests]  # type: ignore[union-attr]
     arrives = [lengths[0] * share_of_bytes(kind, size)] * size
-    if isinstance(first, AllGather):
+    if isinstance(first, collectives.AllGather):
         arrives = [sum(lengths) - length for length in lengths]
-    elif isinstance(first, Broadcast):
+    elif isinstance(first, collectives.Broadcast):
         arrives[first.root] = 0
     return [CollectiveCost(num_rounds(kind, size), num_bytes) for num_bytes in arrives]
 
@@ -153,7 +142,7 @@ def run_lockstep(
 
     Example:
         >>> def rank(value):
-        ...     total = yield AllReduce(np.array([value]))
+        ...     total = yield collectives.AllReduce(np.array([value]))
         ...     return float(total[0])
         >>> run_lockstep([rank(1.0), rank(2.0)])
         [3.0, 3.0]
@@ -225,11 +214,11 @@ def _level(request: Request, topology: Topology | None) -> str:
 def _signature(request: Request, size: int) -> str:
     """What has to be equal on all ranks."""
     name = type(request).__name__
-    if isinstance(request, (AllReduce, ReduceScatter)):
+    if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         return f"{name} of {request.buffer.size} {request.buffer.dtype}"
-    if isinstance(request, Broadcast):
+    if isinstance(request, collectives.Broadcast):
         return f"{name} of {request.buffer.size} {request.buffer.dtype} from {request.root}"
-    if isinstance(request, AllToAll) and len(request.buffers) != size:
+    if isinstance(request, collectives.AllToAll) and len(request.buffers) != size:
         return f"{name} with {len(request.buffers)} messages"
     return name
 
@@ -237,25 +226,25 @@ def _signature(request: Request, size: int) -> str:
 def answer(requests: Sequence[Request]) -> list[Any]:
     """What each rank gets back for one round. All requests are of one kind."""
     first, size = requests[0], len(requests)
-    if isinstance(first, AllGather):
+    if isinstance(first, collectives.AllGather):
         gathered = np.concatenate([request.buffer for request in requests])  # type: ignore[union-attr]
         # one object for all: what it holds is decoded once, not once on every rank
         return [SharedWords.of(gathered)] * size
-    if isinstance(first, (AllReduce, ReduceScatter)):
+    if isinstance(first, (collectives.AllReduce, collectives.ReduceScatter)):
         total = first.buffer.copy()
         for request in requests[1:]:
             total += request.buffer  # type: ignore[union-attr]
-        if isinstance(first, AllReduce):
+        if isinstance(first, collectives.AllReduce):
             return [total.copy() for _ in requests]
-        return [total[slice(*part(total.size, rank, size))].copy() for rank in range(size)]
-    if isinstance(first, Broadcast):
+        return [total[slice(*collectives.part(total.size, rank, size))].copy() for rank in range(size)]
+    if isinstance(first, collectives.Broadcast):
         return [requests[first.root].buffer.copy() for _ in requests]  # type: ignore[union-attr]
-    if isinstance(first, AllToAll):
+    if isinstance(first, collectives.AllToAll):
         return [[request.buffers[rank].copy() for request in requests] for rank in range(size)]  # type: ignore[union-attr]
     return _answer_exchanges(requests)  # type: ignore[arg-type]
 
 
-def _answer_exchanges(requests: Sequence[Exchange]) -> list[dict[int, Any]]:
+def _answer_exchanges(requests: Sequence[collectives.Exchange]) -> list[dict[int, Any]]:
     """Delivers messages between pairs; a message that nobody awaits, or the other way round, is a bug."""
     inbox: list[dict[int, Any]] = [{} for _ in requests]
     for sender, request in enumerate(requests):

@@ -7,12 +7,14 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from horovod_sparse.sparsifiers.base import BucketInfo as BucketInfo
-from horovod_sparse.sparsifiers.base import SparseSum as SparseSum
-from horovod_sparse.sparsifiers.base import Sparsifier as Sparsifier
-from horovod_sparse.sparsifiers.base import SparsifierState as SparsifierState
-from horovod_sparse.sparsifiers.base import Traffic as Traffic
-from horovod_sparse.sparsifiers.base import WholeSum as WholeSum
+from horovod_sparse.sparsifiers.base import (
+    BucketInfo,
+    SparseSum,
+    Sparsifier,
+    SparsifierState,
+    Traffic,
+    WholeSum,
+)
 
 if TYPE_CHECKING:
     from horovod_sparse.sparsifiers.chunk_topk import ChunkTopK as ChunkTopK

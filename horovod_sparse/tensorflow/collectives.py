@@ -17,17 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from horovod_sparse import collectives
 from horovod_sparse.carriers.exchanges import as_alltoall, inbox, over_hosts
-from horovod_sparse.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    Request,
-    Synchronization,
-)
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.tensors import divided_by_ranks
@@ -73,40 +65,40 @@ def not_folded(gradient: Any) -> Any:
 
 def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype that a request of this kind has in the graph."""
-    return np.dtype(value_dtype if kind in (AllReduce, ReduceScatter) else np.int32)
+    return np.dtype(value_dtype if kind in (collectives.AllReduce, collectives.ReduceScatter) else np.int32)
 
 
 def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
     """What a rank sends that has failed: empty messages, so that no rank waits, and each one notices."""
-    splits = np.zeros(size, np.int32) if kind in (Exchange, AllToAll) else NO_SPLITS
+    splits = np.zeros(size, np.int32) if kind in (collectives.Exchange, collectives.AllToAll) else NO_SPLITS
     return np.empty(0, wire_dtype(kind, value_dtype)), splits
 
 
 def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]) -> Wire:
     rank, size = place
-    if isinstance(request, AllGather):
+    if isinstance(request, collectives.AllGather):
         return np.ascontiguousarray(request.buffer, np.int32), NO_SPLITS
-    if isinstance(request, (AllReduce, ReduceScatter)):
+    if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         if request.buffer.dtype != value_dtype:
             raise CollectiveMismatchError(
                 f"a sum of {request.buffer.dtype} in a bucket of {value_dtype}: in a graph its type "
                 "is fixed, and is that of the accumulator"
             )
         return np.ascontiguousarray(request.buffer), NO_SPLITS
-    if isinstance(request, Broadcast):
+    if isinstance(request, collectives.Broadcast):
         if request.buffer.nbytes % 4:
             raise UnsupportedError(f"a broadcast of {request.buffer.dtype}, which are not whole words")
         words = np.ascontiguousarray(request.buffer).view(np.int32)
         return (words if request.root == rank else _NOTHING), NO_SPLITS
-    buffers = request.buffers if isinstance(request, AllToAll) else as_alltoall(request, size)
+    buffers = request.buffers if isinstance(request, collectives.AllToAll) else as_alltoall(request, size)
     splits = np.array([buffer.size for buffer in buffers], np.int32)
     return np.concatenate(buffers).astype(np.int32, copy=False), splits
 
 
 def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
-    if isinstance(request, (AllReduce, ReduceScatter, AllGather)):
+    if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter, collectives.AllGather)):
         return output
-    if isinstance(request, Broadcast):
+    if isinstance(request, collectives.Broadcast):
         if output.nbytes != request.buffer.nbytes:
             raise CollectiveMismatchError(
                 f"a broadcast of {request.buffer.nbytes} bytes brought {output.nbytes}: the ranks do not "
@@ -114,7 +106,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
             )
         return output.view(request.buffer.dtype)
     messages = np.split(output, np.cumsum(splits)[:-1])
-    return messages if isinstance(request, AllToAll) else inbox(request, messages, "this rank")
+    return messages if isinstance(request, collectives.AllToAll) else inbox(request, messages, "this rank")
 
 
 def carry_out(
@@ -123,11 +115,11 @@ def carry_out(
     """The operation for a round. Asynchronous: no thread waits for it."""
     common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
     with known_to_elastic():
-        if kind is AllReduce:
+        if kind is collectives.AllReduce:
             return hvd.allreduce(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
-        if kind is ReduceScatter:
+        if kind is collectives.ReduceScatter:
             return hvd.reducescatter(buffer, op=hvd.Sum, **common), tf.zeros([0], tf.int32)
-        if kind in (Exchange, AllToAll):
+        if kind in (collectives.Exchange, collectives.AllToAll):
             return tuple(hvd.alltoall(buffer, splits=splits, **common))
         return hvd.allgather(buffer, **common), tf.zeros([0], tf.int32)
 
@@ -213,9 +205,9 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
 
 
 def _alone(request: Request) -> Any:
-    if isinstance(request, Exchange):
+    if isinstance(request, collectives.Exchange):
         return {peer: request.sends[peer].copy() for peer in request.sources}
-    if isinstance(request, AllToAll):
+    if isinstance(request, collectives.AllToAll):
         return [buffer.copy() for buffer in request.buffers]
     return request.buffer.copy()
 

@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import (
-    AdamFeedback,
-    BestFeedback,
-    Feedback,
-    RMSpropFeedback,
-    VelocityFeedback,
-)
+from horovod_sparse.feedback import AdamFeedback, BestFeedback, Feedback, RMSpropFeedback, VelocityFeedback
 
 #: the optimizers whose steps a rank makes on its own
 _OWN: Mapping[type, Any] = {

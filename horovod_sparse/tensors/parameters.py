@@ -10,15 +10,7 @@ import torch
 
 from horovod_sparse.arrays import Indices, Values, WeightedParts
 from horovod_sparse.arrays.gradients import GradientParts
-from horovod_sparse.kernels.host.scatter import (
-    RankSums,
-    narrow,
-    native_bits,
-    put_at,
-    subtract_at,
-    taken,
-    wide,
-)
+from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, host_view
 from horovod_sparse.tensors.layout import memory_strides
@@ -55,7 +47,7 @@ class BucketParameters:
     def arrays(self) -> list[Any]:
         """The parameters' own memory, flat: arrays on the host, tensors elsewhere. Asked for in each pass."""
         tensors = [flat(parameter) for parameter in self.parameters]
-        return [native_bits(host_view(one)) for one in tensors] if self.on_host else tensors
+        return [scatter.native_bits(host_view(one)) for one in tensors] if self.on_host else tensors
 
     def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Any]]:
         """Parameters that have some of the positions: memory, which positions, and where these are in it."""
@@ -69,13 +61,13 @@ class BucketParameters:
 
     def take(self, indices: Indices) -> list[Any]:
         if self.on_host:
-            return [taken(array, where) for array, _, where in self._within(indices)]
+            return [scatter.taken(array, where) for array, _, where in self._within(indices)]
         return [array[where] for array, _, where in self._within(indices)]
 
     def put(self, indices: Indices, values: list[Any]) -> None:
         for (array, _, where), old in zip(self._within(indices), values, strict=True):
             if self.on_host:
-                put_at(array, where, old)
+                scatter.put_at(array, where, old)
             else:
                 array[where] = old
 
@@ -85,7 +77,7 @@ class BucketParameters:
 
     def _subtract(self, array: Any, where: Any, step: Values) -> None:
         if self.on_host:
-            subtract_at(array, where, step)
+            scatter.subtract_at(array, where, step)
         else:
             given = torch.from_numpy(np.ascontiguousarray(step)).to(array.device)
             array[where] = (array[where].to(given.dtype) - given).to(array.dtype)
@@ -96,12 +88,12 @@ class BucketParameters:
             for array, (start, stop) in zip(self.arrays(), self._places, strict=True):
                 piece = values[start:stop]
                 if self.on_host:
-                    array[...] = narrow(wide(array) - piece, array.dtype)
+                    array[...] = scatter.narrow(scatter.wide(array) - piece, array.dtype)
                 else:
                     given = torch.from_numpy(np.ascontiguousarray(piece)).to(array.device)
                     array.copy_((array.to(given.dtype) - given).to(array.dtype))
             return int(values.size)
-        sums = RankSums(total.indices, values, int(self._stops[-1]))
+        sums = scatter.RankSums(total.indices, values, int(self._stops[-1]))
         for array, (start, stop) in zip(self.arrays(), self._places, strict=True):
             where, step = sums.within(start, stop)
             if where.size:
@@ -124,7 +116,7 @@ class BucketParameters:
         if self.on_host:
             arrays = self.arrays()
             given = [
-                np.zeros_like(array) if one is None else native_bits(host_view(flat(one, like)))
+                np.zeros_like(array) if one is None else scatter.native_bits(host_view(flat(one, like)))
                 for one, like, array in zip(gradients, self.parameters, arrays, strict=True)
             ]
             return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, arrays, weights)

@@ -13,8 +13,6 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.methods import ENTRY, check_groups
-from horovod_sparse.torch.steps import StepSynchronizer
-from horovod_sparse.torch.synchronizer import GradientSynchronizer
 
 _NAME = "horovod_sparse.checkpoint"
 #: marks a tensor of a type that NumPy has not
@@ -130,7 +128,7 @@ def load(
 
 def _synchronizer_of(optimizer: Any) -> Any:
     synchronizer = getattr(optimizer, "_synchronizer", None)
-    if not isinstance(synchronizer, (GradientSynchronizer, StepSynchronizer)):
+    if synchronizer is None:
         raise ArgumentError(
             "optimizer",
             type(optimizer),

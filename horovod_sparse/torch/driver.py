@@ -12,19 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from horovod_sparse import collectives
 from horovod_sparse.carriers.exchanges import Handle, Rounds, alone, among, as_alltoall, inbox, known
 from horovod_sparse.carriers.mpi import MpiCarrier, transport_asked, why_not_mpi
-from horovod_sparse.collectives import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    Exchange,
-    ReduceScatter,
-    Request,
-    Synchronization,
-    part,
-    shared_lines,
-)
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensors.driver import Driver, answer_alone
 from horovod_sparse.tensors.layout import readable_tensor
@@ -78,37 +69,41 @@ def start(
 
 
 def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
-    if isinstance(request, AllGather):
+    if isinstance(request, collectives.AllGather):
         tensor = readable_tensor(request.buffer)
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
-    if isinstance(request, AllReduce):
+    if isinstance(request, collectives.AllReduce):
         tensor, answer = _reducible(request.buffer)
         handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, answer)
-    if isinstance(request, ReduceScatter):
+    if isinstance(request, collectives.ReduceScatter):
         tensor, answer = _reducible(request.buffer)
         handle = hvd.reducescatter_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, answer)
-    if isinstance(request, Broadcast):
+    if isinstance(request, collectives.Broadcast):
         tensor = readable_tensor(request.buffer)
         root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
         handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
-    if isinstance(request, Exchange):
+    if isinstance(request, collectives.Exchange):
         received = partial(inbox, request, whose=f"{name}: rank {process_set.rank()}")
         return _start_alltoall(as_alltoall(request, process_set.size()), name, process_set, received)
     return _start_alltoall(list(request.buffers), name, process_set, list)
 
 
 def _start_within(
-    request: Request, name: str, process_set: Any, mpi: MpiCarrier | None, topology: Topology | None
+    request: Request,
+    name: str,
+    process_set: Any,
+    mpi: MpiCarrier | None,
+    topology: Topology | None,
 ) -> Handle:
     """A request among the ranks of a host, or of a column, by messages: process sets cost every cycle."""
     if topology is None:
         raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
     ranks = topology.group(request.level, process_set.rank())
-    if isinstance(request, ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
+    if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
         return _scatter_sum(request, name, process_set, ranks)
     begin = partial(start, process_set=process_set, mpi=mpi)
     if len(ranks) == 1:
@@ -116,12 +111,14 @@ def _start_within(
     return Rounds(begin, among(request, ranks, process_set.rank()), name)
 
 
-def _scatter_sum(request: ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]) -> Handle:
+def _scatter_sum(
+    request: collectives.ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]
+) -> Handle:
     """A reduce-scatter among some ranks by an all-to-all, which is faster on the host than Horovod's own."""
     tensor, answer = _reducible(request.buffer)
     splits = torch.zeros(process_set.size(), dtype=torch.int32)
     for place, rank in enumerate(ranks):
-        begin, end = part(tensor.numel(), place, len(ranks))
+        begin, end = collectives.part(tensor.numel(), place, len(ranks))
         splits[rank] = end - begin
     handle = hvd.alltoall_async(tensor, splits=splits, name=name, process_set=process_set)
 
@@ -210,7 +207,7 @@ class HorovodDriver(Driver):
         self.connect()
         sparsifiers = (part.bucket.recipe.sparsifier for part in training.sparse)
         kinds = {kind for sparsifier in sparsifiers for kind in sparsifier.rounds(training.size)}
-        if self._topology is not None or Exchange in kinds:
+        if self._topology is not None or collectives.Exchange in kinds:
             training.telemetry.transport = self.transport
 
     def connect(self) -> None:
@@ -224,7 +221,7 @@ class HorovodDriver(Driver):
         self._connected_under, self.mpi, reasons = since, None, [own]
         if hvd.mpi_enabled():
             name = "horovod_sparse.transport"
-            reasons = carry_out_together(shared_lines(own), self.process_set, name)
+            reasons = carry_out_together(collectives.shared_lines(own), self.process_set, name)
         told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if told:
             self.transport = f"Horovod's all-to-all ({own if set(reasons) == {own} else told[0]})"

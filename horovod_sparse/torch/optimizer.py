@@ -15,16 +15,13 @@ import torch
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.own_steps import leaves_work_to_optimizer
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.horovod_engine import compare_dense, construction_errors
 from horovod_sparse.torch.methods import Methods
-from horovod_sparse.torch.steps import bound
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.compression import check_compression, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
-from horovod_sparse.training.steps import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -173,13 +170,15 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     _check_sparse(optimizer, compression, op, gradient_predivide_factor)
     names = None if named_parameters is None else list(named_parameters)
-    recipe, schedule = compression.recipe, Schedule(every, delay)
-    if not leaves_work_to_optimizer(recipe.feedback):
+    recipe = compression.recipe
+    if recipe.feedback.applies_rate:
         if op != hvd.Average:
             raise ArgumentError("op", op, "Average: a rank's own step is one of the mean")
+        from horovod_sparse.torch.steps import bound  # which others need not
+
         optimizer.process_set = process_set
-        return bound(optimizer, names, recipe, settings, schedule, groups)
-    if schedule != Schedule():
+        return bound(optimizer, names, recipe, settings, every, delay, groups)
+    if (every, delay) != (1, 0):
         allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
         raise ArgumentError("compression", compression, allowed)
     cls = type(type(optimizer).__name__, (type(optimizer),), {**vars(StockOptimizer), **_METHODS})
@@ -218,12 +217,14 @@ def _adopt(optimizer: Any) -> None:
     compression.check_free(p for group in optimizer.param_groups for p in group["params"])
     own, settings = type(optimizer), Settings(bucket_bytes=1)  # a class of its own, made from the user's
     recipe = compression.recipe
-    if not leaves_work_to_optimizer(recipe.feedback):
+    if recipe.feedback.applies_rate:
         if optimizer.op != hvd.Average:
             raise ArgumentError("op", optimizer.op, "Average: a rank's own step is one of the mean")
+        from horovod_sparse.torch.steps import bound
+
         own.step = _without_hooks(StockOptimizer.step)  # those of PyTorch run in the step of the user's class
         names = [(name, one) for one, name in optimizer._parameter_names.items()]
-        bound(optimizer, names, recipe, settings, Schedule(), None)
+        bound(optimizer, names, recipe, settings, 1, 0, None)
         if optimizer._synchronizer is not None:
             compression.adopt(optimizer._synchronizer)
         return

@@ -157,7 +157,8 @@ def bound(
     named_parameters: Sequence[tuple[str, torch.Tensor]] | None,
     recipe: Recipe,
     settings: Settings,
-    schedule: Schedule,
+    every: int,
+    delay: int,
     groups: Any,
 ) -> Any:
     """The very optimizer, whose steps are exchanged from now on, with what Horovod's users call besides.
@@ -176,7 +177,9 @@ def bound(
         for j, one in enumerate(group["params"]):
             names.setdefault(one, f"allreduce.noname.{i}.{j}")
     if process_set.included():
-        made = StepSynchronizer(optimizer, names, recipe, settings, schedule, process_set, groups)
+        made = StepSynchronizer(
+            optimizer, names, recipe, settings, Schedule(every, delay), process_set, groups
+        )
         optimizer._synchronizer, optimizer.telemetry = made, made.telemetry
         optimizer.finish, optimizer.common = made.finish, made.common
     else:

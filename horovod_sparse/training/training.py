@@ -20,16 +20,7 @@ from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans.plan import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.agreement import (
-    AgreedStatus,
-    RankStatus,
-    agreed_status,
-    compared,
-    declaration,
-    kept_share,
-    plan_of_first_rank,
-    started_again,
-)
+from horovod_sparse.training import agreement
 from horovod_sparse.training.drift import DriftCheck
 from horovod_sparse.training.encoding import shared_digest, to_plain
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
@@ -247,7 +238,7 @@ class Training:
                 "%s joined the optimizer: waiting for all ranks to have the same parameters join",
                 ", ".join(new),
             )
-            plan = self._together(plan_of_first_rank(plan, parameters))
+            plan = self._together(agreement.plan_of_first_rank(plan, parameters))
         parts = self._made(plan, new, first=len(self.plan.buckets))
         before = self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
@@ -282,10 +273,10 @@ class Training:
     def declared(self) -> dict[str, str]:
         """What has to be equal on all ranks, in words, by argument."""
         given = {**self.engine.declared(), **self.settings.describe()}
-        return declaration(self.recipe, self.engine.name, **given)
+        return agreement.declaration(self.recipe, self.engine.name, **given)
 
-    def _agreement(self) -> Synchronization[AgreedStatus]:
-        yield from compared(self.declared(), self.parameters)
+    def _agreement(self) -> Synchronization[agreement.AgreedStatus]:
+        yield from agreement.compared(self.declared(), self.parameters)
         yield from self._compare_plans()
         if self.settings.levels == "host":
             before, place = self.topology, own_place(self.engine.ranks())
@@ -294,10 +285,10 @@ class Training:
             # a rank that was another one has parts of its old place: then all start anew, with other ones
             if topology != before and self.made_for == self.rank_and_size:
                 self.replan(self.plan)
-        return (yield from agreed_status(self._status()))
+        return (yield from agreement.agreed_status(self._status()))
 
-    def _status(self) -> RankStatus:
-        return RankStatus(
+    def _status(self) -> agreement.RankStatus:
+        return agreement.RankStatus(
             self.step,
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
             self.made_for,
@@ -308,10 +299,10 @@ class Training:
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
             loose=self._loose is not None,
             fresh=self._is_fresh,
-            again=started_again(self.engine.ranks().world_rank),
+            again=agreement.started_again(self.engine.ranks().world_rank),
         )
 
-    def start_anew(self, start: AgreedStatus) -> None:
+    def start_anew(self, start: agreement.AgreedStatus) -> None:
         """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
@@ -322,7 +313,7 @@ class Training:
         held, known = self.held()
         progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
-        self.put(shared_out(held, kept_share(old_size, self.size), self.recipe.feedback), progress)
+        self.put(shared_out(held, agreement.kept_share(old_size, self.size), self.recipe.feedback), progress)
 
     # a step
 
@@ -379,7 +370,11 @@ class Training:
             self.take_in()
         # in elastic training a worker takes back what it saved when there were more or fewer: its own alone
         own, size = entry["size"] in self.sizes, self.size
-        factor = kept_share(entry["size"], size) if own else share_factor(entry["rank"], entry["size"], size)
+        factor = (
+            agreement.kept_share(entry["size"], size)
+            if own
+            else share_factor(entry["rank"], entry["size"], size)
+        )
         load_entry(self, entry, factor)
 
 

@@ -8,17 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    Level,
-    ReduceScatter,
-    Request,
-    Synchronization,
-)
+from horovod_sparse import collectives
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.plans.network import COLLECTIVES
 
@@ -51,12 +42,12 @@ class Stopwatch:
     def meet(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
         """Lets all ranks go on at about the same time, at a random point of Horovod's cycle."""
         if self.size > 1:
-            if AllReduce not in measured:
-                yield AllReduce(np.zeros(1, np.float32))
-            elif Broadcast not in measured:
-                yield Broadcast(np.zeros(1, np.int32), 0)
+            if collectives.AllReduce not in measured:
+                yield collectives.AllReduce(np.zeros(1, np.float32))
+            elif collectives.Broadcast not in measured:
+                yield collectives.Broadcast(np.zeros(1, np.int32), 0)
             else:
-                yield AllGather(np.zeros(1, np.int32))
+                yield collectives.AllGather(np.zeros(1, np.int32))
             self._sleep(float(self._generator.random()) * self._cycle_seconds)
 
     def shared(self, seconds: Sequence[float], slowest: bool = False) -> Synchronization[NDArray[np.float64]]:
@@ -64,7 +55,7 @@ class Stopwatch:
         own = np.array(seconds, np.float64)
         if self.size == 1:
             return own
-        gathered = yield AllGather(own.view(np.int32))
+        gathered = yield collectives.AllGather(own.view(np.int32))
         everyone = np.array(gathered).view(np.float64).reshape(self.size, -1)
         return np.asarray(everyone.max(axis=0) if slowest else everyone.mean(axis=0))
 
@@ -130,18 +121,18 @@ def request_of(kind: str, num_bytes: int, rank: int, size: int) -> Request:
     """Returns a collective into which a rank puts `num_bytes`."""
     words = np.ones(max(1, -(-num_bytes // 4)), np.int32)
     if kind == "allgather":
-        return AllGather(words)
+        return collectives.AllGather(words)
     if kind == "allreduce":
-        return AllReduce(words.astype(np.float32))
+        return collectives.AllReduce(words.astype(np.float32))
     if kind == "reducescatter":
-        return ReduceScatter(words.astype(np.float32))
+        return collectives.ReduceScatter(words.astype(np.float32))
     if kind == "broadcast":
-        return Broadcast(words, 0)
+        return collectives.Broadcast(words, 0)
     if kind == "exchange":
-        return Exchange({(rank + 1) % size: words}, ((rank - 1) % size,))
+        return collectives.Exchange({(rank + 1) % size: words}, ((rank - 1) % size,))
     if kind == "alltoall":
         part = words[: max(1, words.size // (size - 1))]
-        return AllToAll(tuple(words[:0] if peer == rank else part for peer in range(size)))
+        return collectives.AllToAll(tuple(words[:0] if peer == rank else part for peer in range(size)))
     raise UnknownNameError("collective", kind, COLLECTIVES.values())
 
 
@@ -150,7 +141,7 @@ def collective_times(
     watch: Stopwatch,
     message_bytes: Sequence[int],
     budget_seconds: float,
-    level: Level = "all",
+    level: collectives.Level = "all",
     place: tuple[int, int] | None = None,
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Times a collective at several sizes."""
