@@ -117,7 +117,10 @@ class StepBucket(common.BucketPart):
         return self.parameters.foldable(self._gradients, self._now.weights)
 
     def _bear(self, number: int, gradient: torch.Tensor) -> None:
-        """A parameter's first gradient: its second moment is as if that had come in every step before."""
+        """A parameter's first gradient: its second moment is as if that had come in every step before.
+
+        No element's is below the mean, or the next gradients of a small one would take it far.
+        """
         self.born.add(number)
         age = self.bucket.progress.age
         if not age or not getattr(self.bucket.feedback, "corrected", False):
@@ -127,7 +130,8 @@ class StepBucket(common.BucketPart):
         step = flat(gradient, parameter).to(moment.dtype) * own
         if beside:
             step += flat(parameter).to(moment.dtype) * beside
-        moment.copy_(step.square_().mul_(1.0 - self._now.feedback.beta2**age))
+        square = step.square_()
+        moment.copy_(square.clamp_(min=square.mean()).mul_(1.0 - self._now.feedback.beta2**age))
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:
         """Residual and companions of a parameter, flat: the very memory that passes change."""
@@ -193,6 +197,9 @@ class Binding(Steps):
         #: what a loss scaler has told the optimizer for this step
         self._told_by_scaler: tuple[Any, ...] = (None, None)
         super().__init__(engine, recipe, settings, schedule, averaged)
+        if (former := getattr(optimizer, "_horovod_sparse", None)) is not None:
+            former.detach()  # the one that was made last has the optimizer
+        optimizer._horovod_sparse = self
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -213,7 +220,9 @@ class Binding(Steps):
         """Leaves the optimizer as it was before."""
         for handle in self._handles:
             handle.remove()
-        del self.optimizer._step_supports_amp_scaling
+        self.roll_back()
+        self.optimizer.__dict__.pop("_horovod_sparse", None)
+        self.optimizer.__dict__.pop("_step_supports_amp_scaling", None)
 
     # a step of the optimizer
 
@@ -369,6 +378,7 @@ class Binding(Steps):
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
             self._take_over()
         elif self.engine.facts(self.facts):
+            self.settle()  # what is under way knows nothing of new parameters
             self.take_in()
 
     def step_of(self, number: int, age: int) -> OwnStep:

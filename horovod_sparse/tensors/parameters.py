@@ -10,6 +10,7 @@ import torch
 
 from horovod_sparse.arrays import Indices, Values, WeightedParts
 from horovod_sparse.arrays.gradients import GradientParts
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, host_view
@@ -40,6 +41,13 @@ class BucketParameters:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
+        for own in map(local, parameters):
+            if own.numel() and own.stride() != memory_strides(own):
+                shape, strides = list(own.shape), list(own.stride())
+                raise UnsupportedError(
+                    f"a parameter of shape {shape}, strides {strides}, has gaps in memory: "
+                    "steps reach its own memory, so make it of tensor.contiguous()"
+                )
         self.parameters, self._places = list(parameters), list(places)
         self._stops = np.array([stop for _, stop in places])
         self.on_host = local(parameters[0]).device.type in HOST_DEVICES
@@ -114,9 +122,10 @@ class BucketParameters:
     def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
         """What an accumulator folds: ``weights[0] gradient + weights[1] parameter``; None counts as zeros."""
         if self.on_host:
-            arrays = self.arrays()
+            # accumulators know float16 as itself, and bfloat16 by its bits
+            arrays = [one.view(np.float16) if one.dtype == np.int16 else one for one in self.arrays()]
             given = [
-                np.zeros_like(array) if one is None else scatter.native_bits(host_view(flat(one, like)))
+                np.zeros_like(array) if one is None else host_view(flat(one, like))
                 for one, like, array in zip(gradients, self.parameters, arrays, strict=True)
             ]
             return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, arrays, weights)

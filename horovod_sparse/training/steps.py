@@ -359,6 +359,14 @@ class Steps(Training):
             part.moves.begin(self.starter, f"{name}.{part.label}")
         self._in_flight.append(facts)
 
+    def settle(self) -> None:
+        """Exchanges what has been moved, and waits until nothing is under way; all ranks do it."""
+        if self.schedule.moves_alone:
+            self.agree()
+            if self.taken:
+                self._begin_exchange()
+            self._land(0)
+
     def _land(self, most: int) -> bool:
         """Lands exchanges until at most so many are in flight; True if all ranks finish with the last one."""
         all_finishing = False
