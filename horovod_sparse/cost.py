@@ -5,7 +5,6 @@ from horovod_sparse.planning.cost_model import CostModel as CostModel
 from horovod_sparse.planning.cost_model import Fit as Fit
 from horovod_sparse.planning.cost_model import TimeModel as TimeModel
 from horovod_sparse.planning.cost_model import communication_of as communication_of
-from horovod_sparse.planning.cost_model import fit_selection as fit_selection
 from horovod_sparse.planning.cost_model import fit_time as fit_time
 from horovod_sparse.planning.profile import DENSE as DENSE
 from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION

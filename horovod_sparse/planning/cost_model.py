@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +21,10 @@ class TimeModel(Protocol):
 
     @property
     def fixed_seconds(self) -> float:
-        """What is paid once however large the amount: two at once save it once."""
+        """Seconds that are paid once however large the amount: two at once save them once."""
         ...
 
-    def seconds(self, amount: Any) -> Any:
-        """Seconds for an amount, or for every amount of an array."""
-        ...
+    def seconds(self, amount: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,6 @@ class Fit:
         seconds_per_unit: b.
         seconds_per_selected: c; 0 where it was not asked for.
         num_points: distinct amounts that it stands on.
-        r_squared: share of the variance of the medians that the model explains; 1 is perfect, and
-            below 0 it explains less than their mean would.
         median_error: median of |model - measured| / measured.
         largest_error: the largest of them.
     """
@@ -88,7 +83,6 @@ class Fit:
     seconds_per_unit: float
     seconds_per_selected: float = 0.0
     num_points: int = 0
-    r_squared: float = 1.0
     median_error: float = 0.0
     largest_error: float = 0.0
 
@@ -101,72 +95,43 @@ class Fit:
         return AffineTime(float(self.fixed_seconds), each)
 
 
-def fit_time(amounts: Sequence[float], seconds: Sequence[float], *, what: str = "amounts") -> Fit:
-    """Fits ``seconds = a + b * amount``, a and b not negative.
+def fit_time(
+    amounts: Sequence[float],
+    seconds: Sequence[float],
+    selected: Sequence[float] | None = None,
+    *,
+    what: str = "amounts",
+) -> Fit:
+    """Fits ``seconds = a + b * amount (+ c * selected)``, none negative.
 
-    Repetitions of an amount count as their median, so that slow ones do not pull. A line of least squares
-    goes through the medians; errors are relative, so that small messages, which fix a, weigh as much as large
-    ones, which fix b.
+    Repetitions of a size count as their median, so that slow ones do not pull. Least squares of relative
+    errors go through the medians: small messages, which fix a, weigh as much as large ones, which fix b.
 
     Args:
         amounts: bytes or elements, one per measurement.
         seconds: as many, positive.
+        selected: k of every measurement; not in proportion to n throughout, or b and c would be one.
         what: names the measurement in errors.
 
     Raises:
-        ArgumentError: if there are fewer than 3 distinct amounts, or a time is not a positive number.
+        ArgumentError: fewer than 3 distinct sizes (4 with `selected`), k in proportion to n, or a time that
+            is not a positive number.
 
     Example:
         >>> fit = fit_time([1000, 1000, 1000, 2000, 4000], [1.5, 1.5, 900.0, 2.0, 3.0])
         >>> round(fit.fixed_seconds, 6), round(fit.seconds_per_unit, 6)
         (1.0, 0.0005)
     """
-    return _fit(what, [amounts], seconds)
-
-
-def fit_selection(
-    num_elements: Sequence[float],
-    num_selected: Sequence[float],
-    seconds: Sequence[float],
-    *,
-    what: str = "selection",
-) -> Fit:
-    """Fits ``seconds = a + b * n + c * k``, none negative.
-
-    Args:
-        num_elements: n of every measurement.
-        num_selected: its k; must not be proportional to n throughout, or b and c cannot be told apart.
-        seconds: as many, positive.
-        what: names the measurement in errors.
-
-    Raises:
-        ArgumentError: as `fit_time` (4 distinct points here), or if k follows n.
-
-    Example:
-        >>> n, k = [1000, 2000, 2000, 4000], [10, 10, 40, 20]
-        >>> fit = fit_selection(n, k, [1 + 0.01 * n + 0.1 * k for n, k in zip(n, k)])
-        >>> round(fit.seconds_per_unit, 6), round(fit.seconds_per_selected, 6)
-        (0.01, 0.1)
-    """
-    return _fit(what, [num_elements, num_selected], seconds)
-
-
-def _fit(what: str, amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    features, times = _medians(what, amounts, seconds)
+    features, times = _medians(what, [amounts] if selected is None else [amounts, selected], seconds)
     design = np.column_stack([np.ones(len(times)), features])
     scale = np.abs(design).max(axis=0)
     design = design / scale / times[:, None]  # of relative times: 1 is right
     if np.linalg.matrix_rank(design) < design.shape[1]:
         raise ArgumentError(what, features.tolist(), "sizes that are not all in the same proportion")
     found = _least_squares(design)
-    model = design @ found
-    variance = float(np.sum((times - times.mean()) ** 2))
-    explained = 1.0 - float(np.sum((times * (1.0 - model)) ** 2)) / variance if variance > 0.0 else 1.0
-    fixed, *slopes = (found / scale).tolist()
-    each, of_selected = [*slopes, 0.0][:2]
-    error = np.abs(model - 1.0)
-    quality = explained, float(np.median(error)), float(error.max())
-    return Fit(fixed, each, of_selected, len(times), *quality)
+    error = np.abs(design @ found - 1.0)
+    fixed, each, of_selected = [*(found / scale).tolist(), 0.0][:3]
+    return Fit(fixed, each, of_selected, len(times), float(np.median(error)), float(error.max()))
 
 
 def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -232,8 +197,8 @@ class CostModel:
 
     selection: TimeModel
     communication: TimeModel
-    dense: TimeModel = dataclasses.field(default_factory=AffineTime)
-    dense_work: TimeModel = dataclasses.field(default_factory=AffineTime)
+    dense: TimeModel = AffineTime()
+    dense_work: TimeModel = AffineTime()
     fuse_dense: bool = True
     fuse_sparse: bool = False
     fusion_bytes: int = FUSION_BYTES

@@ -20,7 +20,7 @@ from horovod_sparse.sparsifiers import Sparsifier
 
 #: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
 DENSE = "dense"
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 #: whether gradients are summed densely within hosts first ("host"), or all ranks are equal
 Levels: TypeAlias = Literal["flat", "host"]

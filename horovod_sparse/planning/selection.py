@@ -14,35 +14,28 @@ from horovod_sparse.plans.plan import ParameterFacts
 
 @dataclass(frozen=True)
 class MinElements:
-    """Sparsify what has at least so many elements; a rule made by `min_elements`."""
-
-    num_elements: int
-
-    def __call__(self, parameter: ParameterFacts) -> bool:
-        """Whether the parameter is sparsified."""
-        return parameter.num_elements >= self.num_elements
-
-
-#: What the argument `tensor_selection` takes: "cost", "all", `min_elements(...)`, or a function that says
-#: of a parameter whether it is sparsified.
-TensorSelection: TypeAlias = str | Callable[[ParameterFacts], bool]
-
-
-def min_elements(num_elements: int) -> MinElements:
-    """A rule for `tensor_selection`: smaller parameters stay dense.
-
-    Args:
-        num_elements: the smallest that is sparsified, 1 or more.
-
-    Raises:
-        ArgumentError: if it is not a whole number from 1.
+    """A rule for `tensor_selection`: parameters of fewer elements stay dense; an `ArgumentError` below 1.
 
     Example:
         >>> min_elements(1024)(ParameterFacts("bias", 512))
         False
     """
-    check_count("min_elements", num_elements)
-    return MinElements(num_elements)
+
+    num_elements: int
+
+    def __post_init__(self) -> None:
+        check_count("min_elements", self.num_elements)
+
+    def __call__(self, parameter: ParameterFacts) -> bool:
+        return parameter.num_elements >= self.num_elements
+
+
+min_elements = MinElements
+
+
+#: What the argument `tensor_selection` takes: "cost", "all", `min_elements(...)`, or a function that says
+#: of a parameter whether it is sparsified.
+TensorSelection: TypeAlias = str | Callable[[ParameterFacts], bool]
 
 
 def select_tensors(

@@ -20,67 +20,49 @@ Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]
 
 
 def layerwise(workload: Workload, cost: CostModel | None = None) -> Plan:
-    """A bucket for every parameter (LAGS-SGD).
-
-    Args:
-        workload: whose sparse parameters are merged; its times do not matter here.
-        cost: not looked at.
-    """
+    """A bucket for every parameter (LAGS-SGD)."""
     return _with_dense(workload, fixed_elements(workload.sparse, 1))
 
 
 def single(workload: Workload, cost: CostModel | None = None) -> Plan:
-    """One bucket of everything, or as few as kinds and int32 allow (TopK-SGD).
-
-    Args:
-        workload: whose sparse parameters are merged; its times do not matter here.
-        cost: not looked at.
-    """
+    """One bucket of everything, or as few as kinds and int32 allow (TopK-SGD)."""
     return _with_dense(workload, fixed_elements(workload.sparse, MAX_BUCKET_ELEMENTS))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Buckets by size alone; a strategy made by `fixed`.
-
-    Args:
-        num_elements: buckets of at least so many elements, or None.
-        num_bytes: buckets of at most so many bytes, or None.
-    """
-
-    num_elements: int | None = None
-    num_bytes: int | None = None
-
-    def __call__(self, workload: Workload, cost: CostModel | None = None) -> Plan:
-        """The plan; times and costs are not looked at."""
-        if self.num_elements is not None:
-            return _with_dense(workload, fixed_elements(workload.sparse, self.num_elements))
-        if self.num_bytes is None:
-            raise ArgumentError("fixed", self, "num_elements or bytes")
-        return _with_dense(workload, fixed_bytes(workload.sparse, self.num_bytes))
-
-
-def fixed(*, num_elements: int | None = None, bytes: int | None = None) -> Fixed:
-    """A strategy that goes by size: MGS-SGD's threshold, or Horovod's way of filling a buffer.
+    """A strategy that goes by size, one of two: ``merging=fixed(num_elements=8192)``.
 
     Args:
         num_elements: a bucket is closed once it holds so many elements (MGS-SGD; the paper has 8192).
-        bytes: a bucket is closed before it would exceed so many bytes of gradient.
+        bytes: a bucket is closed before it would exceed so many bytes of gradient, as Horovod's buffer.
 
     Raises:
         ArgumentError: unless exactly one is given, a whole number from 1.
 
     Example:
         >>> fixed(num_elements=8192)
-        Fixed(num_elements=8192, num_bytes=None)
+        Fixed(num_elements=8192, bytes=None)
     """
-    given = {"num_elements": num_elements, "bytes": bytes}
-    if sum(value is not None for value in given.values()) != 1:
-        raise ArgumentError("fixed", given, "either num_elements or bytes")
-    for name, value in given.items():
-        if value is not None:
-            check_count(name, value)
-    return Fixed(num_elements, bytes)
+
+    num_elements: int | None = None
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {"num_elements": self.num_elements, "bytes": self.bytes}
+        if sum(value is not None for value in given.values()) != 1:
+            raise ArgumentError("fixed", given, "either num_elements or bytes")
+        for name, value in given.items():
+            if value is not None:
+                check_count(name, value)
+
+    def __call__(self, workload: Workload, cost: CostModel | None = None) -> Plan:
+        if self.bytes is not None:
+            return _with_dense(workload, fixed_bytes(workload.sparse, self.bytes))
+        return _with_dense(workload, fixed_elements(workload.sparse, self.num_elements or 1))
+
+
+fixed = Fixed
 
 
 def _with_dense(workload: Workload, plan: Plan) -> Plan:

@@ -84,7 +84,7 @@ def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
     a segment that mixes kinds becomes a bucket for each.
 
     Args:
-        workload: whose sparse parameters are merged.
+        workload: gives the sparse parameters.
         segments: where they end: ascending positions in backward order among the sparse parameters,
             the last one being their number.
 

@@ -13,6 +13,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning.calibration.buckets import BucketMemory, HostBucketMemory
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.tensors.device_memory import DeviceMemory
 from horovod_sparse.tensors.flat_gradient import HOST_DEVICES
 
@@ -29,6 +30,8 @@ class DeviceBucketMemory:
         self._source: torch.Tensor | None = None
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        if isinstance(recipe.sparsifier, Dense):
+            return self._memory.whole(info)
         return self._memory.accumulator(info, recipe)
 
     def gradient(self, num_elements: int, dtype: str) -> torch.Tensor:
@@ -45,9 +48,6 @@ class DeviceBucketMemory:
     def apply(self, gradient: torch.Tensor, total: SparseSum, size: int) -> None:
         self._memory.write(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
         self._wait(gradient)
-
-    def whole(self, info: BucketInfo) -> Accumulator:
-        return self._memory.whole(info)
 
     @staticmethod
     def _wait(gradient: torch.Tensor) -> None:

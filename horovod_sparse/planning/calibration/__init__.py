@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.collectives import Level, Synchronization
-from horovod_sparse.planning.calibration.buckets import (
-    BucketMemory,
-    HostBucketMemory,
-    bucket_times,
-    dense_times,
-)
+from horovod_sparse.planning.calibration.buckets import BucketMemory, HostBucketMemory, bucket_times
 from horovod_sparse.planning.calibration.collectives import Stopwatch, collective_times
-from horovod_sparse.planning.cost_model import Fit, fit_selection, fit_time
+from horovod_sparse.planning.cost_model import Fit, fit_time
 from horovod_sparse.planning.profile import DENSE, Profile
 from horovod_sparse.plans.dense import ClusterFacts
 from horovod_sparse.plans.network import COLLECTIVES
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.topology import Topology
 
 #: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
@@ -73,7 +70,6 @@ def calibration(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
     starting_seconds: Callable[[], float] = lambda: 0.0,
-    on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     topology: Topology | None = None,
 ) -> Synchronization[Profile]:
     """Measures collectives, selection and decoding; a coroutine that all ranks run with the same arguments.
@@ -85,22 +81,11 @@ def calibration(
     if where.size == 1:
         kinds = ()
     memory = HostBucketMemory() if memory is None else memory
-    per_sparsifier = 2 * len(extent.bucket_elements)
     of_levels = _kinds_of_levels(sparsifiers, topology)
-    num_kinds = len(kinds) + len(of_levels)
-    longest = max(len(extent.message_bytes), len(extent.summed_bytes))
-    total = num_kinds * longest + len(sparsifiers) * per_sparsifier + _DENSE_SIZES
-    shares = num_kinds + _SPARSIFIERS_SHARES * len(sparsifiers)
+    shares = len(kinds) + len(of_levels) + _SPARSIFIERS_SHARES * len(sparsifiers)
     share = extent.budget_seconds / max(1, shares)
-    done = 0
-
-    def tell(what: str) -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total, what)
-
-    place_and_clock = where.rank, where.size, clock, sleep, where.cycle_seconds, starting_seconds
-    watch = Stopwatch(*place_and_clock, extent.repetitions, tell)
+    cycle = where.cycle_seconds
+    watch = Stopwatch(where.rank, where.size, clock, sleep, cycle, starting_seconds, extent.repetitions)
     collectives: dict[str, Fit] = {}
     for kind in kinds:
         amounts, seconds = yield from collective_times(kind, watch, extent.message_bytes, share)
@@ -123,16 +108,14 @@ def calibration(
             (selection, selected, selecting, f"selection of {sparsifier.name}"),
             (decoding, received, decoded, f"decoding of {sparsifier.name}"),
         ):
-            fits[sparsifier.name] = (
-                fit_selection(found_at, count, took, what=what)
-                if sparsifier.has_density  # else n alone decides
-                else fit_time(found_at, took, what=what)
-            )
+            counts = count if sparsifier.has_density else None  # else n alone decides
+            fits[sparsifier.name] = fit_time(found_at, took, counts, what=what)
     if "allreduce" in kinds:
         # what stays dense is worked for, too: under the name that `Profile.cost` looks for
         elements = extent.bucket_elements[:_DENSE_SIZES]
-        amounts, seconds = yield from dense_times(watch, memory, elements, dtype)
-        selection[DENSE] = fit_time(amounts, seconds, what="work for dense parameters")
+        amounts, rows = yield from bucket_times(Dense(), watch, memory, elements, math.inf, dtype)
+        both = [selecting + decoded for *_, selecting, decoded in rows]
+        selection[DENSE] = fit_time(amounts, both, what="work for dense parameters")
     return Profile(
         where.size,
         where.framework,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator, WholeGradient
-from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.planning.calibration.collectives import Stopwatch, by_size, repeated
@@ -29,7 +28,7 @@ class BucketMemory(Protocol):
     """The memory that holds the timed buckets: the host's, or a device's."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
-        """Returns a bucket's accumulator with a residual of zeros."""
+        """Returns a bucket's accumulator with a residual of zeros; one without a residual for `Dense`."""
 
     def gradient(self, num_elements: int, dtype: str) -> Any:
         """A flat gradient."""
@@ -40,14 +39,13 @@ class BucketMemory(Protocol):
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
 
-    def whole(self, info: BucketInfo) -> Accumulator:
-        """What stands in an accumulator's place where all is sent."""
-
 
 class HostBucketMemory:
     """Buckets in the host's memory, as NumPy arrays; implements `BucketMemory`."""
 
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> HostAccumulator:
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        if isinstance(recipe.sparsifier, Dense):
+            return WholeGradient(info.num_elements, info.dtype)
         density, companions = recipe.sparsifier.density, recipe.feedback.num_companions
         return HostAccumulator(info.num_elements, info.dtype, density=density, companions=companions)
 
@@ -63,9 +61,6 @@ class HostBucketMemory:
 
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
         apply_scaled_sum(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
-
-    def whole(self, info: BucketInfo) -> WholeGradient:
-        return WholeGradient(info.num_elements, info.dtype)
 
 
 def bucket_times(
@@ -101,7 +96,6 @@ def bucket_times(
             before=lambda: memory.refill(gradient),
             skip=_WARMUP_STEPS,
         )
-        watch.tell(f"{sparsifier.name} of {num_elements} elements at density {density:g}")
         return [[density * num_elements, per_rank * density * num_elements, *row] for row in rows]
 
     def measured(num_elements: int, often: int) -> Synchronization[list[list[float]]]:
@@ -111,27 +105,6 @@ def bucket_times(
         return rows
 
     return (yield from by_size(measured, watch, bucket_elements, budget_seconds))
-
-
-def dense_times(
-    watch: Stopwatch, memory: BucketMemory, bucket_elements: Sequence[int], dtype: str = "float32"
-) -> Synchronization[tuple[list[float], list[float]]]:
-    """Times a rank's work for a parameter that stays dense: packing it, and taking the sum."""
-
-    def measured(num_elements: int, often: int) -> Synchronization[list[list[float]]]:
-        gradient = memory.gradient(num_elements, dtype)
-        info = BucketInfo("calibration", num_elements, watch.rank, watch.size, dtype)
-        bucket = Bucket(info, Recipe(Dense()), memory.whole(info))
-
-        def once() -> Synchronization[Sequence[float]]:
-            return (sum((yield from _one_step(bucket, gradient, watch, memory))),)
-
-        rows = yield from repeated(once, watch, often, {AllReduce}, before=lambda: memory.refill(gradient))
-        watch.tell(f"dense parameters of {num_elements} elements")
-        return rows
-
-    amounts, rows = yield from by_size(measured, watch, bucket_elements, math.inf)
-    return amounts, [seconds for (seconds,) in rows]
 
 
 def _one_step(

@@ -31,11 +31,9 @@ class Stopwatch:
         cycle_seconds: float,
         starting_seconds: Callable[[], float] = lambda: 0.0,
         repetitions: int = 1,
-        tell: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.rank, self.size, self.clock = rank, size, clock
-        self.repetitions, self.tell = repetitions, tell
-        self.starting_seconds = starting_seconds
+        self.repetitions, self.starting_seconds = repetitions, starting_seconds
         self._sleep, self._cycle_seconds = sleep, cycle_seconds
         self._generator = np.random.default_rng(0)
 
@@ -145,7 +143,6 @@ def collective_times(
     place: tuple[int, int] | None = None,
 ) -> Synchronization[tuple[list[float], list[float]]]:
     """Times a collective at several sizes."""
-    where = {"all": "", "host": " within hosts", "across": " between hosts"}[level]
 
     def measured(num_bytes: int, often: int) -> Synchronization[list[list[float]]]:
         request = replace(request_of(kind, num_bytes, *(place or (watch.rank, watch.size))), level=level)
@@ -155,9 +152,7 @@ def collective_times(
             yield request
             return (watch.clock() - started,)
 
-        rows = yield from repeated(once, watch, often, {type(request)}, slowest=False)
-        watch.tell(f"{kind} of {num_bytes} bytes{where}")
-        return rows
+        return (yield from repeated(once, watch, often, {type(request)}, slowest=False))
 
     amounts, rows = yield from by_size(measured, watch, message_bytes, budget_seconds)
     return amounts, [seconds for (seconds,) in rows]

@@ -106,7 +106,6 @@ def test_noise_and_outliers_do_not_move_it() -> None:
     times[random.random(sizes.size) < 0.1] *= 20
     fit = fit_time(sizes, times)
     assert (fit.fixed_seconds, fit.seconds_per_unit) == pytest.approx((3e-4, 2e-9), rel=0.05)
-    assert fit.r_squared > 0.99
     assert fit.num_points == SIZES.size
     # nor does a size that is wrong altogether
     times = 3e-4 + 2e-9 * SIZES

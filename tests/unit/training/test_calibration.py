@@ -62,6 +62,8 @@ class TimedMemory(HostBucketMemory):
 
     def accumulator(self, info, recipe):
         fake = self.fake
+        if recipe.sparsifier.name == "dense":
+            return super().accumulator(info, recipe)
 
         class Timed(HostAccumulator):
             def fold(self, gradient, *rule):
@@ -114,17 +116,14 @@ def test_every_sparsifier_can_be_calibrated_and_all_ranks_end_alike(name):
 
 
 def test_when_the_budget_is_used_up_three_sizes_are_left():
-    told = []
-    arguments = {"on_progress": lambda done, total, what: told.append((done, total, what))}
     profile, fake = measured(
         2, [DGC()], extent=Extent((64, 256, 1024, 4096), (512, 1024, 2048, 4096), 1, 0.0)
     )
     assert {fit.num_points for fit in profile.collectives.values()} == {3}
     assert profile.selection["dgc"].num_points == 6  # at two densities each
-    everything, slower = measured(2, [DGC()], **arguments)
+    everything, slower = measured(2, [DGC()])
     assert slower.num_requests > fake.num_requests
     assert {fit.num_points for fit in everything.collectives.values()} == {4}
-    assert [done for done, _, _ in told] == list(range(1, told[0][1] + 1))
 
 
 def test_an_unknown_kind_is_refused_by_name():
@@ -136,13 +135,10 @@ def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
     topology = Topology.regular(2, 2)
     sizes = (64, 1024, 4096), (1000, 2000, 4000)
     extent = Extent(*sizes, repetitions=1, budget_seconds=1.0, summed_bytes=(64, 4096, 1 << 16))
-    told: list[str] = []
-    more = {"extent": extent, "topology": topology, "on_progress": lambda *done: told.append(done[-1])}
+    more = {"extent": extent, "topology": topology}
     places = [ClusterFacts(rank, 4, "torch", "gloo") for rank in range(4)]
     ranks = [calibration(place, [TopK(), DGC()], **more) for place in places]
     profiles = run_lockstep(ranks, topology=topology)
-    # a host sums gradients, which are longer than what is selected from them
-    assert sum("of 65536 bytes within hosts" in what for what in told) == 4
     assert all(profile == profiles[0] for profile in profiles)
     assert profiles[0].per_host == 2 and sorted(profiles[0].levels["host"]) == ["allgather", "reducescatter"]
     for sparsifier in (TopK(), DGC()):
