@@ -16,12 +16,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
 from support.replicas import same_on_all_replicas
 
 SCHEDULES = [(1, 0), (1, 1), (1, 3), (4, 0), (3, 1)]
 schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
-STEPS = 14
+STEPS = 16
 
 
 def net_of(seed: int = 0) -> torch.nn.Sequential:
@@ -309,27 +309,6 @@ def test_every_sparsifier_trains_in_every_pass(name, rank):
     assert sync.step == 6
 
 
-def test_optimizers_whose_steps_are_no_rule_are_refused_with_the_reason(rank):
-    class Mine(torch.optim.AdamW):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    class Named(torch.optim.AdamW):
-        """A subclass that replaces nothing."""
-
-    net = net_of()
-    for optimizer in (
-        torch.optim.NAdam(net.parameters()),
-        torch.optim.LBFGS(net.parameters()),
-        Mine(net.parameters()),
-    ):
-        with pytest.raises(ArgumentError, match=type(optimizer).__name__):
-            ddp.attach(net, "best", optimizer)
-    optimizer = Named(net.parameters())
-    ddp.attach(net, "best:density=0.1", optimizer)
-    assert type(optimizer) is Named
-
-
 def test_schedules_and_two_optimizers_over_one_model(rank):
     net = net_of()
     first = torch.optim.AdamW(net[0].parameters(), lr=1e-2)
@@ -423,3 +402,83 @@ def test_statistics_of_batches_are_averaged(delay, rank, size):
     train(net, optimizer, rank, 6)
     sync.finish()
     assert same_on_all_replicas(*net.parameters(), net.module[1].running_mean, net.module[1].running_var)
+
+
+@schedules
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_parameters_of_every_float_type_train(every, delay, dtype, rank):
+    net = net_of().to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    for inputs, targets in ((one.to(dtype) for one in batch) for batch in batches(rank)):
+        backward(net, (inputs, targets))
+        optimizer.step()
+    sync.finish()
+    assert same_on_all_replicas(*(one.detach().double() for one in net.parameters()))
+    assert not torch.equal(net[0].weight, net_of().to(dtype)[0].weight)
+
+
+@schedules
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_parameters_join_while_moves_are_under_way(every, delay, how, rank):
+    net = net_of()
+    net[2].requires_grad_(how == "added")
+    optimizer = torch.optim.AdamW((net[0] if how == "added" else net).parameters(), lr=1e-2)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    before = net[2].weight.detach().clone()
+    for step, (inputs, targets) in enumerate(batches(rank)):
+        if step == 6:
+            net[2].requires_grad_(True)
+            if how == "added":
+                optimizer.add_param_group({"params": net[2].parameters()})
+        backward(net, (inputs, targets))
+        optimizer.step()
+        with sync.common():
+            assert same_on_all_replicas(*net.parameters())
+    sync.finish()
+    assert same_on_all_replicas(*net.parameters())
+    assert not torch.equal(net[2].weight, before)
+
+
+def test_a_parameter_with_gaps_in_memory_is_refused(rank):
+    """Steps went into a copy of it, and it never moved."""
+    net = torch.nn.Module()
+    net.gaps = torch.nn.Parameter(torch.randn(8, 3)[::2])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp.attach(net, "topk:density=1.0,feedback=best", optimizer)
+    net.gaps.sum().backward()
+    with pytest.raises(UnsupportedError, match="gaps in memory"):
+        optimizer.step()
+
+
+def test_the_last_attach_has_the_optimizer(rank):
+    """And a former one leaves nothing in flight: no step is taken twice."""
+    ends = []
+    for times in (1, 2):
+        net = net_of()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        former = ddp.attach(net, "best:density=0.1", optimizer, delay=1) if times == 2 else None
+        sync = ddp.attach(net, "best:density=0.1", optimizer)
+        for inputs, targets in batches(rank):
+            backward(net, (inputs, targets))
+            optimizer.step()
+        assert sync.step == STEPS and (former is None or former.step == 0)
+        ends.append([one.detach().clone() for one in net.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def test_a_parameter_that_is_used_late_takes_no_huge_step(rank):
+    net = net_of()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)
+    ddp.attach(net, "topk:density=1.0,feedback=adam(whole_batch=false)", optimizer)
+    moved = []
+    for round_ in range(4):
+        for batch in batches(rank):
+            before = net[2].weight.detach().clone()
+            backward(net, batch)
+            if round_ < 2:
+                net[2].weight.grad = None
+            optimizer.step()
+            moved.append(float((net[2].weight.detach() - before).abs().max()))
+    assert max(moved[: 2 * STEPS]) == 0.0
+    assert 0.0 < max(moved[2 * STEPS :]) < 5e-2

@@ -131,3 +131,17 @@ def test_settings_of_the_backward_pass_are_refused(setting: str) -> None:
         hvd.DistributedOptimizer(optimizer, compression="best:density=0.1", **{setting: given})
     with pytest.raises(ArgumentError, match="gradients are exchanged in every step"):
         hvd.DistributedOptimizer(optimizer, compression="topk:density=0.1", delay=1)
+
+
+def test_a_subclass_counts_unless_it_replaces_the_step() -> None:
+    class Named(OPTIM.AdamW):
+        """Replaces nothing."""
+
+    class Mine(OPTIM.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    assert kind_of(Named(parameters)) is OPTIM.AdamW
+    with pytest.raises(ArgumentError, match="Mine: it is not known what its step is"):
+        kind_of(Mine(parameters))
