@@ -88,9 +88,6 @@ class WholeTensor(WholeGradient):
     def drop(self, gradient: Any, *, coasts: bool = False) -> None:
         self._gradient = KeptTensor(torch.zeros_like(self._gradient.tensor))
 
-    def held(self) -> tuple[NDArray[Any], ...]:
-        return tuple(torch.as_tensor(one).cpu().numpy() for one in super().held())
-
     def message(self, rank: int, size: int) -> torch.Tensor:
         n, given = self.num_elements, self._gradient.tensor.reshape(-1)
         buffer = given.new_zeros(n + HEALTH_NUMBERS * size, dtype=accumulating(self.dtype))

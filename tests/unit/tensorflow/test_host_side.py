@@ -291,6 +291,28 @@ def test_a_compressor_for_every_step_is_warned_of(caplog):
     assert "outside of the training loop" not in caplog.text  # TensorFlow warns of its own
 
 
+def test_a_plan_takes_in_variables_that_join_and_a_state_of_other_names(caplog):
+    plan, compression = Plan((("weight",),)), made("error")
+    first, joined = (tf.Variable(tf.zeros(LENGTH), name=name) for name in ("weight", "joined"))
+
+    def step(*variables):
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(variable * tf.constant(targets(0))) for variable in variables)
+        tape = hvd.DistributedGradientTape(tape, compression=compression, plan=plan)
+        tape.gradient(loss, list(variables))
+
+    step(first)
+    entry = compression.state_dict()
+    step(first, joined)
+    assert compression.synchronizer.plan == Plan((("weight",), ("joined",)))
+
+    other = made("error")
+    other.load_state_dict(entry)
+    compression, plan = other, Plan((("renamed",),))
+    step(tf.Variable(tf.zeros(LENGTH), name="renamed"))
+    assert compression.synchronizer.plan == plan and "another plan" not in caplog.text
+
+
 def test_variables_of_a_forged_checkpoint_are_refused_before_any_is_loaded(tmp_path, monkeypatch):
     weight, compression = tf.Variable(tf.zeros(LENGTH), name="weight"), made("error")
     by_tape(compression, weight, in_graph=True)(tf.constant(targets(0)))
