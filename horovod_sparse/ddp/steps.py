@@ -18,6 +18,7 @@ from horovod_sparse.tensors.binding import Binding, new_facts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import worst_of_all
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
+from horovod_sparse.training.outcome import worst
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Schedule
 
@@ -72,7 +73,7 @@ class ModelBuffers:
 
 
 class Synchronized(Binding):
-    """What `attach` returns: telemetry, `finish()`, `common()`, and the state of a checkpoint."""
+    """Binds an optimizer to passes over torch.distributed; `attach` returns it."""
 
     engine: _Engine
 
@@ -103,7 +104,7 @@ class Synchronized(Binding):
     def of_all(self, failures: list[BaseException]) -> list[BaseException]:
         if self._within is None:
             return failures
-        failure = carry_out(worst_of_all(failures[0] if failures else None), self._within)
+        failure = carry_out(worst_of_all(worst(failures) if failures else None), self._within)
         return [] if failure is None else [failure]
 
 

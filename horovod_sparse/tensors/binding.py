@@ -267,7 +267,7 @@ class Binding(Steps):
     # the optimizer's own state
 
     def build(self, plan: Plan) -> None:
-        """As `Training.build`; the optimizer's state shows the memory of the new parts."""
+        """Makes parts, and shows their memory in the optimizer's state."""
         super().build(plan)
         self._expose()
 
@@ -382,7 +382,7 @@ class Binding(Steps):
             self.take_in()
 
     def step_of(self, number: int, age: int) -> OwnStep:
-        """How gradients of a group become own steps now."""
+        """Returns how gradients of a group become own steps in this pass."""
         group = self.optimizer.param_groups[number]
         return own_step(self._kind, self.recipe.feedback, group, age, self._loss_scale)
 

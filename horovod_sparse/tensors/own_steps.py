@@ -1,4 +1,4 @@
-"""What each optimizer of PyTorch makes of a gradient, as a rank folds it into its residual."""
+"""Rules of PyTorch's optimizers: how a rank makes its own step of its own gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOMENTS: Mapping[str, str] = {"adam": "exp_avg_sq", "rmsprop": "square_avg", "sg
 
 @dataclass(frozen=True)
 class OwnStep:
-    """How a group's gradients become own steps now.
+    """One group's rule in one pass.
 
     Attributes:
         feedback: what normalizes them, or gathers momentum.
@@ -96,7 +96,7 @@ def feedback_for(optimizer: Any, given: Feedback) -> Any:
 def own_step(
     kind: type, feedback: Any, group: Mapping[str, Any], age: int, loss_scale: float = 1.0
 ) -> OwnStep:
-    """How gradients of a group become own steps, by its settings now.
+    """Returns a group's rule, by its settings now.
 
     Args:
         kind: as `kind_of` gives it.

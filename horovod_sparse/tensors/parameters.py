@@ -18,7 +18,7 @@ from horovod_sparse.tensors.layout import memory_strides
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this rank: all of it, or its shard."""
+    """Returns the whole tensor, or this rank's shard of a sharded one."""
     inner: Any = tensor.detach()
     return inner.to_local() if hasattr(inner, "to_local") else inner
 
@@ -120,7 +120,7 @@ class BucketParameters:
         return [one.cpu().numpy().copy() if self.on_host else one.to(device) for one in saved]
 
     def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
-        """What an accumulator folds: ``weights[0] gradient + weights[1] parameter``; None counts as zeros."""
+        """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; None counts as zeros."""
         if self.on_host:
             # accumulators know float16 as itself, and bfloat16 by its bits
             arrays = [one.view(np.float16) if one.dtype == np.int16 else one for one in self.arrays()]

@@ -46,7 +46,7 @@ class Parameters(Protocol):
         """Multiplies whole parameters, by their numbers in the bucket."""
 
     def to_save(self, values: Any) -> Any:
-        """What `take` returned, for a checkpoint."""
+        """Converts the result of `take` for a checkpoint."""
 
     def from_saved(self, saved: Any) -> Any:
         """The inverse of `to_save`."""
@@ -54,7 +54,7 @@ class Parameters(Protocol):
 
 @dataclass
 class Move:
-    """What one pass has subtracted from a rank's parameters, and what stood there before."""
+    """Positions and values that a rank subtracted in one pass, and the parameters there before."""
 
     indices: Indices
     values: Values
@@ -208,7 +208,7 @@ class OwnMoves:
                 self._move(move.indices, move.values)
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
-        """All moves, and the messages that are in flight, for a checkpoint."""
+        """Returns moves and messages in flight for a checkpoint."""
         return {
             "moves": [
                 [array(move.indices), array(move.values), self._parameters.to_save(move.before)]
@@ -232,7 +232,7 @@ def _gathered(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchr
 
 
 def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]:
-    """All moves as one: ascending positions, each once, and the sum there."""
+    """Adds moves up: returns ascending positions, each once, and the sums there."""
     if len(moves) == 1:
         return moves[0].indices, moves[0].values
     if not moves:

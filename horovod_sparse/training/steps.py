@@ -99,7 +99,7 @@ class Averaged(Protocol):
 
 @dataclass
 class _Facts:
-    """What a rank tells of the passes of an exchange, beside its moves."""
+    """Facts that a rank sends beside the moves of an exchange."""
 
     #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
     bad: int = 0
@@ -150,7 +150,7 @@ class Steps(Training):
 
     @property
     def starter(self) -> Starter:
-        """Who runs coroutines together with other ranks."""
+        """Returns the driver that runs coroutines together with other ranks."""
         raise NotImplementedError
 
     def declared(self) -> dict[str, str]:
@@ -158,7 +158,7 @@ class Steps(Training):
         return {**super().declared(), **given}
 
     def agree(self) -> None:
-        """As `Training.agree`; what is in flight when collectives have started anew is taken back first."""
+        """Agrees as `Training.agree` does, after exchanges in flight are taken back."""
         if self.is_agreed:
             return
         self.roll_back()
@@ -167,9 +167,13 @@ class Steps(Training):
         self._resume()
 
     def start_anew(self, start: Any) -> None:
-        """As `Training.start_anew`: what was in flight is taken back then."""
+        """Resets states as `Training.start_anew` does, and notes that moves of a checkpoint are void."""
         self.started_anew = True
         super().start_anew(start)
+
+    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
+        """Adds failures of ranks that do not exchange with this one, but have to step alike."""
+        return failures
 
     # a pass
 
@@ -193,7 +197,7 @@ class Steps(Training):
                 self._together(self.drift.run(self.step, self.rank, self.shared_entries()))
 
     def shared_entries(self) -> Sequence[Any]:
-        """What ranks compare from time to time."""
+        """Returns the entries that ranks compare from time to time."""
         raise NotImplementedError
 
     def _fold(self, part: StepPart) -> Any:
@@ -222,7 +226,8 @@ class Steps(Training):
         """Begins to tell all ranks the facts of an exchange, and to average what no gradient moves."""
         num_words = -(-sum(len(part.names) for part in self.parts) // 32)
         words = np.zeros(3 + num_words, np.int32)
-        words[:3] = self._num_begun, facts.bad, facts.finishing
+        # exchanges applied and in flight: a rank that alone has given one up is told apart
+        words[:3] = self.step + len(self._in_flight), facts.bad, facts.finishing
         for number in facts.present:
             words[3 + number // 32] |= np.int32(np.uint32(1 << number % 32).view(np.int32))
         facts.task = self.starter.start(f"{name}.facts", _all_gathered(words))
@@ -231,7 +236,7 @@ class Steps(Training):
         self._num_begun += 1
 
     def _heard(self, facts: _Facts) -> tuple[list[dict[float, list[int]]], bool]:
-        """What ranks have told: by part the parameters that shrink, by factor; whether all are finishing."""
+        """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
         heads = np.asarray(facts.task.value()).reshape(self.size, -1)
         numbers = heads[:, 0].tolist()
         if len(set(numbers)) > 1:
@@ -271,7 +276,7 @@ class Steps(Training):
             raise
         for part in self.parts:
             self._show(part)
-        failures = [task.error for task in tasks if task.error is not None]
+        failures = self.of_all([task.error for task in tasks if task.error is not None])
         if failures:
             self._refuse(failures, overflowed)
             return
@@ -379,20 +384,23 @@ class Steps(Training):
                 self.roll_back()
                 raise
             self._in_flight.popleft()
-            scale = 1.0 / self.size
+            scale, failures = 1.0 / self.size, list[BaseException]()
             try:
                 shrunk, all_finishing = self._heard(facts)
                 totals = [part.moves.received(scale) for part in self.parts]
             except NonFiniteGradientError as error:
-                for part in self.parts:
-                    part.moves.cancel()
-                scaled = self.is_scaled
-                if self.policy.judge([error], self.host_ranks, scaled=scaled).outcome is Outcome.RAISE:
-                    raise
-                continue
+                failures.append(error)
             except BaseException:
                 self.roll_back()
                 raise
+            if failures := self.of_all(failures):
+                all_finishing = False  # ranks that have failed by themselves do not know
+                for part in self.parts:
+                    part.moves.cancel()
+                verdict = self.policy.judge(failures, self.host_ranks, scaled=self.is_scaled)
+                if verdict.outcome is Outcome.RAISE:
+                    raise worst(failures)
+                continue
             reports = []
             for part, total, factors in zip(self.parts, totals, shrunk, strict=True):
                 started, task = time.perf_counter(), part.moves.in_flight[0].task
@@ -408,7 +416,7 @@ class Steps(Training):
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """As `Training.save`, with this rank's own moves, and which of them are in flight."""
+        """Saves as `Training.save` does, with this rank's own moves and those in flight."""
         if self.schedule.moves_alone and self.parts:
             facts = [[one.bad, sorted(one.present), one.shrink] for one in [*self._in_flight, self._facts]]
             moves = [part.moves.save(self.engine.to_array) for part in self.parts]
@@ -416,7 +424,7 @@ class Steps(Training):
         return super().save(**more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
-        """As `Training.load`; what was in flight begins once more with the next pass."""
+        """Loads as `Training.load` does; exchanges that were in flight begin with the next pass."""
         self.roll_back()
         super().load(entry)
         self._to_resume = None if entry is None else entry.get("passes")

