@@ -65,11 +65,8 @@ class ArrayPart(ArrayLayout, BucketPart):
     def start(self, gradients: Arrays, execute: Callable[[Request], Any]) -> None:
         self.run(self.bucket.step(self.gathered(gradients)), execute)
 
-    def again(self, execute: Callable[[Request], Any], *, drop: bool) -> None:
-        self.run(self.bucket.again(), execute)
-
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
-        self.bucket.abandon(drop=drop, again=again)
+    def abandon(self, *, drop: bool = False) -> None:
+        self.bucket.abandon(drop=drop)
 
     def apply(self, scale: float) -> tuple[np.ndarray, BucketReport]:
         applied, total = np.zeros(self.num_elements, np.float32), self.total
@@ -147,9 +144,7 @@ class ToyTraining(Training):
             self.engine.carry_out(self.drift.run(self.step, self.rank, entries), None)
         for part in self.parts:
             part.start(gradients, self.engine.execute)
-        if errors := self._errors():
-            errors = self.carried_out_again(errors, lambda part: self.engine.execute, self._errors)
-        verdict = self.policy.judge(errors, self.host_ranks)
+        verdict = self.policy.judge(self._errors())
         if verdict.error is not None:
             for part in self.parts:
                 part.abandon(drop=verdict.drop)

@@ -200,16 +200,9 @@ class Accumulator:
 
     def refuse(self) -> None:
         """Lets the report of the last fold say that this rank refuses the step."""
-        self._patch(first_nonfinite=self.num_elements)
-
-    def heal(self) -> None:
-        """Lets the report of the last fold say that this rank is well, after `abandon` and `drop`."""
-        self._patch(num_nonfinite=0, first_nonfinite=-1, lean=0.0)
-
-    def _patch(self, **facts: float) -> None:
-        """Changes the report, which waits for a device."""
+        # a report that waits for a device is no FoldReport
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
-        self.report = FoldReport(**fields | facts)
+        self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 
     def _room_for_maxima(self) -> Memory:
         if self._maxima is None:
@@ -420,7 +413,7 @@ class Accumulator:
     def accept(self) -> None:
         """Called once the step is applied."""
 
-    def drop(self, gradient: Any, *, coasts: bool = False) -> None:
+    def drop(self, gradient: Any) -> None:
         """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
 
         What was there before, decay included, comes back to the rounding of the sum: where the gradient
@@ -428,11 +421,10 @@ class Accumulator:
 
         Args:
             gradient: as it was folded; it must have been kept.
-            coasts: whether a velocity acts as in a fold of zeros; otherwise it is what it was before, too.
         """
         rule, companion = self._folded
         self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)
-        if companion is not None and not coasts and rule.momentum:
+        if companion is not None and rule.momentum:
             self._values -= rule.factors(self.dtype).tolist()[3] * companion
             companion /= rule.momentum
         self._start_anew()

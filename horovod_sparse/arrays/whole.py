@@ -72,7 +72,7 @@ class WholeGradient(Accumulator):
     def abandon(self) -> None:
         """Has nothing to take back: the gradient of an abandoned step is dropped."""
 
-    def drop(self, gradient: Any, *, coasts: bool = False) -> None:
+    def drop(self, gradient: Any) -> None:
         """Takes the gradient out: the step begins again with zeros."""
         self._gradient = GradientParts([np.zeros(self._num_elements, self._dtype)])
 

@@ -280,8 +280,6 @@ class Synchronizer(Training):
             # not before: what the thread is about to fold in cannot be taken back
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
-            if failures and self._loss_scale.scaler is None:
-                failures = self.carried_out_again(failures, self._starter, lambda: self._wait(communicator))
             if not failures and self.step >= self.drift.next_step:
                 self._check_drift(communicator)
         except errors.DeadlineError:
@@ -305,7 +303,7 @@ class Synchronizer(Training):
     def _refuse(self, failure: BaseException, failures: Sequence[BaseException]) -> None:
         """No rank applies this step; raises why not, unless it is skipped."""
         scaled = self._loss_scale.scaler is not None
-        verdict = self.policy.judge(failures, self.host_ranks, scaled=scaled, failure=failure)
+        verdict = self.policy.judge(failures, scaled=scaled, failure=failure)
         self._give_up(drop=verdict.drop)
         if verdict.outcome is Outcome.OVERFLOW:
             self._overflow()

@@ -212,21 +212,15 @@ class Bucket:
         `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and
         leave the bucket as before, but for what was finite, which is in the residual.
         """
-        sum_, overflow = yield from self._synchronized(gradient, learning_rate, refused, scale)
-        self.check(sum_.notes.first_nonfinite, overflow)
-        return sum_
-
-    def _synchronized(
-        self, gradient: Any, learning_rate: float | None, refused: bool, scale: float | None
-    ) -> Synchronization[tuple[SparseSum, int | None]]:
-        """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
-        return (yield from self._summed(self.fold(gradient, learning_rate, refused=refused), scale))
+        report = self.fold(gradient, learning_rate, refused=refused)
+        return (yield from self.synchronize(report, scale))
 
     def fold(self, gradient: Any, learning_rate: float | None, *, refused: bool = False) -> BucketStep:
         """Folds a gradient into the residual, which begins a step; returns its report."""
-        report, started = self._report(), time.perf_counter()
+        started, target = time.perf_counter(), self.recipe.sparsifier.num_selected(self.info, self.state.step)
+        report = BucketStep(self.info.name, self.info.num_elements, target)
         feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
-        if report.num_target == self.info.num_elements:
+        if target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = feedback.for_dense()
         longer = 1.0 if self._alikeness is None else self._alikeness.longer(now.leans)
@@ -251,29 +245,10 @@ class Bucket:
         self.check(sum_.notes.first_nonfinite, overflow)
         return sum_
 
-    def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
-        """The step that was given up once more, by `abandon`, of what waits now: nothing is folded in.
-
-        Every rank has its gradient in its residual; one that has dropped it sends what waited before.
-        """
-        sum_, overflow = yield from self._synchronized_again(scale)
-        self.check(sum_.notes.first_nonfinite, overflow)
-        return sum_
-
-    def _synchronized_again(self, scale: float | None) -> Synchronization[tuple[SparseSum, int | None]]:
-        """As `_synchronized`, without a gradient."""
-        self.accumulator.heal()
-        return (yield from self._summed(self._report(), scale))
-
-    def _report(self) -> BucketStep:
-        """Of a step that begins."""
-        target = self.recipe.sparsifier.num_selected(self.info, self.state.step)
-        return BucketStep(self.info.name, self.info.num_elements, target)
-
     def _summed(
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
-        """What follows the fold."""
+        """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
         self._before = self.state, self._progress.leans
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
@@ -338,18 +313,18 @@ class Bucket:
             report.kinds_by_round.append(type(request).__name__)
             result = yield request
 
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """Takes the last step back, after its collectives: the selection returns to the residual.
 
-        The gradient stays folded in, unless it is dropped; with `again`, as if it had been zeros. The
-        learning rate that the residual was scaled to stays.
+        The gradient stays folded in, unless it is dropped. The learning rate that the residual was scaled to
+        stays.
         """
         if self._before is not None:
             self.accumulator.abandon()
             (self.state, leans), self._before = self._before, None
             self._progress = dataclasses.replace(self._progress, leans=leans)
         if drop and self._gradient is not None:
-            self.accumulator.drop(self._gradient, coasts=again)
+            self.accumulator.drop(self._gradient)
             self._gradient = None
 
     def skip(self) -> None:

@@ -174,13 +174,8 @@ class TwoLevelBucket(Bucket):
         """See `Bucket.step`; `gradient` is that of the whole, and the sum, too."""
         summed = self._summable(gradient, self.whole)
         shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
-        of_shard = self._synchronized(shard, learning_rate, refused, scale)
-        num_bytes = self.whole.num_elements * self.whole.value_dtype.itemsize
-        return (yield from self._of_whole(of_shard, {"ReduceScatter": num_bytes}))
-
-    def again(self, *, scale: float | None = None) -> Synchronization[SparseSum]:
-        """See `Bucket.again`; a host whose sum was not finite is left out as a whole."""
-        return (yield from self._of_whole(self._synchronized_again(scale), {}))
+        folded = self.fold(shard, learning_rate, refused=refused)
+        return (yield from self._of_whole(self._summed(folded, scale)))
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """See `Bucket._check_steps`; of this rank's column, if nothing else is said."""
@@ -194,7 +189,7 @@ class TwoLevelBucket(Bucket):
             raise
 
     def _of_whole(
-        self, of_shard: Synchronization[tuple[SparseSum, int | None]], before: Mapping[str, int]
+        self, of_shard: Synchronization[tuple[SparseSum, int | None]]
     ) -> Synchronization[SparseSum]:
         """The sum of the whole, from the synchronization of this rank's shard; or an error of all ranks."""
         failure: HorovodSparseError | None = None
@@ -222,9 +217,10 @@ class TwoLevelBucket(Bucket):
         report.num_received = sum_.values.size
         if (norms := sum_.notes.norms) is not None:
             report.global_error = float(np.add.reduce(norms)) / len(norms)
-        report.bytes_inside = sum(before.values()) + message.buffer.nbytes
-        report.bytes_by_round = [*before.values(), *report.bytes_by_round, message.buffer.nbytes]
-        report.kinds_by_round = [*before, *report.kinds_by_round, "AllGather"]
+        num_bytes = self.whole.num_elements * self.whole.value_dtype.itemsize
+        report.bytes_inside = num_bytes + message.buffer.nbytes
+        report.bytes_by_round = [num_bytes, *report.bytes_by_round, message.buffer.nbytes]
+        report.kinds_by_round = ["ReduceScatter", *report.kinds_by_round, "AllGather"]
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.check(marks, overflow)
         return sum_

@@ -93,7 +93,7 @@ class Driver:
                     self._training.agree()
                     (part,) = self._training.at(version, [position])
                     known = float(rate[0]) if rate.size else None
-                    coroutine = part.begin(known, arrays) if arrays else part.again()
+                    coroutine = part.begin(known, arrays)
                 except Exception as error:
                     return task.fail(error, here)
                 return task.start(coroutine, here)

@@ -41,21 +41,20 @@ class Ending:
         except BaseException:
             self._replanning.after_step(went_well=False)
             raise
-        if outcome != Outcome.AGAIN:
-            self._replanning.after_step(went_well=outcome == Outcome.APPLIED)
+        self._replanning.after_step(went_well=outcome == Outcome.APPLIED)
         return arrays, outcome
 
     def _finished(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
         now, training = time.perf_counter(), self._training
         with self._lock:
             errors = [part.task.error for part in parts if part.task.error is not None]
-            verdict = training.policy.judge(errors, training.host_ranks, again=True)
+            verdict = training.policy.judge(errors)
             training.last_error = verdict.error
             if self._leaves_one_alone and training.size == 1:
                 verdict = Verdict(Outcome.SKIPPED, drop=True)
             if verdict.outcome != Outcome.APPLIED:
                 for part in parts:
-                    part.abandon(drop=verdict.drop, again=verdict.outcome is Outcome.AGAIN)
+                    part.abandon(drop=verdict.drop)
                 if verdict.outcome == Outcome.RAISE and verdict.error is not None:
                     raise verdict.error
                 shapes = [(shape, numpy_dtype(part.dtype)) for part in parts for shape in part.shapes]

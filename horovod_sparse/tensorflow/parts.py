@@ -13,7 +13,7 @@ import numpy as np
 
 from horovod_sparse.arrays import GradientParts
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
-from horovod_sparse.collectives import Exchange, Synchronization
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Bucket, Member, TwoLevelBucket, shard_of
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.host.scatter import native_bits
@@ -67,14 +67,7 @@ class Part(common.ArrayLayout, common.BucketPart):
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """Takes the gradients, and gives the coroutine of this step."""
         self.close()
-        return self._carried(self.bucket.step(GradientParts(gradients), learning_rate, scale=self._scale))
-
-    def again(self) -> Synchronization[Any]:
-        """The coroutine of the same step once more, after `abandon`, of what waits here."""
-        step = self.bucket.again(scale=self._scale)
-        return self._carried(step if self._topology is None else _without_sum(step, self._topology))
-
-    def _carried(self, step: Synchronization[Any]) -> Synchronization[Any]:
+        step = self.bucket.step(GradientParts(gradients), learning_rate, scale=self._scale)
         return step if self._topology is None else over_hosts(step, self._topology, self._rank)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
@@ -92,9 +85,9 @@ class Part(common.ArrayLayout, common.BucketPart):
             apply_seconds=time.perf_counter() - started,
         )
 
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         """Takes the step back, as far as it came."""
-        self.bucket.abandon(drop=drop, again=again)
+        self.bucket.abandon(drop=drop)
         self.task.settled = True
 
     def close(self) -> None:
@@ -116,13 +109,6 @@ class Part(common.ArrayLayout, common.BucketPart):
                 self.bucket.accumulator.add(
                     indices - np.int32(first), (total * share).astype(sum_.values.dtype)
                 )
-
-
-def _without_sum(step: Synchronization[Any], topology: Topology) -> Synchronization[Any]:
-    """A step of two levels that has summed within hosts before: a graph has the round nevertheless."""
-    if topology.per_host > 1:
-        yield Exchange({}, ())
-    return (yield from step)
 
 
 #: memories that are kept: eager loops hold the last step's gradients while they compute the next ones

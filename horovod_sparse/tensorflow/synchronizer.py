@@ -33,7 +33,7 @@ from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTrainin
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.outcome import Outcome
-from horovod_sparse.training.settings import RAISE, ZERO, PlannedOptions, Settings
+from horovod_sparse.training.settings import RAISE, PlannedOptions, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -188,20 +188,9 @@ class GradientSynchronizer(VariablesTraining):
             is_due = check is not None and outcome == Outcome.APPLIED and before >= check.next_step
             return [*arrays, np.array(outcome, np.int32), np.array(is_due)]
 
-        def settled(tokens: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return self._driver.settle(tokens, finish, like)
-
         waits = is_elastic() or check is not None
         with WAITING.behind() if waits else contextlib.nullcontext():
-            outputs = settled(tokens)
-            if policy == ZERO:
-                *_, outcome, _ = first = outputs
-
-                def once_more() -> list[tf.Tensor]:
-                    return settled(self._driver.start(parts, [()] * len(parts), rate))
-
-                outputs = tf.cond(tf.equal(outcome, int(Outcome.AGAIN)), once_more, lambda: list(first))
-            *sums, outcome, due = outputs
+            *sums, outcome, due = self._driver.settle(tokens, finish, like)
             end = sums[0]
             if check is not None:
                 end = self._replicas.compared(due, check, variables, self.also_equal())

@@ -85,7 +85,7 @@ class WholeTensor(WholeGradient):
         self.report = FoldReport(step=self.step)
         return self.report
 
-    def drop(self, gradient: Any, *, coasts: bool = False) -> None:
+    def drop(self, gradient: Any) -> None:
         self._gradient = KeptTensor(torch.zeros_like(self._gradient.tensor))
 
     def message(self, rank: int, size: int) -> torch.Tensor:

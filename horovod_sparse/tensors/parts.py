@@ -92,13 +92,7 @@ class Part(common.BucketPart):
             self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
         self.gradient.settle()
         self._loss_scale = loss_scale
-        self._run(driver, self._step(refused))
-
-    def again(self, driver: Starter, *, drop: bool) -> None:
-        """Starts the synchronization once more, after `abandon`, of what waits here."""
-        self._run(driver, self.bucket.again(scale=self.scale))
-
-    def _run(self, driver: Starter, step: Synchronization[Any]) -> None:
+        step = self._step(refused)
         if self.streams is not None:
             step = self.streams.run(step)
         self.task = driver.start(self.name, step)
@@ -132,10 +126,10 @@ class Part(common.BucketPart):
         self.bucket.accept()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
 
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
+    def abandon(self, *, drop: bool = False) -> None:
         if self.streams is not None:
             self.streams.join()
-        self.bucket.abandon(drop=drop, again=again)
+        self.bucket.abandon(drop=drop)
 
 
 def make_parts(

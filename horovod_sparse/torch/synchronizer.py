@@ -292,7 +292,7 @@ class GradientSynchronizer(PlannedTraining):
         """Waits for all buckets, and scatters their sums into the gradients.
 
         Every error is raised on all ranks alike, and the step is given up whole. Where a loss scaler looks
-        for them, or with `on_nonfinite` other than "raise", gradients that are not finite raise nothing.
+        for them, or with `on_nonfinite="skip"`, gradients that are not finite raise nothing.
 
         Raises:
             HorovodSparseError: what a step can be refused for: see `horovod_sparse.errors`.
@@ -315,8 +315,6 @@ class GradientSynchronizer(PlannedTraining):
                 if part.task is None:
                     self._start(part, refused=bool(edited))
             failures = self._waited()
-            if failures and self.loss_scale.scaler is None:
-                failures = self.carried_out_again(failures, lambda part: self.driver, self._waited)
         except errors.DeadlineError:
             self.give_up()
             raise
@@ -357,7 +355,7 @@ class GradientSynchronizer(PlannedTraining):
 
     def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
         """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
-        verdict = self.policy.judge(failures, self.host_ranks, scaled=self.loss_scale.scaler is not None)
+        verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:
             self.give_up(drop=drop, alike=True)

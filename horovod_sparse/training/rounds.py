@@ -369,14 +369,12 @@ class Rounds(Training):
             told = self._header.value()
             errors = self._waited()
             diverged = any(self.rank in getattr(error, "where", ()) for error in errors)
-            if errors:
-                errors = self.carried_out_again(errors, lambda _: starter, self._waited)
             errors = self._of_all(errors)
         except Exception as error:
             if not isinstance(error, DeadlineError):  # after one of these a thread may go on
                 self._give_up()
             raise
-        verdict = self.policy.judge(errors, self.host_ranks)
+        verdict = self.policy.judge(errors)
         for part in self.parts:
             if verdict.error is not None:
                 part.abandon(drop=verdict.drop)

@@ -16,7 +16,7 @@ from horovod_sparse.plans.plan import Plan
 from horovod_sparse.training.deadline import deadline_of
 
 #: what `on_nonfinite` may be
-RAISE, SKIP, ZERO = "raise", "skip", "zero"
+RAISE, SKIP = "raise", "skip"
 #: what `on_drift` may be
 POLICIES = "raise", "warn", "resync"
 #: what `levels` may be
@@ -98,8 +98,7 @@ class Settings:
             of TensorFlow quotes it); 0 waits for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS
             says, or 300.
         on_nonfinite: what is done where a gradient is NaN or Inf on some rank. "raise"; "skip": no rank
-            applies the step; "zero": the gradients of such ranks are left out whole, and those of the others
-            applied. The last two are counted in the telemetry. What "skip" means to each front end: `step`
+            applies the step, which the telemetry counts. What "skip" means to each front end: `step`
             does nothing, but raises where it has a closure, and behind a `torch.amp.GradScaler` the scaler
             skips; with `horovod_sparse.ddp` no parameter has a gradient after ``backward()``, so PyTorch's
             optimizers leave all as it is; an optimizer of Keras 3 does not step, and `iterations` does not
@@ -154,8 +153,8 @@ class Settings:
             allowed = "a norm above 0, or None"
             check_number("max_grad_norm", self.max_grad_norm, allowed, low=0.0, high=math.inf)
         seconds = deadline_of(self.deadline_seconds)
-        if self.on_nonfinite not in (RAISE, SKIP, ZERO):
-            raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise', 'skip' or 'zero'")
+        if self.on_nonfinite not in (RAISE, SKIP):
+            raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise' or 'skip'")
         every, policy = _drift_check(self.check_every, self.on_drift)
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)

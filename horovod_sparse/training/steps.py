@@ -30,7 +30,7 @@ from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.engine import Engine, Starter, Task
 from horovod_sparse.training.moves import OwnMoves, Parameters, refuse_selections_of_peers
 from horovod_sparse.training.outcome import Outcome, worst
-from horovod_sparse.training.settings import ZERO, Settings
+from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
 #: go before the names of collectives: a process may train several models
@@ -135,8 +135,6 @@ class Steps(Training):
                     raise ArgumentError(name, given, allowed)
             if settings.levels != "flat":
                 raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
-        if settings.on_nonfinite == ZERO:
-            raise ArgumentError("on_nonfinite", ZERO, "'raise' or 'skip' where steps are exchanged")
         super().__init__(engine, recipe, settings, next(_labels))
         self.schedule, self._averaged = schedule, averaged
         self.taken = self._num_begun = 0
@@ -312,7 +310,7 @@ class Steps(Training):
 
     def _refuse(self, failures: Sequence[BaseException], overflowed: bool) -> None:
         """No rank applies this pass; raises why not, unless it is skipped."""
-        verdict = self.policy.judge(failures, self.host_ranks, scaled=overflowed or self.is_scaled)
+        verdict = self.policy.judge(failures, scaled=overflowed or self.is_scaled)
         self._abandon(drop=verdict.drop)
         if verdict.outcome is Outcome.RAISE:
             raise worst(failures)
@@ -397,7 +395,7 @@ class Steps(Training):
                 all_finishing = False  # ranks that have failed by themselves do not know
                 for part in self.parts:
                     part.moves.cancel()
-                verdict = self.policy.judge(failures, self.host_ranks, scaled=self.is_scaled)
+                verdict = self.policy.judge(failures, scaled=self.is_scaled)
                 if verdict.outcome is Outcome.RAISE:
                     raise worst(failures)
                 continue

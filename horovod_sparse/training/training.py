@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,6 @@ class Training:
     def size(self) -> int:
         """How many ranks synchronize."""
         return self.rank_and_size[1]
-
-    @property
-    def host_ranks(self) -> tuple[int, ...]:
-        """The ranks whose gradients are summed before they are sparsified: with one level this one alone."""
-        return (self.rank,) if self.topology is None else self.topology.group("host", self.rank)
 
     @property
     def sparse(self) -> list[Any]:
@@ -314,23 +309,6 @@ class Training:
         progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
         self.put(shared_out(held, agreement.kept_share(old_size, self.size), self.recipe.feedback), progress)
-
-    # a step
-
-    def carried_out_again(
-        self,
-        errors: Sequence[BaseException],
-        starter: Callable[[Any], Any],
-        wait: Callable[[], list[BaseException]],
-    ) -> list[BaseException]:
-        """What parts end with that have ended with errors, once more where the policy says so."""
-        verdict = self.policy.repeat(errors, self.host_ranks)
-        if verdict is None:
-            return list(errors)
-        for part in self.parts:
-            part.abandon(drop=verdict.drop, again=True)
-            part.again(starter(part), drop=verdict.drop)
-        return wait()
 
     def follow_times(self, warmup: Any) -> None:
         """Takes another plan after a step, if a `WarmUp` has decided on one."""

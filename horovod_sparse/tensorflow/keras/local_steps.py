@@ -109,9 +109,6 @@ class _Part(common.ArrayLayout, common.BucketPart):
     def start(self, starter: Any) -> None:
         self.task = starter.start(self.label, self.bucket.step(GradientParts([self.gradient.taken()])))
 
-    def again(self, starter: Any, *, drop: bool) -> None:
-        self.task = starter.start(self.label, self.bucket.again())
-
     def apply(self, scale: float) -> BucketReport:
         started, sum_, mean = time.perf_counter(), self.task.result, np.zeros_like(self.gradient.start)
         num_union = apply_scaled_sum(mean, None if sum_.whole else sum_.indices, sum_.values, scale)
@@ -120,8 +117,8 @@ class _Part(common.ArrayLayout, common.BucketPart):
         took = time.perf_counter() - started
         return BucketReport(self.bucket.last, num_union, mean.nbytes, sum_.notes.norms, apply_seconds=took)
 
-    def abandon(self, *, drop: bool = False, again: bool = False) -> None:
-        self.bucket.abandon(drop=drop, again=again)
+    def abandon(self, *, drop: bool = False) -> None:
+        self.bucket.abandon(drop=drop)
 
 
 class _Engine(VariablesEngine):

@@ -309,11 +309,10 @@ def kept(accumulator, gradient):
     return KeptTensor(torch.from_numpy(gradient))
 
 
-@pytest.mark.parametrize("coasts", [True, False])
 @pytest.mark.parametrize("kind", FOLDS)
-def test_what_was_there_before_comes_back(kind, coasts):
-    """Selections, too. Where the velocity coasts, as if zeros had been folded in; else as before."""
-    if not coasts and "decay" in FOLDS[kind]:
+def test_what_was_there_before_comes_back(kind):
+    """Selections, too."""
+    if "decay" in FOLDS[kind]:
         pytest.skip("the factor of old values stays")
     generator = np.random.default_rng(1)
     first = (generator.integers(-64, 64, N) / 16).astype(np.float32)
@@ -330,15 +329,13 @@ def test_what_was_there_before_comes_back(kind, coasts):
         np.testing.assert_array_equal(gradient, bad)
         accumulator.clear(accumulator.largest(70))
         accumulator.abandon()
-        accumulator.drop(kept(accumulator, gradient), coasts=coasts)
+        accumulator.drop(kept(accumulator, gradient))
         found.append((accumulator.values().copy(), accumulator.largest(70), accumulator.square_norm))
         moment = np.array(accumulator.companions[0]) if normalizes else np.zeros(N)
         np.testing.assert_allclose(moment, before if normalizes else 0, rtol=1e-4, atol=1e-4)
     wanted = both(keeps)[0]
     wanted.fold(kept(wanted, first), FoldRule(**FOLDS[kind]))
     wanted.clear(wanted.largest(70))
-    if coasts:
-        wanted.fold(np.zeros(N, np.float32), FoldRule(**FOLDS[kind]))
     values = wanted.values()
     others = np.arange(N) != 7
     for got, selected, norm in found:

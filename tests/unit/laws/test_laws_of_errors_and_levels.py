@@ -7,7 +7,6 @@ import pickle
 import numpy as np
 import pytest
 
-from horovod_sparse.arrays import GradientParts
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
 from horovod_sparse.feedback import ErrorFeedback, Member, MomentumCorrection, recipe
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
@@ -81,30 +80,6 @@ def test_the_state_is_as_before_the_step(case: Case) -> None:
     run(case.recipe, _SCENARIO, gradients[3:4], cluster=cluster)
     for bucket, state in zip(cluster.buckets, before, strict=True):
         assert bucket.state is state
-
-
-@rows
-def test_the_step_once_more_is_that_of_a_rank_without_a_gradient(case: Case) -> None:
-    """What a bad rank drops leaves no trace: sums and residuals of this step and of those after it."""
-    generator = np.random.default_rng(5)
-    gradients = generator.integers(-64, 65, (6, 3, 120)).astype(np.float32) / 64
-    cluster, twin = cluster_of(case, _SCENARIO), cluster_of(case, _SCENARIO)
-    for step, given in enumerate(gradients):
-        theirs = given.copy()
-        if step == _SICK_STEP:
-            given[1, [45, 7]], theirs[1] = np.nan, 0.0
-        buckets = cluster.buckets
-        parts = [GradientParts([gradient]) for gradient in given]
-        steps = [bucket.step(part) for bucket, part in zip(buckets, parts, strict=True)]
-        found = run_lockstep(steps, keep_errors=True)
-        if step == _SICK_STEP:
-            assert all(isinstance(error, NonFiniteGradientError) for error in found)
-            for rank, bucket in enumerate(buckets):
-                bucket.abandon(drop=rank == 1, again=True)
-            found = run_lockstep([bucket.again() for bucket in buckets])
-        # what a dropped gradient was added to comes back to the rounding of that sum
-        np.testing.assert_allclose(cluster.dense(found[0]), twin.step(theirs.copy()), rtol=0, atol=1e-5)
-        np.testing.assert_allclose(cluster.residuals(), twin.residuals(), rtol=0, atol=1e-5)
 
 
 @rows
@@ -238,26 +213,6 @@ def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
         gradients[_SICK_AT, 2:4, position] = 0.0  # what is not finite counts as 0: of the host's sum
         healthy = dataclasses.replace(history, gradients=gradients)
         laws.nothing_is_lost(healthy)
-
-
-@rows
-def test_the_step_once_more_leaves_the_sick_host_out(case: Case) -> None:
-    """As if all of its ranks had had zeros: sums of this step and of those after it."""
-    generator = np.random.default_rng(5)
-    gradients = generator.integers(-64, 65, (5, 4, 121)).astype(np.float32) / 64
-    cluster, twin = (scenario_of(2, 2, 121).cluster(case.recipe) for _ in range(2))
-    for step, given in enumerate(gradients):
-        theirs = given.copy()
-        if step == _SICK_AT:
-            given[1, 45], theirs[:2] = np.nan, 0.0
-        found = cluster.synchronize([GradientParts([one]) for one in given], keep_errors=True)
-        if step == _SICK_AT:
-            assert all(isinstance(error, NonFiniteGradientError) for error in found)
-            for rank, bucket in enumerate(cluster.buckets):
-                bucket.abandon(drop=rank in found[0].where, again=True)
-            again = [bucket.again() for bucket in cluster.buckets]
-            found = run_lockstep(again, topology=cluster.topology)
-        np.testing.assert_allclose(cluster.dense(found[0]), twin.step([*theirs]), rtol=0, atol=1e-5)
 
 
 def test_a_rank_that_refuses_is_known_to_all() -> None:

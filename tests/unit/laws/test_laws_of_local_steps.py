@@ -368,7 +368,7 @@ def test_who_is_lost_in_an_exchange_or_an_agreement_harms_nobody(number, given, 
 
 @pytest.mark.parametrize(("delay", "healthy"), [(0, 4), (2, 4), (2, 5)])
 @pytest.mark.parametrize("compression", [None, "topk:density=0.1"])
-@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
+@pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_rank_that_has_diverged_spoils_no_other(policy, compression, delay, healthy):
     """In the midst of a round, or while an exchange is under way, which does not heal it in silence."""
 
@@ -382,8 +382,8 @@ def test_a_rank_that_has_diverged_spoils_no_other(policy, compression, delay, he
         with pytest.raises(NonFiniteGradientError) if raises else contextlib.nullcontext():
             one.optimizer.step()
             one.train(5 - healthy + delay)
-        assert raises or one.local.telemetry.num_skipped + one.local.telemetry.num_dropped == 1
-        if held is not None and policy != "zero":  # what was sent has left it, though its rank has gone on
+        assert raises or one.local.telemetry.num_skipped == 1
+        if held is not None:  # what was sent has left it, though its rank has gone on
             torch.testing.assert_close(one.kept("residuals"), held)
         middle = one.kept("start")
         one.steps = 6 + delay

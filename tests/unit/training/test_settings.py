@@ -55,7 +55,7 @@ def test_an_argument_that_is_gone_says_what_to_write() -> None:
         ("synchronize_at", "now"),
         ("max_grad_norm", 0.0),
         ("deadline_seconds", -1),
-        ("on_nonfinite", "no"),
+        ("on_nonfinite", "zero"),
         ("check_every", 1.5),
         ("on_drift", "no"),
         ("levels", "no"),
@@ -83,40 +83,24 @@ def test_without_a_sparsifier_most_of_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "end", "outcome"),
-    [
-        ("zero", "those of ranks [1] are left out of this step", Outcome.AGAIN),
-        ("skip", "all ranks skip this step", Outcome.SKIPPED),
-    ],
+    "error", [NonFiniteGradientError("fc", {1: "fc.weight"}), NonFiniteSumError("fc", {}, "fc.weight")]
 )
-def test_the_log_says_what_was_seen_and_what_became_of_it(
-    policy: str, end: str, outcome: Outcome, caplog
-) -> None:
-    """The error's own words would say that no rank applied a step that was applied without the bad rank."""
-    rule = NonFinitePolicy(policy, Telemetry())
-    errors = [NonFiniteGradientError("fc", {1: "fc.weight"})]
+def test_the_log_says_what_was_seen_and_that_the_step_is_skipped(error, caplog) -> None:
+    rule = NonFinitePolicy("skip", Telemetry())
     with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        assert rule.judge(errors, [0], again=True).outcome is outcome
-    seen = "the gradient of fc is not finite (rank 1: fc.weight)"
-    assert caplog.messages == [f"{seen}; {end}, as on_nonfinite={policy!r} asks (1 so far)"]
-
-
-def test_a_sum_that_overflows_is_skipped_by_zero_too(caplog) -> None:
-    rule = NonFinitePolicy("zero", Telemetry())
-    errors = [NonFiniteSumError("fc", {}, "fc.weight")]
-    with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        verdict = rule.judge(errors, [0], again=True)
-    assert verdict.outcome is Outcome.SKIPPED and verdict.drop
-    assert "No rank applied" not in caplog.text and "fc.weight" in caplog.text
+        assert rule.judge([error]) == Verdict(Outcome.SKIPPED, error, True)
+    (told,) = caplog.messages
+    assert told == f"{error.finding}; all ranks skip this step, as on_nonfinite='skip' asks (1 so far)"
+    assert "No rank applied" not in told and "fc.weight" in told
 
 
 def test_what_becomes_of_a_step() -> None:
     bad, edited = NonFiniteGradientError("fc", {1: "w"}), EditedGradientError("fc", {0: "w"})
     own, rule = UnsupportedError("of this rank"), NonFinitePolicy("raise", Telemetry())
-    assert rule.judge([], [0]).outcome is Outcome.APPLIED
-    assert rule.judge([bad], [1]) == Verdict(Outcome.RAISE, bad, True)
-    assert rule.judge([bad], [0], scaled=True) == Verdict(Outcome.OVERFLOW, bad, True)
-    assert rule.judge([bad, edited], [0], scaled=True) == Verdict(Outcome.RAISE, edited, False)
-    assert rule.judge([bad, edited, own], [0]).error is own
-    assert rule.judge([], [0], failure=own) == Verdict(Outcome.RAISE, own, False)
-    assert NonFinitePolicy("skip", Telemetry()).judge([bad, own], [0]).outcome is Outcome.RAISE
+    assert rule.judge([]).outcome is Outcome.APPLIED
+    assert rule.judge([bad]) == Verdict(Outcome.RAISE, bad, True)
+    assert rule.judge([bad], scaled=True) == Verdict(Outcome.OVERFLOW, bad, True)
+    assert rule.judge([bad, edited], scaled=True) == Verdict(Outcome.RAISE, edited, False)
+    assert rule.judge([bad, edited, own]).error is own
+    assert rule.judge([], failure=own) == Verdict(Outcome.RAISE, own, False)
+    assert NonFinitePolicy("skip", Telemetry()).judge([bad, own]).outcome is Outcome.RAISE
