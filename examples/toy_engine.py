@@ -11,7 +11,6 @@ import argparse
 import itertools
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -139,9 +138,8 @@ class ToyTraining(Training):
         """The means over ranks; None where no rank is to step."""
         self.agree()
         if self.step >= self.drift.next_step:
-            arrays = self.engine.parameters.items()
-            entries = [HostEntry(name, array, partial(np.copyto, array)) for name, array in arrays]
-            self.engine.carry_out(self.drift.run(self.step, self.rank, entries), None)
+            entries = [HostEntry(*one) for one in self.engine.parameters.items()]
+            self.engine.carry_out(self.drift.run(self.step, entries), None)
         for part in self.parts:
             part.start(gradients, self.engine.execute)
         verdict = self.policy.judge(self._errors())

@@ -220,7 +220,7 @@ class DriftError(StateMismatchError):
         return (
             f"{super().__str__()}. Ranks train different models from here on: look for what changes "
             "parameters on some ranks alone (a load, an initialization, a step that not all take), broadcast "
-            "them before training, and resume from a checkpoint; or give on_drift='resync'"
+            "them before training, and resume from a checkpoint"
         )
 
 

@@ -207,7 +207,6 @@ class Telemetry:
             not finite) do not count.
         num_steps: steps in the mean.
         num_skipped: steps that no rank has taken since a gradient was not finite, with on_nonfinite="skip".
-        num_drifts: checks that have found ranks apart, with on_drift="warn" or "resync".
         transport: how messages between two ranks travel, and why so; empty where there are none.
         selection: why buckets stay dense though nobody asked for that; empty where none do.
 
@@ -220,7 +219,6 @@ class Telemetry:
     last: StepReport | None = None
     num_steps: int = 0
     num_skipped: int = 0
-    num_drifts: int = 0
     transport: str = ""
     selection: str = ""
     _sums: StepReport | None = None

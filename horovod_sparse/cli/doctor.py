@@ -25,7 +25,7 @@ Facts: TypeAlias = Mapping[str, Any]
 
 _PACKAGES = "horovod horovod-sparse keras mpi4py numba numpy tensorflow tensorflow-cpu tf-keras torch triton"
 #: variables that this package reads, without "HOROVOD_SPARSE_"
-_OURS = ("CHECK_EVERY", "DEADLINE_SECONDS", "ON_DRIFT", "RANKS_PER_HOST", "TENSOR_SELECTION", "TRANSPORT")
+_OURS = ("CHECK_EVERY", "DEADLINE_SECONDS", "RANKS_PER_HOST", "TENSOR_SELECTION", "TRANSPORT")
 #: beginnings of what a launcher sets differently on every rank
 _LAUNCHERS = "RANK SIZE HOSTNAME GLOO CONTROLLER SECRET RENDEZVOUS LOCAL CROSS JOB NUM_PROC"
 _OF_LAUNCHERS = tuple(f"HOROVOD_{word}" for word in _LAUNCHERS.split())

@@ -68,8 +68,8 @@ class LocalSteps(LocalTraining):
         process_group: the ranks that exchange; that of the DistributedDataParallel, or all, if left out. Of
             a model of `fully_shard` over ``mesh["shard"]`` those that have the same shard,
             ``mesh["replicate"].get_group()``: each exchanges its shard, and saves it.
-        **options: see `horovod_sparse.training.settings.Settings`: `on_nonfinite`, `check_every` (exchanges),
-            `on_drift` and `deadline_seconds`.
+        **options: see `horovod_sparse.training.settings.Settings`: `on_nonfinite`, `check_every` (exchanges)
+            and `deadline_seconds`.
 
     Raises:
         ArgumentError: for an argument that is not allowed, or arguments that do not go together.

@@ -316,7 +316,7 @@ class Synchronizer(Training):
         """All ranks together, before this step is applied: whether the last one has left them equal."""
         parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
         entries = shared_entries(parameters, self.optimizer)
-        communicator.run("drift", self.drift.run(self.step, self.rank, entries))
+        communicator.run("drift", self.drift.run(self.step, entries))
 
     def _wait(self, communicator: Communicator) -> list[BaseException]:
         """Waits for all parts that have been started; what went wrong in them."""

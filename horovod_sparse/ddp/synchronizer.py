@@ -289,7 +289,7 @@ def attach(
             or a process group.
         **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (that of
             DistributedDataParallel's buckets, or of FSDP's, if left out), `on_nonfinite`, `check_every`,
-            `on_drift`, `levels` and `deadline_seconds`; with `replicas` `plan` and
+            `levels` and `deadline_seconds`; with `replicas` `plan` and
             `deadline_seconds` alone, and ranks never compare their parameters.
 
     Returns:

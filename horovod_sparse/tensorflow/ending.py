@@ -83,7 +83,7 @@ class Replicas:
         names = frozenset(name for name in known if name is not None)
         check = self._checks.get(names)
         if check is None:
-            check = DriftCheck(self._training.settings, self._training.telemetry)
+            check = DriftCheck(self._training.settings)
             check.restart(self._training.step)
             self._checks[names] = check
         alone = self._training.size == 1 and not is_elastic()
@@ -103,9 +103,8 @@ class Replicas:
         named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
 
         def compare(*arrays: np.ndarray) -> np.ndarray:
-            pairs = zip(named.items(), arrays, strict=True)
-            entries = [HostEntry(name, array, variable.assign) for (name, variable), array in pairs]
-            check_them = check.run(self._training.step - 1, self._training.rank, entries)
+            entries = [HostEntry(*one) for one in zip(named, arrays, strict=True)]
+            check_them = check.run(self._training.step - 1, entries)
             name = f"{self._training.engine.label}.drift"
             try:
                 with self._watch.together(name):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,7 +182,6 @@ class ValueEntry:
 
     name: str
     value: Any
-    assign: Callable[[Any], Any]
 
     @property
     def kind(self) -> str:
@@ -194,10 +192,6 @@ class ValueEntry:
 
     def read(self) -> NDArray[np.uint8]:
         return np.frombuffer(json.dumps(self.value).ljust(_NUMBER_BYTES).encode(), np.uint8)
-
-    def write(self, values: NDArray[np.uint8]) -> None:
-        new = json.loads(values.tobytes())
-        self.assign(tuple(new) if isinstance(self.value, tuple) else new)
 
 
 #: room for a number in decimal, so that other numbers are of the same kind
@@ -224,31 +218,25 @@ def settings_entries(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) in shared for parameter in group["params"]):
             options = {key: value for key, value in group.items() if key != "params"}
-            settings += _inside(f"{{}} of group {number}", options, group)
+            settings += _inside(f"{{}} of group {number}", options)
     return settings
 
 
-def _inside(words: str, held: Mapping[str, Any], into: Any = None) -> Iterator[Entry]:
+def _inside(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
     """The numbers and tensors of a state, or of a group's options."""
-    into = held if into is None else into
     for key in sorted(held, key=str):
-        yield from _entries(words.format(key), held[key], partial(into.__setitem__, key))
+        yield from _entries(words.format(key), held[key])
 
 
-def _entries(name: str, value: Any, assign: Callable[[Any], Any]) -> Iterator[Entry]:
+def _entries(name: str, value: Any) -> Iterator[Entry]:
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided:
             yield TensorEntry(name, value)
     elif _is_number(value) or (isinstance(value, tuple) and value and all(map(_is_number, value))):
-        yield ValueEntry(name, value, assign)
+        yield ValueEntry(name, value)
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            assign_item = value.__setitem__ if isinstance(value, list) else _refused
-            yield from _entries(f"{name}[{number}]", item, partial(assign_item, number))
-
-
-def _refused(*_arguments: Any) -> None:
-    raise TypeError("an item of a tuple is not replaced: this is a bug, please report it")
+            yield from _entries(f"{name}[{number}]", item)
 
 
 def _is_number(value: Any) -> bool:

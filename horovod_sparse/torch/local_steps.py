@@ -47,7 +47,7 @@ class LocalSteps(LocalTraining):
         every: H, local steps from one exchange to the next.
         process_set: the ranks that exchange.
         **options: see `horovod_sparse.ddp.LocalSteps`: `compression`, `outer`, `combine`, `delay`, `clip`,
-            `offload`, `on_nonfinite`, `check_every`, `on_drift` and `deadline_seconds`.
+            `offload`, `on_nonfinite`, `check_every` and `deadline_seconds`.
 
     Raises:
         ArgumentError: for an argument that is not allowed, or arguments that do not go together.

@@ -270,7 +270,7 @@ class GradientSynchronizer(PlannedTraining):
         parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
         entries = shared_entries(parameters, self.optimizer)
         name, seconds = f"{self.driver.label}horovod_sparse.drift", self.settings.deadline_seconds
-        check = self.drift.run(self.step, self.rank, entries)
+        check = self.drift.run(self.step, entries)
         carry_out_together(check, self.process_set, name, deadline_seconds=seconds)
 
     def retire(self) -> None:

@@ -9,23 +9,19 @@ from rank to rank by design (gradients, residuals, statistics of batches) nobody
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.collectives import AllGather, Broadcast, Synchronization, shared_lines
+from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
 from horovod_sparse.errors import DriftError
-from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.training.agreement import differences
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.settings import Settings
-
-_log = logging.getLogger("horovod_sparse")
 
 #: 64-bit words of a row; rows are added up. Sums this long stay in the first cache
 COLUMNS = 512
@@ -47,9 +43,6 @@ class Entry(Protocol):
     def read(self) -> NDArray[np.uint8]:
         """Its bytes, in C order: a view, or a copy."""
 
-    def write(self, values: NDArray[np.uint8]) -> None:
-        """Replaces them."""
-
 
 @dataclass(frozen=True)
 class HostEntry:
@@ -57,7 +50,6 @@ class HostEntry:
 
     name: str
     array: np.ndarray
-    assign: Callable[[np.ndarray], Any]
 
     @property
     def kind(self) -> str:
@@ -68,9 +60,6 @@ class HostEntry:
 
     def read(self) -> NDArray[np.uint8]:
         return np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
-
-    def write(self, values: NDArray[np.uint8]) -> None:
-        self.assign(values.view(self.array.dtype).reshape(self.array.shape))
 
 
 def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
@@ -89,20 +78,14 @@ def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 class DriftCheck:
-    """When one training compares, and what it does about what it finds.
-
-    * "raise": `DriftError` on every rank, which names the first entry that differs, and the ranks.
-    * "warn": the same in the log, once until something else differs.
-    * "resync": what differs becomes what rank 0 has, on all ranks; counted in the telemetry, and in the log.
+    """When one training compares; where ranks differ, `DriftError` on all names what does, and the ranks.
 
     Attributes:
         next_step: of the training, after which all compare; Inf for never.
     """
 
-    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
-        self.every, self.policy = settings.check_every or 0, settings.on_drift
-        self._telemetry = telemetry
-        self._known: frozenset[str] = frozenset()
+    def __init__(self, settings: Settings) -> None:
+        self.every = settings.check_every or 0
         self.next_step = math.inf
         self.restart(0)
 
@@ -114,31 +97,12 @@ class DriftCheck:
         """All ranks stand at this step of the training: by it alone they know when to compare next."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
-    def run(self, step: int, rank: int, entries: Sequence[Entry]) -> Synchronization[None]:
+    def run(self, step: int, entries: Sequence[Entry]) -> Synchronization[None]:
         """Compares, between two steps; all ranks together."""
         self.postpone(step)
-        differing = yield from differing_entries(entries)
-        if not differing:
-            self._known = frozenset()
-            return
-        self._telemetry.num_drifts += 1
-        more = f"; {len(differing)} differ: {some_of(list(differing))}" if len(differing) > 1 else ""
-        what = f"after step {step} {next(iter(differing.values()))}{more}"
-        if self.policy == "raise":
-            raise DriftError(what)
-        if self.policy == "warn":
-            if rank == 0 and not differing.keys() <= self._known:
-                _log.warning("%s", DriftError(what))
-            self._known = frozenset(differing)
-            return
-        by_name = {entry.name: entry for entry in entries}
-        shared = yield from shared_lines({name: _kind(by_name.get(name)) for name in differing})
-        if unlike := [name for name in differing if len({kinds[name] for kinds in shared}) > 1]:
-            raise DriftError(f"{what}; {unlike[0]} has not the same type and shape on all ranks: it stays")
-        for name in differing:
-            yield from brought(by_name[name], 0)
-        if rank == 0:
-            _log.warning("%s; all ranks have what rank 0 has now", what)
+        if differing := (yield from differing_entries(entries)):
+            more = f"; {len(differing)} differ: {some_of(list(differing))}" if len(differing) > 1 else ""
+            raise DriftError(f"after step {step} {next(iter(differing.values()))}{more}")
 
 
 def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str]]:
@@ -150,19 +114,6 @@ def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str
     if (gathered == gathered[0]).all():
         return {}
     return differences((yield from shared_lines(digests)), "nothing")
-
-
-def brought(entry: Entry, root: int) -> Synchronization[None]:
-    """Replaces an entry by that of another rank, on all ranks."""
-    own = entry.read()
-    words = np.zeros(-(-own.size // 4), np.int32)
-    words.view(np.uint8)[: own.size] = own
-    received = np.ascontiguousarray((yield Broadcast(words, root)))
-    entry.write(received.view(np.uint8)[: own.size])
-
-
-def _kind(entry: Entry | None) -> str:
-    return "nothing" if entry is None else entry.kind
 
 
 def _digest(*parts: Any) -> str:

@@ -65,7 +65,6 @@ class LocalOptions(TypedDict, total=False):
     offload: bool
     on_nonfinite: str
     check_every: int | None
-    on_drift: str | None
     deadline_seconds: float | None
 
 

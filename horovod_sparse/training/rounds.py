@@ -23,7 +23,7 @@ from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training.agreement import differences, kept_share
-from horovod_sparse.training.drift import Entry, brought
+from horovod_sparse.training.drift import Entry
 from horovod_sparse.training.engine import Engine, Facts, Starter
 from horovod_sparse.training.local_settings import RoundSettings
 from horovod_sparse.training.outcome import Outcome
@@ -119,7 +119,7 @@ class Buffers:
         self._known = self._sums()
 
     def entries(self) -> Sequence[Any]:
-        """Those that have elements, as they are now."""
+        """Those that have elements, as they are now: `drift.Entry` with `write`, which replaces its bytes."""
         raise NotImplementedError
 
     def wide(self, entry: Any) -> np.ndarray | None:
@@ -156,8 +156,17 @@ class Buffers:
             if one.name in sums and (count := sums[one.name][-1]):
                 self.assign(one, sums[one.name][:-1] / count)
             else:
-                yield from brought(one, root or 0)
+                yield from _brought(one, root or 0)
         self._known = self._sums()
+
+
+def _brought(entry: Any, root: int) -> Synchronization[None]:
+    """Replaces a buffer by that of another rank, on all ranks."""
+    own = entry.read()
+    words = np.zeros(-(-own.size // 4), np.int32)
+    words.view(np.uint8)[: own.size] = own
+    received = np.ascontiguousarray((yield Broadcast(words, root)))
+    entry.write(received.view(np.uint8)[: own.size])
 
 
 class Rounds(Training):
@@ -301,12 +310,8 @@ class Rounds(Training):
 
     def _compare(self) -> Synchronization[None]:
         """Whether the common parameters are equal on all ranks."""
-        before = self.telemetry.num_drifts
         entries = [part.gradient.entry(*one) for part in self.parts for one in enumerate(part.names)]
-        yield from self.drift.run(self.step, self.rank, entries)
-        if self.telemetry.num_drifts > before and self.drift.policy == "resync":
-            for part in self.parts:
-                part.gradient.return_to_start()
+        yield from self.drift.run(self.step, entries)
 
     # an exchange
 

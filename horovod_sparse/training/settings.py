@@ -17,16 +17,17 @@ from horovod_sparse.training.deadline import deadline_of
 
 #: what `on_nonfinite` may be
 RAISE, SKIP = "raise", "skip"
-#: what `on_drift` may be
-POLICIES = "raise", "warn", "resync"
 #: what `levels` may be
 LEVELS = "flat", "host"
 
 #: defaults, for those too who have no argument to give (Horovod's own optimizer with our compressor)
-EVERY_VARIABLE, POLICY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY", "HOROVOD_SPARSE_ON_DRIFT"
+EVERY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY"
 _EVERY = 1000
 #: arguments that are refused with what to write in their place
-_GONE = {"network_share": "a density such as 0.01 in its place: fewer bytes need less of the network"}
+_GONE = {
+    "network_share": "a density such as 0.01 in its place: fewer bytes need less of the network",
+    "on_drift": "check_every alone: ranks that differ raise DriftError",
+}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -35,7 +36,6 @@ class CommonOptions(TypedDict, total=False):
     plan: Plan | None
     on_nonfinite: str
     check_every: int | None
-    on_drift: str | None
     levels: str
 
 
@@ -71,7 +71,7 @@ class Settings:
 
     All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
     `synchronize_at` and `max_grad_norm`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`, `check_every`,
-    `on_drift`, `levels` and `deadline_seconds`.
+    `levels` and `deadline_seconds`.
 
     Attributes:
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
@@ -107,9 +107,7 @@ class Settings:
         check_every: after so many steps, again and again, and after the first one that follows a start or a
             load, ranks compare a checksum of their parameters, and of the optimizer's state and settings
             where they are known; 0 for never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
-        on_drift: what is done where they differ: "raise" a `DriftError` on every rank, which names what
-            differs, and the ranks; "warn", in the log; "resync": what differs becomes what rank 0 has,
-            counted in the telemetry. If left out, what HOROVOD_SPARSE_ON_DRIFT says, or "raise".
+            Where they differ every rank raises a `DriftError`, which names what differs, and the ranks.
         levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
             sparsified between hosts, see docs/merging.md.
 
@@ -139,7 +137,6 @@ class Settings:
     deadline_seconds: float | None = None
     on_nonfinite: str = RAISE
     check_every: int | None = None
-    on_drift: str | None = None
     levels: str = LEVELS[0]
 
     def __post_init__(self) -> None:
@@ -155,12 +152,12 @@ class Settings:
         seconds = deadline_of(self.deadline_seconds)
         if self.on_nonfinite not in (RAISE, SKIP):
             raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise' or 'skip'")
-        every, policy = _drift_check(self.check_every, self.on_drift)
+        every = _steps_of(self.check_every)
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         transport_asked()  # refuses what the environment says of the transport, if it cannot be
         resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
-        for name, value in {**resolved, "check_every": every, "on_drift": policy}.items():
+        for name, value in {**resolved, "check_every": every}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -183,7 +180,7 @@ class Settings:
 
     def describe(self) -> dict[str, object]:
         """What has to be equal on all ranks, by argument; what is asked of plans they compare themselves."""
-        names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "on_drift", "levels"
+        names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "levels"
         return {name: getattr(self, name) for name in names}
 
 
@@ -205,16 +202,12 @@ def _unknown(front_end: str, given: str, known: Collection[str]) -> UnknownNameE
     return UnknownNameError(f"argument of {front_end}", given, known, hint)
 
 
-def _drift_check(check_every: int | None, on_drift: str | None) -> tuple[int, str]:
-    """How often ranks compare, and what they do then, by arguments or by the environment."""
+def _steps_of(check_every: int | None) -> int:
+    """How often ranks compare, by the argument or by the environment."""
     name, every = "check_every", check_every
     if every is None:
         name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip()
         every = whole_number(text) if text else _EVERY
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
         raise ArgumentError(name, os.environ.get(name, check_every), "a number of steps, or 0 for never")
-    policy = on_drift if on_drift is not None else os.environ.get(POLICY_VARIABLE, "").strip() or RAISE
-    if policy not in POLICIES:
-        name = "on_drift" if on_drift is not None else POLICY_VARIABLE
-        raise ArgumentError(name, policy, "'raise', 'warn' or 'resync'")
-    return every, policy
+    return every

@@ -192,7 +192,7 @@ class Steps(Training):
             self._move_together(idle, overflowed)
         if self.step >= self.drift.next_step:
             with self.common():
-                self._together(self.drift.run(self.step, self.rank, self.shared_entries()))
+                self._together(self.drift.run(self.step, self.shared_entries()))
 
     def shared_entries(self) -> Sequence[Any]:
         """Returns the entries that ranks compare from time to time."""

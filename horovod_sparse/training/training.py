@@ -63,7 +63,7 @@ class Training:
         self.engine, self.recipe, self.settings = engine, recipe, settings
         self.telemetry = Telemetry()
         self.policy = NonFinitePolicy(settings.on_nonfinite, self.telemetry)
-        self.drift = DriftCheck(settings, self.telemetry)
+        self.drift = DriftCheck(settings)
         self.step, self.plan = 0, Plan(())
         self.facts: dict[str, tuple[ParameterFacts, Any]] = {}
         self.parts: list[Any] = []

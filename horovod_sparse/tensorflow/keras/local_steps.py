@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,7 @@ class _Displacement:
         """Nothing is learned while an exchange is under way."""
 
     def entry(self, number: int, name: str) -> HostEntry:
-        view = self.start[slice(*self._placed[number][1])]
-        return HostEntry(name, view, partial(np.copyto, view))
+        return HostEntry(name, self.start[slice(*self._placed[number][1])])
 
     def to_host(self, name: str) -> np.ndarray:
         return np.asarray(getattr(self, name))
@@ -169,6 +168,14 @@ class _Engine(VariablesEngine):
         """Nothing is under way."""
 
 
+@dataclass(frozen=True)
+class _BufferEntry(HostEntry):
+    assign: Callable[[np.ndarray], Any]
+
+    def write(self, values: np.ndarray) -> None:
+        self.assign(values.view(self.array.dtype).reshape(self.array.shape))
+
+
 class _Buffers(Buffers):
     """Statistics of batches."""
 
@@ -176,13 +183,13 @@ class _Buffers(Buffers):
         self._named = named
         super().__init__()
 
-    def entries(self) -> list[HostEntry]:
-        return [HostEntry(name, one.numpy(), one.assign) for name, one in self._named.items()]
+    def entries(self) -> list[_BufferEntry]:
+        return [_BufferEntry(name, one.numpy(), one.assign) for name, one in self._named.items()]
 
-    def wide(self, entry: HostEntry) -> np.ndarray | None:
+    def wide(self, entry: _BufferEntry) -> np.ndarray | None:
         return entry.array.astype(np.float64).reshape(-1) if dtype_name(entry.array.dtype) else None
 
-    def assign(self, entry: HostEntry, wide: np.ndarray) -> None:
+    def assign(self, entry: _BufferEntry, wide: np.ndarray) -> None:
         entry.assign(wide.reshape(entry.array.shape).astype(entry.array.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose variables come apart: found, named, and mended where that is asked for; by tapes and Keras."""
+"""Ranks whose variables come apart: found and named; by tapes and Keras."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size):
         step(tf.constant(1.0))
 
 
-def test_keras_compares_weights_and_the_optimizers_variables(rank, size, everywhere):
+def test_keras_compares_weights_and_the_optimizers_variables(rank, size):
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(1)])
     compression = hvd_keras.Compression.topk(density=0.2)
     optimizer = hvd_keras.DistributedOptimizer(
-        keras.optimizers.Adam(0.05), compression=compression, check_every=3, on_drift="resync"
+        keras.optimizers.Adam(0.05), compression=compression, check_every=3
     )
     model.compile(loss="mse", optimizer=optimizer, jit_compile=False)
     generator = np.random.default_rng(rank)
@@ -50,11 +50,8 @@ def test_keras_compares_weights_and_the_optimizers_variables(rank, size, everywh
     model.fit(*data, batch_size=8, verbose=0)
     if rank == size - 1:
         optimizer._momentums[2].assign(optimizer._momentums[2] + 1.0)
-    model.fit(*data, batch_size=8, verbose=0)
-    assert optimizer.telemetry.num_drifts == 1
-    held = [*model.get_weights(), *(np.asarray(variable) for variable in optimizer.variables)]
-    everyone = everywhere(np.concatenate([array.astype(np.float64).reshape(-1) for array in held]))
-    assert (everyone == everyone[0]).all()
+    with pytest.raises(tf.errors.OpError, match=r"DriftError.*variable . of the optimizer differs"):
+        model.fit(*data, batch_size=8, verbose=0)
 
 
 def test_what_differs_from_the_beginning_is_found_in_the_second_step(rank):
@@ -89,5 +86,4 @@ def test_local_variables_are_each_ranks_own(rank, size):
     optimizer.register_local_var(variables[1])
     step = tf.function(lambda *given: optimizer.apply(list(given), variables))
     for number in range(4):
-        step(tf.ones([8]), tf.fill([5], float(rank + number)))
-    assert optimizer.telemetry.num_drifts == 0
+        step(tf.ones([8]), tf.fill([5], float(rank + number)))  # raises nothing

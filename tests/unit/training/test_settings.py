@@ -35,7 +35,7 @@ def test_editors_show_what_there_is() -> None:
         ("lvels", "unknown argument of a front end 'lvels': did you mean levels? the known ones are"),
         ("op", "unknown argument of a front end 'op': the known ones are"),
         ("proces_set", "did you mean process_set?"),
-        ("merging", "it is for other front ends. the known ones are check_every, levels, on_drift"),
+        ("merging", "it is for other front ends. the known ones are check_every, levels, on_nonfinite"),
     ],
 )
 def test_a_front_end_refuses_what_it_does_not_take(option: str, words: str) -> None:
@@ -47,6 +47,8 @@ def test_a_front_end_refuses_what_it_does_not_take(option: str, words: str) -> N
 def test_an_argument_that_is_gone_says_what_to_write() -> None:
     with pytest.raises(ArgumentError, match=r"network_share=0\.05.*give a density such as 0\.01"):
         Settings.of({"network_share": 0.05}, "a front end", SettingsOptions)
+    with pytest.raises(ArgumentError, match=r"on_drift='resync'.*ranks that differ raise DriftError"):
+        Settings.of({"on_drift": "resync"}, "a front end", SettingsOptions)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,6 @@ def test_an_argument_that_is_gone_says_what_to_write() -> None:
         ("deadline_seconds", -1),
         ("on_nonfinite", "zero"),
         ("check_every", 1.5),
-        ("on_drift", "no"),
         ("levels", "no"),
     ],
 )
@@ -68,10 +69,9 @@ def test_values_are_checked_and_named(option: str, wrong: object) -> None:
 
 def test_the_environment_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SPARSE_CHECK_EVERY", "7")
-    monkeypatch.setenv("HOROVOD_SPARSE_ON_DRIFT", "warn")
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "20")
     made = Settings()
-    assert (made.check_every, made.on_drift, made.deadline_seconds) == (7, "warn", 20.0)
+    assert (made.check_every, made.deadline_seconds) == (7, 20.0)
     assert dataclasses.replace(made, levels="host").check_every == 7
     assert Settings(deadline_seconds=0).deadline_seconds == 0
 
