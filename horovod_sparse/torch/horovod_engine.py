@@ -1,12 +1,8 @@
-"""What PyTorch over Horovod gives to a training: facts of parameters, parts, and messages between ranks.
-
-Ranks that were given different things find it out together, sparsifying or not.
-"""
+"""What PyTorch over Horovod gives to a training: facts of parameters, parts, and messages between ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,11 +19,9 @@ from horovod_sparse.tensors.parts import Part, facts_of, groups_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver, carry_out_together
-from horovod_sparse.training.agreement import compared, declaration
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.host_topology import Ranks
-from horovod_sparse.training.settings import Settings
 
 #: how long ranks that have waited in vain may differ in when they stopped
 _ANSWER_SECONDS = 5.0
@@ -86,33 +80,6 @@ def refuse_whole_gradients(names: Sequence[str], process_set: Any) -> None:
                     f"compression differs: another rank sends whole gradients ({error}); give all ranks the "
                     "same"
                 ) from error
-
-
-def compare_dense(optimizer: Any, compression: object) -> None:
-    """Has an optimizer of whole gradients compare its arguments with other ranks, once per start."""
-    synchronize = type(optimizer).synchronize
-    under: list[Any] = [None]
-
-    def meet() -> None:
-        start = present_start()
-        if under[0] is start or not optimizer.process_set.included() or optimizer.process_set.size() == 1:
-            return
-        try:
-            given = {**arguments_of(optimizer), **Settings().describe()}
-            compare_with_ranks(
-                compared(declaration(compression, "horovod.torch", **given)), optimizer.process_set
-            )
-        except hvd.HorovodInternalError as error:
-            if "join" not in str(error).lower():  # a rank without batches has nothing that could differ
-                raise
-        under[0] = start
-
-    @functools.wraps(synchronize)
-    def met(self: Any) -> None:
-        meet()
-        synchronize(self)
-
-    type(optimizer).synchronize = met
 
 
 _ADVICE = "; give such parameters an optimizer of their own"

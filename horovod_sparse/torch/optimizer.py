@@ -17,7 +17,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
-from horovod_sparse.torch.horovod_engine import compare_dense, construction_errors
+from horovod_sparse.torch.horovod_engine import construction_errors
 from horovod_sparse.torch.methods import Methods
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.compression import check_compression, refuse_double_momentum
@@ -161,7 +161,6 @@ def DistributedOptimizer(
         if not process_set.included():
             refuse_absence(hvd, process_set)
         claim_for_stock(dense)
-        compare_dense(dense, compression)
         # so that a script need not ask which compression it was given
         dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
         return dense
