@@ -274,7 +274,7 @@ class BucketGradient(GradientLayout):
 
     def foldable(self, loss_scale: float) -> Any:
         """All of them over the loss's scale, as an accumulator folds them."""
-        return self.memory.foldable(self.flat, loss_scale)
+        return self.memory.foldable([self.flat], loss_scale)
 
     def _view(self, number: int) -> torch.Tensor:
         return view_into(self.flat, self.places[number][0], self.layouts[number])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,7 @@ from horovod_sparse.tensors.accumulator import (
     accumulating,
     kernels_for,
 )
-from horovod_sparse.tensors.flat_gradient import GradientMemory, Places, recipe_arguments
+from horovod_sparse.tensors.flat_gradient import GradientMemory, Indices, recipe_arguments
 from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
 
@@ -53,8 +54,9 @@ class DeviceMemory(GradientMemory):
     def streams(self) -> CudaStreams | None:
         return CudaStreams(self._device) if self._device.type == "cuda" else None
 
-    def foldable(self, gradient: torch.Tensor, loss_scale: float = 1.0) -> KeptTensor:
-        return KeptTensor(unscaled(gradient, loss_scale))
+    def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> KeptTensor:
+        own = gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
+        return KeptTensor(unscaled(own, loss_scale))
 
     def summable(self, foldable: KeptTensor, whole: BucketInfo) -> torch.Tensor:
         return foldable.tensor.to(accumulating(whole.dtype)).reshape(-1)
@@ -62,18 +64,22 @@ class DeviceMemory(GradientMemory):
     def shard(self, total: torch.Tensor, num_elements: int) -> KeptTensor:
         return KeptTensor(torch.cat([total, total.new_zeros(num_elements - total.numel())]))
 
-    def write(self, gradient: torch.Tensor, indices: Places, values: Any, scale: float) -> int:
+    def write(
+        self,
+        gradients: Sequence[torch.Tensor],
+        places: Sequence[tuple[int, int]],
+        indices: Indices,
+        values: Any,
+        scale: float,
+    ) -> int:
+        first, num_elements = gradients[0], places[-1][1]
+        own = first if len(gradients) == 1 else first.new_empty(num_elements)
         if indices is not None:
-            self.zero(gradient)
-        return apply_scaled_sum(gradient, indices, values, scale)
-
-    def zero(self, gradient: torch.Tensor) -> None:
-        gradient.zero_()
-
-    def clear(self, gradient: torch.Tensor, scattered: np.ndarray, probes: np.ndarray) -> bool:
-        """Looking at the probes would make the host wait: all is cleared."""
-        gradient.zero_()
-        return False
+            own.zero_()
+        num_union = apply_scaled_sum(own, indices, values, scale)
+        if own is not first:
+            torch._foreach_copy_(list(gradients), list(own.split([stop - start for start, stop in places])))
+        return num_union
 
 
 class WholeTensor(WholeGradient):

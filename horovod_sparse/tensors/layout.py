@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils import dlpack
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.training.drift import COLUMNS, Entry, word_sums
@@ -59,16 +58,6 @@ def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's part of a flat buffer, in its shape."""
     return flat.as_strided(parameter.shape, memory_strides(parameter), start)
-
-
-def alone(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of a flat buffer as a tensor with a storage of its own: same memory, but offset 0.
-
-    PyTorch (2.13 still) adds a pure COO tensor to a dense one with the storage offset counted twice: autograd
-    would write a gradient of ``gather(sparse_grad=True)`` to a wrong place, even past the end.
-    """
-    part: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(flat[start:stop]))
-    return part
 
 
 def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,8 @@ class DeviceBucketMemory:
         self._wait(gradient)
 
     def apply(self, gradient: torch.Tensor, total: SparseSum, size: int) -> None:
-        self._memory.write(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
+        indices = None if total.whole else total.indices
+        self._memory.write([gradient], [(0, gradient.numel())], indices, total.values, 1.0 / size)
         self._wait(gradient)
 
     @staticmethod

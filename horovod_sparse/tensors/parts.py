@@ -17,7 +17,8 @@ from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBuck
 from horovod_sparse.plans.plan import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory
+from horovod_sparse.tensors.flat_gradient import GradientMemory
+from horovod_sparse.tensors.gradients import Gradients
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
@@ -51,13 +52,13 @@ class Part(common.BucketPart):
         group: Callable[[], Mapping[str, Any]],
         place: tuple[int, int],
         *,
-        make_gradient: MakeGradient = FlatGradient,
+        make_gradient: MakeGradient = Gradients,
         topology: Topology | None = None,
     ) -> None:
         recipe = spec.recipe
         self.name, self.names, self.dense, self.whole = spec.label, spec.names, spec.dense, spec.whole
         self.dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
-        self.gradient: FlatGradient = make_gradient(parameters, self.names[0])
+        self.gradient: Gradients = make_gradient(parameters, self.names[0])
         self.places = self.gradient.places
         self.memory: GradientMemory = self.gradient.memory
         self.streams = self.memory.streams()
@@ -138,7 +139,7 @@ def make_parts(
     place: tuple[int, int],
     topology: Topology | None,
     optimizer: Any | None,
-    make_gradient: MakeGradient = FlatGradient,
+    make_gradient: MakeGradient = Gradients,
 ) -> list[Part]:
     parts = []
     for spec in specs:

@@ -132,16 +132,10 @@ class HorovodEngine:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Part]:
-        """See `Engine`; gradients that are there become views of the parts' memory.
-
-        Behind stock Horovod a bucket is one parameter, and has its name, by which random numbers are drawn.
-        """
+        """See `Engine`. Behind stock Horovod a bucket is one parameter, and has its name."""
         if self.optimizer._adopted:
             specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
-        parts = make_parts(specs, facts, place, topology, self.optimizer)
-        for part in parts:
-            part.gradient.gather_existing()
-        return parts
+        return make_parts(specs, facts, place, topology, self.optimizer)
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         """See `Engine`; under one name whatever it is about, so that ranks which differ meet there."""

@@ -204,20 +204,12 @@ class Methods(torch.optim.Optimizer):
         return evaluate
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """Sets gradients to zero.
-
-        Gradients of buckets become zeros with either value of `set_to_none`: the next backward adds into the
-        bucket directly. (``model.zero_grad()`` sets them to None, which costs a copy of each.)
-        """
-        synchronizer = self._synchronizer
-        if synchronizer is None:
-            super(self.__class__, self).zero_grad(set_to_none)
-            return
-        if synchronizer.under_way:
+        """Sets gradients to zero, or to None."""
+        if self._synchronizer is not None and self._synchronizer.under_way:
             raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
         if self._for_scaler:  # the scaler has skipped the step that gradients were synchronized for
             self._synchronized = self._for_scaler = False
-        synchronizer.zero_grad(set_to_none)
+        super(self.__class__, self).zero_grad(set_to_none)
 
     def state_dict(self: Any) -> dict[str, Any]:
         """The optimizer's own state, and this rank's residuals in the entry 'horovod_sparse'.

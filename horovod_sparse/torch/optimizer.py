@@ -64,7 +64,6 @@ def DistributedOptimizer(
 
     Departures, where a sparsifier is given:
 
-    * gradients are views into their bucket's buffer, and `zero_grad` keeps them; see there;
     * a closure's gradients are synchronized before the optimizer uses them (Horovod synchronizes
       before the closure runs, which leaves its gradients local); LBFGS gets its losses over all ranks;
     * learning rates are read while backward runs (error feedback follows their changes): change them

@@ -417,26 +417,10 @@ class GradientSynchronizer(PlannedTraining):
 
     def clip(self, max_norm: float) -> None:
         """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does."""
-        norm = clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
-        if norm.device.type == "cpu" and torch.isfinite(norm):
-            for part in self.parts:
-                part.gradient.only_scaled()
+        clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
 
     def convert(self) -> None:
         """Gradients in COO form, once they have been clipped."""
         if self.overflow is None:
             for part in self.parts:
                 part.gradient.to_coo()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Zeros in all gradients that are views, which they stay; see `FlatGradient.clear`."""
-        elsewhere = [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and parameter not in self._part_of
-        ]
-        for part in self.parts:
-            elsewhere += part.gradient.clear()
-        for parameter in elsewhere:
-            parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)

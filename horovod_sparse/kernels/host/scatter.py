@@ -109,17 +109,20 @@ def _fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[n
 
 
 @kernel
-def write_runs(dense, indices, values, at, stops, scale, tile, head, past_caches):  # type: ignore[no-untyped-def]
+def write_runs(  # type: ignore[no-untyped-def]
+    dense, indices, values, at, stops, scale, tile, head, past_caches, first
+):
     """dense = scale * (0, and values at the indices, in order); returns what `add_at` does.
 
-    Run r of the indices, [at[r], stops[r]), ascends; at[r] is moved to its stop. A tile of zeros that stays
+    Indices count from `first` elements before `dense`. Run r of them, [at[r], stops[r]), ascends; at[r] is
+    moved behind those of `dense`. A tile of zeros that stays
     in the cache takes all runs, is written in one go and is 0 again. After the first `head` elements
     tiles are aligned, which writing past the caches asks for.
     """
     first_touches, start, stop = 0, 0, min(head, dense.size)
     scales = v.splat(scale)
     while start < dense.size:
-        first_touches += _fill_tile(tile, indices, values, at, stops, start, stop)
+        first_touches += _fill_tile(tile, indices, values, at, stops, first + start, first + stop)
         j = 0
         while start + j + v.LANES <= stop:
             lanes = v.multiply(scales, v.load(tile, j))
@@ -350,14 +353,46 @@ def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: 
     flat = _flat(dense)
     if indices is None:
         return _apply_whole(flat, values, scale)
-    if flat.dtype.kind != "f":
-        clear_all(flat)
-        return apply_sum(dense, indices, values if scale == 1.0 else values * values.dtype.type(scale))
-    where, new, at, stops = _runs_of(*_matched(flat, indices, values))
-    room = np.zeros(_TILE + _LINE, flat.dtype)
-    ahead, head = (-array.ctypes.data % _LINE // flat.itemsize for array in (room, flat))
-    tile, factor = room[ahead : ahead + _TILE], flat.dtype.type(scale)
-    return int(write_runs(flat, where, new, at, stops, factor, tile, head, flat.nbytes >= _LARGE))
+    return apply_scaled_sums([dense], [(0, flat.size)], indices, values, scale)
+
+
+def apply_scaled_sums(
+    arrays: Sequence[Array],
+    places: Sequence[tuple[int, int]],
+    indices: Array,
+    values: Array,
+    scale: float,
+) -> int:
+    """As `apply_scaled_sum` with indices, for arrays that lie at [start, stop) of a bucket, in order."""
+    flats = [_flat(array) for array in arrays]
+    kind, num_elements = flats[0].dtype, places[-1][1]
+    where = checked(indices, num_elements)
+    new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
+    if new.size != where.size:
+        raise MessageError(f"{where.size} indices came with {new.size} values")
+    if kind.kind != "f":
+        return _apply_half_sums(arrays, places, where, new if scale == 1.0 else new * new.dtype.type(scale))
+    where, new, at, stops = _runs_of(where, new)
+    room, num_union = np.zeros(_TILE + _LINE, kind), 0
+    tile = room[-room.ctypes.data % _LINE // kind.itemsize :][:_TILE]
+    for flat, (start, _) in zip(flats, places, strict=True):
+        head, past_caches = -flat.ctypes.data % _LINE // kind.itemsize, flat.nbytes >= _LARGE
+        runs = where, new, at, stops, kind.type(scale), tile, head, past_caches, start
+        num_union += int(write_runs(flat, *runs))
+    return num_union
+
+
+def _apply_half_sums(
+    arrays: Sequence[Array], places: Sequence[tuple[int, int]], where: Array, new: Array
+) -> int:
+    order = np.argsort(where, kind="stable")
+    where, new = where[order], new[order]
+    num_union = 0
+    for array, (start, stop) in zip(arrays, places, strict=True):
+        here = slice(*np.searchsorted(where, (start, stop)))
+        clear_all(array)
+        num_union += apply_sum(array, where[here] - np.int32(start), new[here])
+    return num_union
 
 
 def step_by_sum(

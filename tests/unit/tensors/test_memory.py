@@ -1,7 +1,5 @@
 """The memories behind the PyTorch front end give the same bits, and refuse devices that cannot serve."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -13,12 +11,11 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.feedback import Bucket, Member, recipe
-from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors import flat_gradient
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.flat_gradient import FlatGradient, GradientMemory, memory_of
-from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped
+from horovod_sparse.tensors.flat_gradient import GradientMemory, memory_of
+from horovod_sparse.tensors.gradients import Gradients
+from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped, view_into
 from horovod_sparse.training.engine import carry_out
 from support.memories import choose_memory
 from support.sampling import rows_by
@@ -42,7 +39,7 @@ def test_scaled_sums_have_the_same_bits(dtype, scale, monkeypatch):
     for name in ("host", "device"):
         choose_memory(monkeypatch, name)
         gradient = torch.zeros(20, 25, dtype=dtype)
-        count = memory_of(gradient.device, "w").write(gradient, indices, values, scale)
+        count = memory_of(gradient.device, "w").write([gradient.view(-1)], [(0, 500)], indices, values, scale)
         assert count == np.unique(indices).size
         found.append(gradient.view(torch.int64 if dtype == torch.float64 else torch.int16))
     assert torch.equal(*found)
@@ -58,7 +55,7 @@ def test_what_a_dense_parameter_carries_joins_its_sum(memory):
     bucket.accumulator.assign_held([np.array([0.5, 0.0], np.float32)])
     gradient = torch.tensor([1.0, 2.0])
     for expected in ([1.5, 2.0], [1.0, 2.0]):
-        step = bucket.step(memory.foldable(gradient))
+        step = bucket.step(memory.foldable([gradient]))
         request = next(step)
         assert request.buffer.tolist() == [*expected, *[0.0] * 9]
         with pytest.raises(StopIteration) as stop:
@@ -76,9 +73,9 @@ def test_the_bad_one_of_several_dense_parameters_is_named(memory):
         gradient = torch.ones(5)
         gradient[element] = torch.inf
         with pytest.raises(NonFiniteGradientError) as found:
-            carry_out(bucket.step(memory.foldable(gradient)), lambda request: request.buffer)
+            carry_out(bucket.step(memory.foldable([gradient])), lambda request: request.buffer)
         assert found.value.where == {1: name}
-        total = carry_out(bucket.step(memory.foldable(torch.ones(5))), lambda request: request.buffer)
+        total = carry_out(bucket.step(memory.foldable([torch.ones(5)])), lambda request: request.buffer)
         assert total.values.tolist() == [1.0] * 5, "the step that was given up is dropped"
         bucket.accept()
 
@@ -88,13 +85,13 @@ def test_who_refuses_a_dense_gradient_is_told(memory):
     info = BucketInfo("all", 3000, 1, 3)
     bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info))
     with pytest.raises(EditedGradientError) as found:
-        step = bucket.step(memory.foldable(torch.ones(3000)), refused=True)
+        step = bucket.step(memory.foldable([torch.ones(3000)]), refused=True)
         carry_out(step, lambda request: request.buffer)
     assert list(found.value.where) == [1]
     bucket.abandon(drop=True)
     with pytest.raises(NonFiniteSumError):
         gradient = torch.full((3000,), 3e38)
-        carry_out(bucket.step(memory.foldable(gradient)), lambda request: request.buffer * 3)
+        carry_out(bucket.step(memory.foldable([gradient])), lambda request: request.buffer * 3)
 
 
 def parameters(dtype=torch.float32):
@@ -105,100 +102,78 @@ def parameters(dtype=torch.float32):
     return made
 
 
+def filled(made):
+    """Gradients in the bucket: the numbers of its elements, in the order of the parameters' memory."""
+    gradient = Gradients(made, "w")
+    for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.places, strict=True):
+        values = torch.arange(start, stop).to(parameter.dtype)
+        parameter.grad = view_into(values, 0, like).clone(memory_format=torch.preserve_format)
+    return gradient
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_backward_adds_into_the_buffer(dtype):
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, monkeypatch):
+    choose_memory(monkeypatch, memory)
     made = parameters(dtype)
-    gradient = FlatGradient(made)
-    gradient.gather()
-    for number, parameter in enumerate(made):
-        assert parameter.grad.shape == parameter.shape
-        assert parameter.grad.stride() == parameter.stride()
-        (parameter * (number + 1)).sum().backward()
-    gradient.gather()
-    expected = np.concatenate([np.full(p.numel(), i + 1.0) for i, p in enumerate(made)])
-    np.testing.assert_array_equal(gradient.flat.float().numpy(), expected)
-    assert gradient.flat.numel() == gradient.num_elements == sum(p.numel() for p in made)
+    gradient = filled(made)
+    before = [parameter.grad for parameter in made]
+    gradient.settle()
+    folded = gradient.foldable(2.0)
+    kind = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+    given = folded.joined(kind) if memory == "host" else folded.tensor.double().numpy()
+    np.testing.assert_array_equal(given, np.arange(gradient.num_elements) / 2)
+    assert not gradient.edited()
+    indices = np.array([0, 19, 23, 150, 0, 20, 161], np.int32)
+    assert gradient.scatter(indices, np.arange(1.0, 8.0).astype(kind), scale) == 6
+    expected = np.zeros(gradient.num_elements)
+    np.add.at(expected, indices, np.arange(1.0, 8.0) * scale)
+    for parameter, old, (start, stop) in zip(made, before, gradient.places, strict=True):
+        assert parameter.grad is old
+        found = parameter.grad.as_strided((stop - start,), (1,)).double().numpy()
+        np.testing.assert_array_equal(found, expected[start:stop])
 
 
-def test_gradients_from_elsewhere_are_taken_over_and_missing_ones_are_zero():
+def test_gradients_that_are_missing_or_lie_otherwise_are_replaced():
     made = parameters()
-    gradient = FlatGradient(made)
-    gradient.flat.fill_(7.0)
-    made[0].grad = torch.arange(20.0).reshape(4, 5)
+    gradient = filled(made)
+    made[0].grad = None
     made[2].grad = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
-    gradient.gather_existing()
-    assert made[1].grad is None
-    gradient.gather()
-    assert all(p.grad is view for p, view in zip(made, gradient.views, strict=True))
-    np.testing.assert_array_equal(gradient.flat.numpy()[:24], [*range(20), 0, 0, 2, 0])
-    assert not gradient.flat.numpy()[24:].any()
+    made[3].grad = made[3].grad.contiguous()
+    gradient.settle()
+    given = gradient.foldable(1.0).joined(np.dtype(np.float32))
+    np.testing.assert_array_equal(given[:24], [*[0] * 20, 20, 0, 2, 0])
+    np.testing.assert_array_equal(given[24:], np.arange(24, gradient.num_elements))
+    values = np.arange(gradient.num_elements, dtype=np.float32)
+    gradient.scatter(None, values)
+    for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.places, strict=True):
+        assert parameter.grad.stride() == like.stride()
+        np.testing.assert_array_equal(parameter.grad.as_strided((stop - start,), (1,)), values[start:stop])
 
 
-def written(gradient, monkeypatch):
-    """One entry for every time that the whole buffer is zeroed."""
-    calls = []
-    owners = [(type(gradient.memory), "zero")]
-    if type(gradient.memory) is GradientMemory:  # on the host one kernel clears and writes
-        owners = [(scatter, "clear_all"), (flat_gradient, "clear_all")]
-    for owner, name in owners:
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given, do=original: (calls.append(1), do(*given)))
-    return calls
-
-
-def scattered():
-    made = [torch.nn.Parameter(torch.ones(1000)) for _ in range(3)]
-    gradient = FlatGradient(made)
-    gradient.gather()
-    gradient.flat.numpy()[:] = 0
-    assert gradient.scatter(np.array([5, 1500, 5], np.int32), np.array([1, 2, 3], np.float32)) == 2
-    assert made[0].grad[5] == 4.0
-    return made, gradient
-
-
-CHANGES = {
+EDITS = {
     "in place": lambda p: p.grad.add_(1.0),
     "clipping": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1),
     "foreach": lambda p: torch._foreach_add_([p.grad], 1.0),
     "backward": lambda p: p.sum().backward(),
     "inference mode": lambda p: torch.inference_mode()(p.grad.add_)(1.0),
+    "data": lambda p: p.grad.data.add_(0.5),
+    "other data": lambda p: setattr(p.grad, "data", p.grad.data * 2.0),
+    "cleared": lambda p: setattr(p, "grad", None),
+    "another": lambda p: setattr(p, "grad", p.grad.clone()),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whoever_writes_to_a_gradient_makes_zeroing_complete(change, monkeypatch):
-    made, gradient = scattered()
-    change(made[1])
-    calls = written(gradient, monkeypatch)
-    gradient.clear()
-    assert not gradient.flat.numpy().any()
-    assert calls
-
-
-def test_writing_through_data_is_noticed_and_remembered(monkeypatch, caplog):
-    made, gradient = scattered()
-    made[1].grad.data.add_(0.5)
-    with caplog.at_level(logging.INFO, "horovod_sparse"):
-        gradient.clear()
-    assert not gradient.flat.numpy().any()
-    assert ".data" in caplog.text
-    gradient.scatter(np.array([7], np.int32), np.ones(1, np.float32))
-    calls = written(gradient, monkeypatch)
-    gradient.clear()
-    assert calls
-    assert not gradient.flat.numpy().any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_in_coo_form_go_to_their_own_place(dtype):
-    """A view whose storage begins earlier would be written at twice its offset by PyTorch."""
-    made = [torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)) for _ in range(3)]
-    gradient = FlatGradient(made)
-    gradient.gather()
-    made[1].gather(0, torch.tensor([[1, 1, 2]]), sparse_grad=True).sum().backward()
-    expected = np.zeros((3, 4, 3))
-    expected[1, 1, :2] = expected[1, 2, 2] = 1
-    np.testing.assert_array_equal(gradient.flat.double().numpy(), expected.reshape(-1))
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_is_noticed(edit):
+    made = parameters()
+    gradient = filled(made)
+    gradient.settle()
+    made[3].grad.data = made[3].grad.data.clone()  # the same values elsewhere
+    assert not gradient.edited()
+    edit(made[4])
+    assert gradient.edited() == [4]
 
 
 @pytest.mark.parametrize(
@@ -226,12 +201,3 @@ def test_layouts_are_dense_and_survive_a_checkpoint(tensor):
     assert saved.is_contiguous()
     assert saved.shape == tensor.shape
     np.testing.assert_array_equal(unshaped(saved, tensor), values)
-
-
-def test_zeroing_writes_only_to_what_was_scattered(monkeypatch):
-    _, gradient = scattered()
-    calls = written(gradient, monkeypatch)
-    gradient.clear()
-    gradient.clear()
-    assert not gradient.flat.numpy().any()
-    assert not calls

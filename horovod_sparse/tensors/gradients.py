@@ -1,0 +1,153 @@
+"""The gradients of a bucket, where autograd leaves them: a fold reads them, and the sum takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.tensors import flat_gradient, layout
+from horovod_sparse.tensors.parameters import flat, local
+
+#: places of a gradient that are looked at to notice a change that PyTorch did not count
+_NUM_PROBES = 16
+
+
+class Gradients:
+    """Gradients of some parameters, one behind the other, as an accumulator sees them.
+
+    Nothing is copied on the host, and ``parameter.grad`` stays the tensor that autograd made.
+
+    Args:
+        parameters: of one dtype and device.
+        name: for errors.
+
+    Attributes:
+        places: [start, stop) of every parameter.
+        layouts: shape and order of every parameter, which stay when the parameter changes its own.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
+        self.parameters, self.name = tuple(parameters), name
+        own = [local(parameter) for parameter in self.parameters]
+        stops = np.cumsum([one.numel() for one in own]).tolist()
+        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
+        self.num_elements = int(stops[-1])
+        self.dtype, self.device = own[0].dtype, own[0].device
+        self.memory = flat_gradient.memory_of(self.device, name)
+        self.num_bytes = self.num_elements * own[0].element_size()
+        self.layouts = [
+            torch.empty_strided(one.shape, layout.memory_strides(one), device="meta") for one in own
+        ]
+        #: gradients as they were when they were taken, with PyTorch's count of changes and some elements
+        self._taken: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []
+        self._flat: list[torch.Tensor] = []
+
+    def settle(self) -> None:
+        """Takes the gradients as they are: from now on nobody may change them. None counts as zeros."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self._flat = []
+        for parameter, gradient, like in zip(self.parameters, gradients, self.layouts, strict=True):
+            self._check_kind(parameter)
+            if gradient is None:
+                self._flat.append(torch.zeros(like.numel(), dtype=self.dtype, device=self.device))
+            else:
+                own = local(gradient)
+                self._flat.append(flat(own.to_dense() if own.is_sparse else own, like))
+        self._taken = [
+            (gradient, -1 if gradient is None else gradient._version, self._probed(one))
+            for gradient, one in zip(gradients, self._flat, strict=True)
+        ]
+
+    def _check_kind(self, parameter: torch.Tensor) -> None:
+        if (parameter.dtype, parameter.device) != (self.dtype, self.device):
+            raise UnsupportedError(
+                f"a parameter of the bucket of {self.name} was {self.dtype} on {self.device} when this step "
+                f"began, and is {parameter.dtype} on {parameter.device} now: convert or move a model between "
+                "two steps"
+            )
+
+    def _probed(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Some elements, bit for bit; None where looking would make the host wait."""
+        if values.device.type != "cpu":
+            return None
+        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        return values[:: max(1, values.numel() // _NUM_PROBES)].view(width).clone()
+
+    def edited(self) -> list[int]:
+        """Numbers of the parameters whose gradients were changed since `settle`."""
+        changed = []
+        for number, (gradient, version, probed) in enumerate(self._taken):
+            now = self.parameters[number].grad
+            if now is not gradient or (now is not None and now._version != version):
+                changed.append(number)
+            elif now is not None and probed is not None and not now.is_sparse:
+                # in memory of its own, or another type's, it is the same gradient while its values are
+                there = flat(local(now), self.layouts[number])
+                if there.dtype == self.dtype and not torch.equal(self._probed(there), probed):
+                    changed.append(number)
+        return changed
+
+    def foldable(self, loss_scale: float) -> Any:
+        """All of them over the loss's scale, as an accumulator folds them."""
+        return self.memory.foldable(self._flat, loss_scale)
+
+    def _own(self, number: int) -> torch.Tensor | None:
+        """A parameter's gradient in the order of its layout, to be written to; None if it has no such one."""
+        gradient, like = self.parameters[number].grad, self.layouts[number]
+        if gradient is None or (own := local(gradient)).is_sparse:
+            return None
+        fits = (own.dtype, own.device, own.shape) == (self.dtype, self.device, like.shape)
+        return flat(own) if fits and (own.stride() == like.stride() or own.numel() < 2) else None
+
+    def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
+        """Puts a sum, times a scale, in place of the gradients; returns how many different elements it has.
+
+        Indices are None where the values are those of all elements, in their order.
+        """
+        targets = [self._own(number) for number in range(len(self.parameters))]
+        new = [
+            torch.empty(like.numel(), dtype=self.dtype, device=self.device) if target is None else target
+            for target, like in zip(targets, self.layouts, strict=True)
+        ]
+        num_union = self.memory.write(new, self.places, indices, values, scale)
+        for number, (target, made) in enumerate(zip(targets, new, strict=True)):
+            if target is None:
+                self._give(number, made)
+        self._taken, self._flat = [], []
+        return num_union
+
+    def _give(self, number: int, values: torch.Tensor) -> None:
+        parameter = self.parameters[number]
+        shaped = layout.view_into(values, 0, self.layouts[number])
+        shaped = shaped.to(parameter.device, parameter.dtype)
+        if hasattr(parameter, "device_mesh"):
+            made = torch.zeros_like(parameter)
+            local(made).copy_(shaped)
+            shaped = made.detach()
+        parameter.grad = shaped
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Zeros as all gradients."""
+        for number, like in enumerate(self.layouts):
+            own = self._own(number)
+            if own is None:
+                self._give(number, torch.zeros(like.numel(), dtype=self.dtype, device=self.device))
+            else:
+                own.zero_()
+        self._taken, self._flat = [], []
+
+    def overflow(self) -> None:
+        """Inf in the first parameter's gradient, for a loss scaler to find; zeros in all others."""
+        self.reset()
+        self.parameters[0].grad.fill_(torch.inf)
+
+    def to_coo(self) -> None:
+        """Gradients in COO form, of the elements that are not 0."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse()
