@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -171,30 +170,22 @@ class Accumulator:
         self.report = self._kernels.leaning(self.report, before, after, moment, signs, rule)
         return self.report
 
-    @contextlib.contextmanager
-    def holding(self, spans: Sequence[tuple[int, int]], factor: float = 1.0) -> Iterator[None]:
-        """A fold within leaves the companions as they were in these spans, or `factor` times that."""
-        kept = [
-            (companion, slice(*span), companion[slice(*span)] * factor)
-            for companion in self._companions
-            for span in spans
-        ]
-        yield
-        for companion, where, before in kept:
-            companion[where] = before
-
-    def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, Memory]]:
+    def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
         """Zeros in these spans, so that nothing there is selected, until `show`; before a fold."""
         self._settle()
-        hidden = [(slice(*span), self._values[slice(*span)] * 1.0) for span in spans]
+        arrays = self._values, *self._companions
+        hidden = [(slice(*span), [array[slice(*span)] * 1.0 for array in arrays]) for span in spans]
         for where, _ in hidden:
-            self._values[where] = 0
+            for array in arrays:
+                array[where] = 0
         return hidden
 
-    def show(self, hidden: Sequence[tuple[slice, Memory]]) -> None:
-        """Brings back what `hide` has hidden."""
-        for where, before in hidden:
-            self._values[where] = before
+    def show(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
+        """Brings back what `hide` has hidden, companions times a factor."""
+        for where, (values, *companions) in hidden:
+            self._values[where] = values
+            for companion, before in zip(self._companions, companions, strict=True):
+                companion[where] = before * factor
         self._norm = self._kernels.squares(self._values)
         self._maxima_known = False
 

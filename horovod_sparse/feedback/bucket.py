@@ -330,6 +330,7 @@ class Bucket:
     def skip(self) -> None:
         """Counts a step in which nothing is folded or selected."""
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
+        self._progress = dataclasses.replace(self._progress, since=self._progress.since + 1)
         self._gradient = self._before = None
 
     def accept(self) -> None:

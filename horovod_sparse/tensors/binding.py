@@ -64,6 +64,7 @@ class StepBucket(common.BucketPart):
         topology: Topology | None,
         step: Callable[[int], OwnStep],
         gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
+        ages: dict[str, int],
     ) -> None:
         self.label = self.name = spec.label
         self.names, self.dense = tuple(spec.names), spec.dense
@@ -86,8 +87,11 @@ class StepBucket(common.BucketPart):
                 foldable=self.memory.shard,
             )
         self.moves = OwnMoves(self.bucket, self.parameters)
-        #: numbers of parameters that have had a gradient: the moments of others are made of nothing
-        self.born: set[int] = set()
+        #: gradients that each parameter has had, by name: the moments of one that is used late are young
+        self.ages, self.hidden = ages, None
+        #: of the pass: moments that were made as old as the bucket's, and what they were before
+        self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._counted: list[int] = []
         self._now = OwnStep(recipe.feedback, (1.0, 0.0), 1.0, 0.0)
 
     def prepare(self) -> None:
@@ -111,27 +115,52 @@ class StepBucket(common.BucketPart):
         return [number for number, one in enumerate(self._gradients) if one is None]
 
     def gradient(self) -> Any:
-        for number, one in enumerate(self._gradients):
-            if one is not None and number not in self.born:
-                self._bear(number, one)
+        """Makes moments of young parameters as old as the bucket's; returns what the accumulator folds."""
+        self._young = []
+        self._counted = sorted(set(range(len(self.names))) - set(self.absent))
+        for number in self._counted:
+            own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
+            if own <= self.bucket.progress.age:
+                self._make_older(number, own)
         return self.parameters.foldable(self._gradients, self._now.weights)
 
-    def _bear(self, number: int, gradient: torch.Tensor) -> None:
-        """A parameter's first gradient: its second moment is as if that had come in every step before.
+    def _make_older(self, number: int, own: int) -> None:
+        """Prepares the second moment of a parameter for the fold, whose correction is for the bucket's age.
 
-        No element's is below the mean, or the next gradients of a small one would take it far.
+        ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is
+        that for the parameter's own. The fold adds (1 - b) g^2; this adds what is missing.
         """
-        self.born.add(number)
-        age = self.bucket.progress.age
-        if not age or not getattr(self.bucket.feedback, "corrected", False):
+        feedback, age = self._now.feedback, self.bucket.progress.age + 1
+        before, after = feedback.moved(own - 1, age - 1), feedback.moved(own, age)
+        if after - 1.0 < 1e-7:
             return
-        parameter, (own, beside) = self.parameters.parameters[number], self._now.weights
-        _, moment = (view.view(-1) for view in self._flat_memory(number))
-        step = flat(gradient, parameter).to(moment.dtype) * own
+        (_, moment), (weight, beside) = self._flat_memory(number), self._now.weights
+        parameter, gradient = self.parameters.parameters[number], self._gradients[number]
+        self._young.append((moment, moment.clone()))
+        step = flat(gradient, parameter).to(moment.dtype) * weight
         if beside:
             step += flat(parameter).to(moment.dtype) * beside
-        square = step.square_()
-        moment.copy_(square.clamp_(min=square.mean()).mul_(1.0 - self._now.feedback.beta2**age))
+        square = step.square_().nan_to_num_(0.0, 0.0, 0.0)  # the fold finds out what is not finite
+        if before:
+            moment.mul_(after / before)
+        moment.add_(square, alpha=(after - 1.0) * (1.0 - feedback.beta2) / feedback.beta2)
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """See `StepPart.abandon`."""
+        self.bucket.abandon(drop=drop)
+        for moment, before in self._young if drop else ():
+            moment.copy_(before)
+        for number in self._counted:
+            self.ages[self.names[number]] -= 1
+        self._young, self._counted = [], []
+
+    def age(self, number: int) -> int:
+        """Returns how many gradients a parameter's moment is made of."""
+        return min(self.ages.get(self.names[number], 0), self.bucket.progress.age)
+
+    def older(self, number: int) -> float:
+        """Returns by how much a parameter's moment is larger here than PyTorch's of its own age."""
+        return self.bucket.feedback.moved(self.age(number), self.bucket.progress.age) or 1.0
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:
         """Residual and companions of a parameter, flat: the very memory that passes change."""
@@ -191,6 +220,8 @@ class Binding(Steps):
     ) -> None:
         self.optimizer, self._kind = optimizer, kind_of(optimizer)
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        #: gradients that each parameter has had, by name
+        self.ages: dict[str, int] = {}
         #: what was loaded into the optimizer, by parameter, until there are parts
         self._loaded: dict[torch.Tensor, Mapping[str, Any]] = {}
         self._loss_scale = 1.0
@@ -281,22 +312,29 @@ class Binding(Steps):
 
     def _before_saving(self, _: Any) -> None:
         for part in self.parts:
-            progress = part.bucket.progress
-            for one in part.parameters.parameters:
-                told = {
-                    "step": torch.tensor(float(progress.age)),
-                    LEANS: torch.tensor(progress.leans, dtype=torch.float64),
-                }
+            leans = torch.tensor(part.bucket.progress.leans, dtype=torch.float64)
+            for number, one in enumerate(part.parameters.parameters):
+                told = {"step": torch.tensor(float(part.age(number))), LEANS: leans}
                 self.optimizer.state[one].update(told)
 
     def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
-        """Adds the first moment, of zeros, for an optimizer that goes on without this package."""
+        """Adds the first moment, of zeros, for an optimizer that goes on without this package.
+
+        Second moments are as old as their own parameter there.
+        """
         if self._kind not in (torch.optim.Adam, torch.optim.AdamW):
             return
+        older = {
+            parameter: part.older(number)
+            for part in self.parts
+            for number, parameter in enumerate(part.parameters.parameters)
+        }
         # the dictionaries in it are the optimizer's own
-        for number, state in list(saved["state"].items()):
-            if "exp_avg_sq" in state:
-                saved["state"][number] = {**state, "exp_avg": torch.zeros_like(state["exp_avg_sq"])}
+        for number, one in enumerate(self._trained()):
+            state = saved["state"].get(number, {})
+            if (moment := state.get("exp_avg_sq")) is not None:
+                moment = moment if older[one] == 1.0 else moment / older[one]
+                saved["state"][number] = {**state, "exp_avg_sq": moment, "exp_avg": torch.zeros_like(moment)}
 
     def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
         # PyTorch casts what it loads to the parameters' type
@@ -322,7 +360,9 @@ class Binding(Steps):
         self.step = 0
         for part in self.parts:
             states = [loaded.get(one, {}) for one in part.parameters.parameters]
-            steps = max((int(float(one["step"])) for one in states if "step" in one), default=0)
+            ages = [int(float(one.get("step", 0))) if MOMENTS_NAMES & set(one) else 0 for one in states]
+            steps = max(ages)
+            self.ages.update(zip(part.names, ages, strict=True))
             leans = next((one[LEANS].tolist() for one in states if LEANS in one), (0.0, 0.0))
             part.restart(Progress(steps, leans=tuple(leans)))
             self.step = max(self.step, steps // self.schedule.every)
@@ -332,8 +372,9 @@ class Binding(Steps):
                 for number, state in enumerate(states):
                     if name in state:
                         into[slice(*part.places[number])] = part.flat(number, local(state[name]).cpu())
+                        if name != RESIDUAL:
+                            into[slice(*part.places[number])] *= part.older(number)
             part.assign(filled)
-            part.born = {number for number, state in enumerate(states) if MOMENTS_NAMES & set(state)}
         self._agreed_under = None
         self._expose()
 
@@ -345,7 +386,7 @@ class Binding(Steps):
         It holds residuals, moments, sparsifiers' states, and the rank's own moves with what is in flight.
         Save the model's parameters of this very rank beside it.
         """
-        return self.save()
+        return self.save(ages=dict(self.ages))
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Goes on from an entry, or from nothing; ranks agree in the next step.
@@ -355,8 +396,8 @@ class Binding(Steps):
         """
         self.meet()
         self.load(None if entry is None else self.checked(entry))
-        for part in self.parts:
-            part.born = set(range(len(part.names)))
+        known = {name: one.age for name, one in self._progress().items()} if entry is not None else {}
+        self.ages.update(known | (entry or {}).get("ages", {}))
         self._expose()
 
     def checked(self, entry: Any) -> dict[str, Any]:
@@ -396,7 +437,9 @@ class Binding(Steps):
             recipe = spec.recipe
             step = partial(self.step_of, facts[spec.names[0]][0].group)
             hosts = None if spec.dense else topology
-            made.append(StepBucket(spec, parameters, recipe, place, hosts, step, self._gradient_of))
+            made.append(
+                StepBucket(spec, parameters, recipe, place, hosts, step, self._gradient_of, self.ages)
+            )
         return made
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -120,12 +120,16 @@ class BucketParameters:
         return [one.cpu().numpy().copy() if self.on_host else one.to(device) for one in saved]
 
     def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
-        """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; None counts as zeros."""
+        """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; without a gradient zeros."""
         if self.on_host:
             # accumulators know float16 as itself, and bfloat16 by its bits
             arrays = [one.view(np.float16) if one.dtype == np.int16 else one for one in self.arrays()]
+            arrays = [
+                np.zeros_like(array) if one is None else array
+                for one, array in zip(gradients, arrays, strict=True)
+            ]
             given = [
-                np.zeros_like(array) if one is None else host_view(flat(one, like))
+                array if one is None else host_view(flat(one, like))
                 for one, like, array in zip(gradients, self.parameters, arrays, strict=True)
             ]
             return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, arrays, weights)
@@ -134,10 +138,13 @@ class BucketParameters:
     def _on_device(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
         from horovod_sparse.tensors.accumulator import KeptTensor
 
-        tensors = self.arrays()
+        tensors = [
+            torch.zeros_like(like) if one is None else like
+            for one, like in zip(gradients, self.arrays(), strict=True)
+        ]
         own = torch.cat(
             [
-                torch.zeros_like(like) if one is None else flat(one, parameter)
+                like if one is None else flat(one, parameter)
                 for one, parameter, like in zip(gradients, self.parameters, tensors, strict=True)
             ]
         )

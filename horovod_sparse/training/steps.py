@@ -78,9 +78,14 @@ class StepPart(Protocol):
     shrink: float
     #: bytes of the gradient
     num_bytes: int
+    #: during a pass: the bucket's age before it, and what its accumulator hides
+    hidden: Any
 
     def gradient(self) -> Any:
         """Returns what the accumulator folds; raises nothing, and leaves gradients as they are."""
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """Takes the pass back, as `Bucket.abandon` does."""
 
     @property
     def absent(self) -> Sequence[int]:
@@ -200,18 +205,15 @@ class Steps(Training):
 
     def _fold(self, part: StepPart) -> Any:
         """Folds a part's gradient; parameters without one keep residual and moments as they are."""
-        bucket, accumulator = part.bucket, part.bucket.accumulator
-        hidden = [part.places[number] for number in part.absent]
-        age = bucket.progress.age
-        factor = bucket.feedback.moved(age, age + 1) or 1.0
-        part.hidden = accumulator.hide(hidden) if hidden else None  # type: ignore[attr-defined]
-        with accumulator.holding(hidden, factor):
-            return bucket.fold(part.gradient(), part.rate)
+        bucket, spans = part.bucket, [part.places[number] for number in part.absent]
+        part.hidden = (bucket.progress.age, bucket.accumulator.hide(spans)) if spans else None
+        return bucket.fold(part.gradient(), part.rate)
 
     def _show(self, part: StepPart) -> None:
-        hidden, part.hidden = getattr(part, "hidden", None), None  # type: ignore[attr-defined]
-        if hidden is not None:
-            part.bucket.accumulator.show(hidden)
+        if part.hidden is not None:
+            (age, hidden), part.hidden = part.hidden, None
+            factor = part.bucket.feedback.moved(age, part.bucket.progress.age)
+            part.bucket.accumulator.show(hidden, factor or 1.0)
 
     def _present(self) -> set[int]:
         present, first = set(), 0
@@ -272,8 +274,6 @@ class Steps(Training):
         except BaseException:
             self._abandon()
             raise
-        for part in self.parts:
-            self._show(part)
         failures = self.of_all([task.error for task in tasks if task.error is not None])
         if failures:
             self._refuse(failures, overflowed)
@@ -286,6 +286,7 @@ class Steps(Training):
                 part.parameters.shrink(numbers, factor)
             num_union = part.parameters.subtract_sum(task.result, scale)
             part.bucket.accept()
+            self._show(part)
             took = time.perf_counter() - started
             given = part.bucket.last, num_union, part.num_bytes, task.result.notes.norms
             reports.append(BucketReport(*given, task.waited_seconds, took))
@@ -305,7 +306,7 @@ class Steps(Training):
 
     def _abandon(self, *, drop: bool = False) -> None:
         for part in self.parts:
-            part.bucket.abandon(drop=drop)
+            part.abandon(drop=drop)
             self._show(part)
 
     def _refuse(self, failures: Sequence[BaseException], overflowed: bool) -> None:
@@ -333,7 +334,7 @@ class Steps(Training):
             first += len(part.names)
         for part, report in zip(self.parts, reports, strict=False):
             if bad:
-                part.bucket.abandon(drop=True)
+                part.abandon(drop=True)
                 self._show(part)
             else:
                 part.moves.select(report)

@@ -82,6 +82,70 @@ def test_a_schedule_of_rate_and_momentum_is_followed() -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "schedule"),
+    [
+        (OPTIM.Adam, {"betas": (0.0, 0.98)}, {}),
+        (OPTIM.Adam, {"betas": (0.0, 0.98), "weight_decay": 0.1}, {"delay": 1}),
+        (OPTIM.Adam, {"betas": (0.0, 0.98), "maximize": True}, {"every": 2}),
+        (OPTIM.RMSprop, {"weight_decay": 0.1}, {}),
+        (OPTIM.SGD, {"momentum": 0.9, "weight_decay": 0.1}, {}),
+    ],
+)
+@pytest.mark.parametrize("missing", [lambda step: step < 9, lambda step: step % 3 > 0], ids=["late", "rare"])
+def test_a_parameter_that_is_used_late_or_rarely_moves_as_in_pytorch(
+    missing: Any, kind: Any, settings: Any, schedule: Any
+) -> None:
+    """Its second moment has an age of its own; without a gradient nothing moves it, nor its momentum."""
+    found = []
+    for sends in (True, False):
+        net = net_of().double()
+        optimizer = kind(net.parameters(), lr=0.01, **settings)
+        if sends:
+            hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best", **schedule)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(30):
+            optimizer.zero_grad()
+            net(torch.randn(6, 9, generator=generator).double()).square().sum().backward()
+            if missing(step):
+                net[2].weight.grad = None
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        moments = ["step", "exp_avg_sq"] if kind is OPTIM.Adam else []
+        found.append([*net.parameters(), *(state[i][name] for i in range(4) for name in moments)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
+@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD])
+def test_a_skipped_step_leaves_moments_and_their_age(kind: type, schedule: Any) -> None:
+    """Of parameters with a gradient, and of those without one."""
+    found = []
+    for bad in (False, True):
+        net = net_of()
+        more = {"momentum": 0.9} if kind is OPTIM.SGD else {"betas": (0.0, 0.9)}
+        optimizer: Any = kind(net.parameters(), lr=0.01, **more)
+        hvd.DistributedOptimizer(
+            optimizer, compression="topk:density=1.0,feedback=best", on_nonfinite="skip", **schedule
+        )
+        generator = torch.Generator().manual_seed(1)
+        for step in range(8):
+            optimizer.zero_grad()
+            net(torch.randn(6, 9, generator=generator)).square().sum().backward()
+            if step > 2:
+                net[2].weight.grad = None
+            gradients = [one.grad for one in net.parameters()]
+            for spoilt in (True, False) if bad and step in (0, 1, 4) else (False,):
+                for one, gradient in zip(net.parameters(), gradients, strict=True):
+                    one.grad = None if gradient is None else gradient * (float("nan") if spoilt else 1.0)
+                optimizer.step()
+        optimizer.finish()
+        found.append([*net.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_best_is_found_by_the_optimizer() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     wanted = {
