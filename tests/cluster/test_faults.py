@@ -1,7 +1,5 @@
 """A network that fails for a while, or loses packets: training waits, and goes on bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What a test knows of an engine: a way to train a model whose gradients it chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

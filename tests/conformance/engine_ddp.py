@@ -1,7 +1,5 @@
 """PyTorch over torch.distributed: the hook of DistributedDataParallel."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """TensorFlow: tapes of ours and of Horovod's, eagerly and in graphs, and Keras (3 or 2)."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """PyTorch over Horovod: our optimizer, and Horovod's own with our compressor."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What every engine does about bad gradients, and about ranks that come apart or are given other things."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import time

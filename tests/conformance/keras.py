@@ -1,7 +1,5 @@
 """What distributed optimizers of Keras promise: those of Keras 3, and both kinds of Keras 2."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Two levels, dense within hosts and sparse between them, with every engine that has them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every engine computes and saves: see `conformance.engine` for what a test may do with one."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

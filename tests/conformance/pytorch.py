@@ -1,7 +1,5 @@
 """What engines of PyTorch promise besides: scalers of a loss, rates, models and loops that users write."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

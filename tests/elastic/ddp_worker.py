@@ -3,8 +3,6 @@
 Both twice: without interruption, then saving every second step; rank 1 ends itself before the last one, once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

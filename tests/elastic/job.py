@@ -4,8 +4,6 @@ Horovod never starts a worker again on a host that lost one. So a job's hosts ar
 with one worker each, or several: `HOSTS`. A worker's script writes down what it does with `Diary`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -5,8 +5,6 @@ number of ranks, in a round that has had none, in its step after so many (-1: in
 start): before it if `collectives` is -1, or so long after so many collectives, where the next one begins.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """A job of torchrun whose worker dies: all start again, and go on from the last checkpoint."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

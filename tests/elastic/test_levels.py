@@ -1,7 +1,5 @@
 """Two levels in elastic jobs: hosts of two ranks that join, leave and are replaced, or lose one of two."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

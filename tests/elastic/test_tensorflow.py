@@ -1,7 +1,5 @@
 """Elastic training in TensorFlow, by `horovodrun`: workers that die, and others that join."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

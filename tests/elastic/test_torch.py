@@ -1,7 +1,5 @@
 """Elastic training in PyTorch, by `horovodrun`: workers that die, and others that join or replace them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

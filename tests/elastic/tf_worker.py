@@ -3,8 +3,6 @@
 ``tf_worker.py '{"batches": 20, "trained": ["graph topk:density=0.2"], ...}' FOLDER``; see `Task`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

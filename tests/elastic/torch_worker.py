@@ -3,8 +3,6 @@
 ``torch_worker.py '{"batches": 20, "compression": "topk:density=0.2", ...}' FOLDER``; see `Task`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

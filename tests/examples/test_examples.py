@@ -1,7 +1,5 @@
 """The examples on two ranks as a user would copy them: for an epoch, or on made data for two steps."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """What a job on real ranks does when something happens to one of them: within a stated time, in words."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 MODE is a way to train, and what happens: ``fit-asleep``. What is raised on the others is written down.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

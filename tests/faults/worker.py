@@ -1,7 +1,5 @@
 """A rank of a job that something happens to: ``worker.py MODE FOLDER``. Writes down every step."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -6,8 +6,6 @@ Frameworks take seconds to start, so all tests of a folder share a launch, and o
 tf-keras (Keras 2) is chosen before TensorFlow is imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

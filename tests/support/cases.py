@@ -1,7 +1,5 @@
 """The table: one row per variant of a sparsifier. A new row meets every law in every test."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

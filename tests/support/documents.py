@@ -5,8 +5,6 @@ with a reason, ``<!-- not run: ... -->``. Every block runs by itself, after its 
 share a process, ``python -m support.documents torch``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Gradients whose sums are exact in any order of addition."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Gradients for tests: of every dtype, of several shapes of distribution, and with exact sums."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

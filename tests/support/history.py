@@ -1,7 +1,5 @@
 """Several steps of one case on simulated ranks, and everything that the laws look at."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A small model, data for it, and what training densely makes of it: for Keras 3 and for tf-keras alike."""
 
-from __future__ import annotations
-
 import horovod.tensorflow as stock
 import numpy as np
 import tensorflow as tf

@@ -6,8 +6,6 @@ together; a rank that fails stops Horovod, which frees the others from any colle
 Import this before Horovod and before a framework: it sets what they read when they start.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

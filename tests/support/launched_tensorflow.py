@@ -1,7 +1,5 @@
 """What all tests of TensorFlow and of tf-keras on ranks have; see `launched`."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator

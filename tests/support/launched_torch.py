@@ -1,7 +1,5 @@
 """What all tests of PyTorch on ranks have; see `launched`."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The laws that hold for every run, as checks on a `History`; simulated or gathered from real ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models whose gradients a test chooses to the last bit, and hooks in an order it chooses."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Which memory the PyTorch front end keeps gradients in: the choice, replaced for a test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Random steps and costs, and the plain way to everything: enumeration."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

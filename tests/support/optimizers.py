@@ -1,7 +1,5 @@
 """Our own optimizer around a model of chosen gradients, for unit tests and rank tests alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SignSGD and QSGD as their papers write them, in plain NumPy, and how their messages are laid out."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 Everything here may be slow and may copy; nothing may be clever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of chosen gradients in DistributedDataParallel, synchronized by our hook."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any

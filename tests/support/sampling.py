@@ -1,7 +1,5 @@
 """Whole products of cases, of which the default runs a sample and `nightly` the rest."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

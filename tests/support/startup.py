@@ -1,7 +1,5 @@
 """How processes of tests begin in less time, by leaving out what no test of them is about."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Gradients that are None in one step and not in another: each variable gets its own."""
 
-from __future__ import annotations
-
 import functools
 
 import horovod.tensorflow as stock

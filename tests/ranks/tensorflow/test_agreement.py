@@ -1,7 +1,5 @@
 """Ranks that were given different things: an error by name on all of them, by tapes and by Keras."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`horovod-sparse calibrate` and `doctor` through TensorFlow, on all ranks of a launch."""
 
-from __future__ import annotations
-
 import pytest
 
 from horovod_sparse.cli.main import main

@@ -1,7 +1,5 @@
 """Ranks whose variables come apart: found and named; by tapes and Keras."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

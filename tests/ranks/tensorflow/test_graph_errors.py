@@ -1,7 +1,5 @@
 """A step that is given up changes nothing, in a graph either, and says why; what comes later waits for it."""
 
-from __future__ import annotations
-
 import horovod.tensorflow as stock
 import numpy as np
 import pytest

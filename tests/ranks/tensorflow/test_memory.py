@@ -1,7 +1,5 @@
 """What is no longer used is freed: optimizers, compressors, and the residuals that they keep."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Plans made by arguments and by times, under real ranks: the same on all of them, and nothing lost."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Names of collectives: the same on all ranks, whatever else one of them has made; never those of another."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Collectives are under way while backward goes on, and those of several buckets together."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

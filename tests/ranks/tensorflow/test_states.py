@@ -1,7 +1,5 @@
 """What Horovod has beside its optimizers, with variables and layers of Keras 3."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

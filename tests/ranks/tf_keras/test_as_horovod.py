@@ -1,7 +1,5 @@
 """tf-keras: what Horovod's own optimizers can do, ours can with everything sent."""
 
-from __future__ import annotations
-
 import horovod.tensorflow.keras as stock
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """tf-keras scales the loss of mixed_float16 by an optimizer around ours, and skips what overflows."""
 
-from __future__ import annotations
-
 import horovod.tensorflow.keras as stock
 import numpy as np
 import pytest

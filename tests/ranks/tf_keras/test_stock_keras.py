@@ -1,7 +1,5 @@
 """Stock Horovod's Keras optimizers (tf-keras) with a sparsifier as `compression=`."""
 
-from __future__ import annotations
-
 import horovod.tensorflow as stock
 import horovod.tensorflow.keras as stock_keras
 import numpy as np

@@ -1,7 +1,5 @@
 """`horovod-sparse calibrate` and `doctor` on all ranks of a launch."""
 
-from __future__ import annotations
-
 import horovod_sparse.torch as hvd
 from horovod_sparse.cli.main import main
 from horovod_sparse.cost import Profile

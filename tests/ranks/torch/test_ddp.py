@@ -1,7 +1,5 @@
 """The hook of DistributedDataParallel beside our optimizer for Horovod, in the same processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The driver on real ranks: every kind of request, within process sets, in any order."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """What Horovod's own optimizer does with our compressor, and what goes wrong on every rank alike."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Two levels on real ranks: dense within hosts, sparse between them. Hosts are what a test says."""
 
-from __future__ import annotations
-
 import itertools
 
 import horovod.torch as stock

@@ -1,7 +1,5 @@
 """Messages between two ranks, over MPI and over Horovod's all-to-all: sparse all-reduces give one result."""
 
-from __future__ import annotations
-
 import random
 import time
 import zlib

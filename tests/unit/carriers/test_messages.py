@@ -1,7 +1,5 @@
 """Messages between pairs: what is delivered, what is refused, and which way is taken."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every code block of README.md and docs/*.md: Python runs, commands and their options exist."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

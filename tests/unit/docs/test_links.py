@@ -1,7 +1,5 @@
 """Links of README.md and docs/*.md lead to files and headings that are there; papers are linked."""
 
-from __future__ import annotations
-
 import configparser
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """States of an engine that knows no framework: what shared code asks of one is all that there is."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a user may say beside the sparsifier: one declaration, which every front end takes its share of."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

@@ -1,7 +1,5 @@
 """Keras 3: what an optimizer remembers survives files of Keras and of TensorFlow, and broadcasts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Keras 3: callbacks, learning rates, loss scaling, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Loops that users write: computed twice, in graphs, bound by hand, and looked into by a switch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Tapes of ours and of stock Horovod with a sparsifier, under real ranks: what else they do."""
 
-from __future__ import annotations
-
 import functools
 
 import horovod.tensorflow as stock

@@ -4,8 +4,6 @@ Words are those of elements (an index and a value each); what stands in front of
 and must be exactly what each message is known to carry. Latency is rounds one behind the other.
 """
 
-from __future__ import annotations
-
 from math import ceil, log2
 
 import numpy as np
