@@ -32,7 +32,6 @@ def status(name: str) -> dict[str, Any]:
 
 
 def own_network() -> list[str]:
-    """The interfaces of the machine's own namespace, with their addresses."""
     links = json.loads(subprocess.run(["ip", "-j", "address"], capture_output=True, text=True).stdout)
     return [f"{link['ifname']} {[a['local'] for a in link['addr_info']]}" for link in links]
 

@@ -18,14 +18,12 @@ _HOSTS, _LAST_STEP, _DOWN_SECONDS, _LOST = 3, 11, 5.0, 0.02
 
 
 def _entries(folder: Path, rank: int, what: str) -> dict[int, str]:
-    """What a rank had after every step."""
     path = folder / f"rank-{rank}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return {entry["step"]: entry["digest"] for entry in map(json.loads, lines) if entry["what"] == what}
 
 
 def _until(run: Any, folder: Path, what: str, step: int, seconds: float = 90.0) -> float:
-    """Waits for a step of rank 0, and gives the seconds that it took."""
     begun = time.monotonic()
     while step not in _entries(folder, 0, what):
         assert run.poll() is None, run.communicate()

@@ -107,7 +107,6 @@ class Engine:
     wrap: Callable[..., Any] | None = None
 
     def is_by_day(self, name: str) -> bool:
-        """Whether it takes part in a test by day, by the name ``test[case]``."""
         return (self.by_day is None or name.startswith(self.by_day)) and not name.startswith(self.by_night)
 
 
@@ -117,7 +116,6 @@ def given(rank: int, step: int, shapes: Mapping[str, Sequence[int]] = SHAPES) ->
 
 
 def replicas_agree(engine: Engine, training: Training) -> bool:
-    """To the last bit."""
     own = {name: values.tobytes() for name, values in training.weights().items()}
     return all(theirs == own for theirs in engine.everyone(own))
 
@@ -158,14 +156,12 @@ class Simulated:
                     np.testing.assert_allclose(found[name], self._weights[name], rtol=1e-5, atol=1e-5)
 
     def check_held(self, training: Training, rank: int) -> None:
-        """What this rank holds back is what the simulated one does."""
         held = training.held()
         for names, cluster in self._clusters.items():
             np.testing.assert_array_equal(flat(held, names), cluster.residuals()[rank])
 
 
 def flat(arrays: Arrays, names: Sequence[str]) -> np.ndarray:
-    """The arrays of these names behind one another."""
     return np.concatenate([np.asarray(arrays[name]).reshape(-1) for name in names])
 
 
@@ -177,12 +173,10 @@ class Ledger:
     total: dict[str, np.ndarray] = field(default_factory=dict)
 
     def enter(self, gradients: Arrays) -> None:
-        """Of this rank, of a step."""
         for name, values in gradients.items():
             self.total[name] = self.total.get(name, 0.0) + np.asarray(values, np.float64)
 
     def balance(self, training: Training, atol: float = 1e-4) -> None:
-        """Raises where something was lost, or came twice."""
         held, size = training.held(), self.engine.size
         both = self.engine.everyone([self.total, held])
         for name, weights in training.weights().items():
@@ -199,13 +193,11 @@ def run(training: Any, engine: Engine, steps: Any) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Weights, and what is held back."""
     pairs = ((one.weights(), other.weights()), (one.held(), other.held()))
     return all(np.array_equal(flat(a, list(b)), flat(b, list(b))) for a, b in pairs)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Over the engines of the launch that have what the test is about."""
     if "engine" in metafunc.fixturenames:
         needed = {one for mark in metafunc.definition.iter_markers("needs") for one in mark.args}
         name = metafunc.definition.originalname
@@ -215,7 +207,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch, size: int) -> Topology:
-    """Two ranks on a host, or all of them where that leaves a host with fewer."""
     per_host = 2 if size % 2 == 0 else size
     monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(per_host))
     return Topology.regular(size // per_host, per_host)

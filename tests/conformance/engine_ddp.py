@@ -57,7 +57,6 @@ class HookTraining(TorchTraining):
 
 
 def everyone(value: Any) -> list[Any]:
-    """Of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

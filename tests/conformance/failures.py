@@ -89,7 +89,6 @@ def test_a_bad_dense_gradient_names_its_rank(engine: Engine) -> None:
     ],
 )
 def test_a_step_that_is_skipped_leaves_nothing(engine: Engine, text: str) -> None:
-    """As if there had been no such step."""
     skipping, without = engine.train(text, on_nonfinite="skip"), engine.train(text)
     for step in range(5):
         gradients = given(engine.rank, step)
@@ -108,7 +107,6 @@ def test_a_step_that_is_skipped_leaves_nothing(engine: Engine, text: str) -> Non
 
 @pytest.mark.parametrize("name", ["exdyna", "gtopk", "oktopk"])
 def test_a_sum_that_is_not_finite_is_applied_by_nobody(engine: Engine, name: str) -> None:
-    """Though every rank's gradient is."""
     training = engine.train(f"{name}:density=0.1")
     run(training, engine, range(2))
     before, gradients = training.weights(), copy.deepcopy(ZEROS)
@@ -134,7 +132,6 @@ def test_a_sum_that_is_not_finite_is_skipped_once(engine: Engine) -> None:
 
 @pytest.mark.needs("adopts", "buckets")
 def test_momentum_that_comes_later_is_refused_and_leaves_nothing(engine: Engine) -> None:
-    """As by a schedule. Buckets under way are taken back whole."""
     training = engine.train("topk:density=0.1,feedback=momentum")
     for step in range(9):
         momentum = 0.9 if step in (3, 5, 6) else 0.0
@@ -152,7 +149,6 @@ def test_momentum_that_comes_later_is_refused_and_leaves_nothing(engine: Engine)
 @pytest.mark.controllers
 @pytest.mark.parametrize("name", ["topk", "gtopk"])
 def test_a_rank_that_is_a_step_behind_is_met_on_all(engine: Engine, name: str) -> None:
-    """As one that gave up a step alone, by an error of its own that the loop has caught."""
     training = engine.train(f"{name}:density=0.1")
     run(training, engine, range(3))
     behind = engine.size - 1
@@ -225,7 +221,6 @@ WRONG = {"topk:densty=0.1": "densty", "topkk:density=0.1": "topkk", "topk:densit
 
 
 def refused(engine: Engine, training: Any, words: str, shapes: Any = SHAPES) -> None:
-    """One step ends soon, and on every rank, in an error with these words."""
     begun = time.monotonic()
     with pytest.raises(StateMismatchError, match=words):
         training.step(given(engine.rank, 0, shapes))
@@ -253,7 +248,6 @@ def test_other_arguments_are_told_to_all(engine: Engine) -> None:
 @pytest.mark.needs("adopts")
 @pytest.mark.parametrize("setting", rest_nightly(OPTIMIZER, ["lr"]))
 def test_another_setting_of_the_optimizer_is_told_to_all(engine: Engine, setting: str) -> None:
-    """In the first step, or the second's backward pass."""
     training = engine.train("topk:density=0.1")
     if engine.rank == engine.size - 1:
         training.optimizer.param_groups[0][setting] = OPTIMIZER[setting]
@@ -264,7 +258,6 @@ def test_another_setting_of_the_optimizer_is_told_to_all(engine: Engine, setting
 @pytest.mark.needs("retries")
 @pytest.mark.parametrize("wrong", rest_nightly([*WRONG, *ENVIRONMENT], [*WRONG][:1]))
 def test_what_one_rank_cannot_use_is_told_to_all(engine: Engine, wrong: str, monkeypatch: Any) -> None:
-    """A text, or a variable of the environment: there is an optimizer on the other ranks alone."""
     text, began = "topk:density=0.1", time.monotonic()
     if engine.rank == engine.size - 1:
         if wrong in ENVIRONMENT:

@@ -73,7 +73,6 @@ def uninterrupted(kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def halfway(kind: str = "new") -> tuple[Any, Any]:
-    """Two epochs of it; nobody goes on with these."""
     model, optimizer = make_model(), distributed(kind)
     fit(model, optimizer, hvd.rank(), hvd.size(), epochs=2)
     return model, optimizer
@@ -188,7 +187,6 @@ def test_the_callback_saves_and_goes_on(kind, folder, rank, size):
 
 @pytest.mark.parametrize("kind", kinds("new"))
 def test_callbacks(kind, rank, size, everywhere):
-    """A broadcast before the first batch, a warm-up in every batch, and averages; error feedback follows."""
     model, first, rates, seen = make_model(seed=rank), [], [], {"before": [], "after": []}
     optimizer = hvd.DistributedOptimizer(sgd(kind, 0.1 * size), compression=SPARSE)
 
@@ -303,7 +301,6 @@ def inner(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("kind", kinds("new"))
 def test_residuals_do_not_know_the_scale(kind, rank, size):
-    """Which doubles every third step: what was kept under another scale counts as it was."""
     text = "topk:density=0.1"
     plain = hvd.DistributedOptimizer(sgd(kind, 0.125, 0.0), compression=text)
     optimizer, expected, model = scaled(kind, text, 8.0, dynamic_growth_steps=3), make_model(), make_model()
@@ -317,7 +314,6 @@ def test_residuals_do_not_know_the_scale(kind, rank, size):
 
 @pytest.mark.parametrize("kind", kinds("new"))
 def test_three_overflows_end_as_in_dense_training(kind, rank, size):
-    """Of one rank alone, and in the first step: all ranks skip, at density 1 nothing is different then."""
     weight, wanted, velocity = variable(np.ones(4)), np.ones(4), np.zeros(4)
     optimizer = scaled(kind, EVERYTHING, 64.0, momentum=0.5, dynamic_growth_steps=2)
     if kind == "new":
@@ -337,7 +333,6 @@ def test_three_overflows_end_as_in_dense_training(kind, rank, size):
 
 @pytest.mark.parametrize("kind", kinds("new"))
 def test_float16_begins_with_a_scale_that_is_too_large(mixed, kind, rank, size, everywhere):
-    """All ranks halve it together until a step is taken: as often as in dense training."""
     weights, scales = [], []
     for compression in ("none", EVERYTHING):
         optimizer, model = scaled(kind, compression, 2.0**18), make_model()
@@ -355,7 +350,6 @@ def test_float16_begins_with_a_scale_that_is_too_large(mixed, kind, rank, size, 
     ("kind", "run_eagerly"), kinds(("new", False), ("legacy", True), also=[(False,), (True,)])
 )
 def test_an_overflow_of_one_rank_is_everybodys(mixed, kind, run_eagerly, rank, size, everywhere):
-    """No weight and no residual moves, on any rank, and the scale is halved on every one."""
     optimizer, model = scaled(kind, "topk:density=0.1", 256.0), make_model()
     model.compile(optimizer, loss="mse", run_eagerly=run_eagerly, jit_compile=False)
     images, labels = np.ones((4, 8), np.float32), np.ones((4, 3), np.float32)

@@ -41,7 +41,6 @@ def test_it_equals_the_simulator(engine: Engine, case: Any) -> None:
     ],
 )
 def test_feedback_equals_the_simulators(engine: Engine, text: str) -> None:
-    """And what rules leave dense trains with its momentum, and holds nothing back."""
     training, simulated = engine.train(text), Simulated(engine, parse_recipe(text))
     for step in range(4):
         run(training, engine, [step])
@@ -70,7 +69,6 @@ def test_what_a_plan_leaves_dense_trains_with_momentum(engine: Engine) -> None:
 @pytest.mark.needs("adopts", "horovod")
 @pytest.mark.parametrize("feedback", ["adam", pytest.param("rmsprop", marks=pytest.mark.nightly)])
 def test_steps_of_adam_equal_the_simulators(engine: Engine, feedback: str) -> None:
-    """Stopped and resumed on the way: the moment and its bias go on."""
     text = f"topk:density=0.1,feedback={feedback}(beta2=0.9)"
     training, simulated = engine.train(text), Simulated(engine, parse_recipe(text))
     for step in range(5):
@@ -116,7 +114,6 @@ class Ring(type(recipe("topk").sparsifier)):  # type: ignore[misc]
 @pytest.mark.controllers
 @pytest.mark.parametrize("everyone", [True, False])
 def test_every_kind_of_request_is_carried_out(engine: Engine, everyone: bool, process_set: Any) -> None:
-    """Also within some of the ranks, who count among themselves."""
     inside = list(range(engine.size))[0 if everyone else engine.size > 2 :]
     members = None if everyone else process_set(inside)
     if engine.rank not in inside:
@@ -133,7 +130,6 @@ def test_every_kind_of_request_is_carried_out(engine: Engine, everyone: bool, pr
 @pytest.mark.needs("members")
 @pytest.mark.controllers
 def test_some_of_the_ranks_train_alone(engine: Engine, process_set: Any) -> None:
-    """As a simulation of their number; the others take no part."""
     inside = list(range(1, engine.size)) if engine.size > 2 else [0, 1]
     members, text = process_set(inside), "exdyna:density=0.1"
     if engine.rank not in inside:
@@ -159,7 +155,6 @@ def test_gradients_of_a_device_have_the_hosts_bits(engine: Engine, case: Any, mo
 
 @pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])
 def test_one_recipe_serves_two_trainings(engine: Engine, text: str) -> None:
-    """As those of two networks that are trained in turn: a recipe is a value, and keeps nothing of either."""
     recipe = parse_recipe(text)
     shared, own = ([engine.train(one), engine.train(one)] for one in (recipe, text))
     for step in range(4):
@@ -170,7 +165,6 @@ def test_one_recipe_serves_two_trainings(engine: Engine, text: str) -> None:
 
 @pytest.mark.needs("models")
 def test_one_made_on_one_rank_alone_holds_up_nobody(engine: Engine) -> None:
-    """Making one needs no other rank; the first step is where ranks agree."""
     alone = engine.train("topk:density=0.1") if engine.rank == 0 else None
     training = engine.train("topk:density=0.1")
     run(training, engine, range(3))
@@ -180,7 +174,6 @@ def test_one_made_on_one_rank_alone_holds_up_nobody(engine: Engine) -> None:
 
 @pytest.mark.parametrize("text", ["topk:density=1.0", "exdyna:density=1.0"])
 def test_everything_sent_is_dense_training(engine: Engine, text: str) -> None:
-    """Also in groups, and divided before the sum, where Horovod's arguments say so."""
     more = [{"groups": 2}, {"gradient_predivide_factor": 2.0}] if "horovod" in engine.has else []
     for options in [{}, *more]:
         training = engine.train(text, **options)
@@ -208,7 +201,6 @@ def test_other_types_lose_no_more_than_their_last_unit(engine: Engine, dtype: st
     "text", ["topk:density=0.1", "exdyna:density=0.1", "topk:density=0.2,dense=('*bias','scalar')"]
 )
 def test_nothing_is_lost_in_any_order(engine: Engine, text: str) -> None:
-    """Every rank has its gradients in an order of its own; what a rule leaves dense is the mean."""
     training, ledger = engine.train(text), Ledger(engine)
     for step in range(10):
         gradients = given(engine.rank, step)
@@ -224,7 +216,6 @@ def test_nothing_is_lost_in_any_order(engine: Engine, text: str) -> None:
 
 @pytest.mark.needs("absent")
 def test_gradients_that_some_ranks_do_not_have(engine: Engine) -> None:
-    """What the others send arrives, and what is held back may come meanwhile."""
     training, ledger = engine.train("topk:density=0.1", absent=True), Ledger(engine)
     for step in range(10):
         left = [] if step == 0 else ["bias"] * ((engine.rank + step) % 2) + ["second"] * (step > 5)
@@ -263,7 +254,6 @@ def test_telemetry_counts_what_was_sent(engine: Engine) -> None:
     ],
 )
 def test_resume_is_invisible(engine: Engine, text: str) -> None:
-    """Stopped after three of six steps: the same bits as never stopped."""
     whole, later = engine.train(text), engine.train(text)
     run(whole, engine, range(3))
     saved = whole.saved()
@@ -277,7 +267,6 @@ def test_resume_is_invisible(engine: Engine, text: str) -> None:
 @pytest.mark.needs("saved")
 @pytest.mark.parametrize("text", ["exdyna:density=0.1", "cltk:density=0.1"])
 def test_ranks_that_stand_at_different_steps_start_alike(engine: Engine, text: str) -> None:
-    """As where a file is missing, or a worker was replaced: windows, seeds and leaders go by steps."""
     before = engine.train(text)
     run(before, engine, range(4))
     training = engine.train(text)

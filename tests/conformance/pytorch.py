@@ -13,7 +13,6 @@ from conformance.engine import RATE, SHAPES, Engine, given, replicas_agree, same
 
 
 def numpy_of(tensor: torch.Tensor) -> np.ndarray:
-    """A copy, as float64."""
     return tensor.detach().to(torch.float64, copy=True).numpy()
 
 
@@ -81,7 +80,6 @@ class TorchTraining:
 @pytest.mark.needs("scaler")
 @pytest.mark.parametrize("feedback", ["error", "momentum(momentum=0.5,masking=false)"])
 def test_at_density_1_overflows_leave_dense_training(engine: Engine, feedback: str) -> None:
-    """A step that one rank's scaler skips is given up whole: no rank applies a part of it later."""
     training = engine.train(f"topk:density=1.0,feedback={feedback}")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     momentum = 0.0 if feedback == "error" else 0.5
@@ -123,7 +121,6 @@ def test_a_scale_changes_nothing_and_an_overflow_skips_on_all(engine: Engine, te
 
 @pytest.mark.needs("adopts")
 def test_residuals_follow_the_learning_rate(engine: Engine) -> None:
-    """What waits while the rate falls counts as if gradients had fallen with it."""
     text = "topk:density=0.1,feedback=error(scale_residual=true)"
     steady, falling = engine.train(text), engine.train(text)
     for step, rate in enumerate([1.0, 0.5, 0.25, 0.125, 0.125, 0.25]):
@@ -216,7 +213,6 @@ SHAPES_OF_NETS: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("shape", SHAPES_OF_NETS)
 def test_loops_of_users_are_dense_training(engine: Engine, shape: str, backend: str | None) -> None:
-    """Everything sent, in loops of all kinds: what a mean over ranks of every gradient comes to."""
     arguments, refused = SHAPES_OF_NETS[shape]
     is_ddp = engine.name == "hook"
     if backend and (is_ddp or shape == "reentrant"):

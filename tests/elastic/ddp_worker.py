@@ -19,7 +19,6 @@ STEPS = 12
 
 
 def made(local: bool) -> tuple[Any, ...]:
-    """A model, its optimizer, and what synchronizes it: local steps, or a hook."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
     model = DistributedDataParallel(net, bucket_cap_mb=0.001)

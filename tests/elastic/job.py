@@ -38,7 +38,6 @@ _ENVIRONMENT = {
 
 
 def of(entries: list[dict[str, Any]], what: str, **facts: Any) -> list[dict[str, Any]]:
-    """Entries of a kind."""
     return [e for e in entries if e["what"] == what and all(e[name] == facts[name] for name in facts)]
 
 
@@ -51,7 +50,6 @@ class Diary:
         faulthandler.register(signal.SIGUSR1)  # where all its threads are, for a job that does not end
 
     def note(self, what: str, **more: Any) -> None:
-        """Writes a line: what happened, where and when."""
         line = {"what": what, "host": self.host, "pid": os.getpid(), "time": time.time(), **more}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -96,23 +94,19 @@ class Job:
 
     @property
     def log(self) -> str:
-        """What launcher and workers have printed."""
         return (self.folder / "log").read_text(errors="replace")
 
     @staticmethod
     def entries_in(folder: Path) -> list[dict[str, Any]]:
-        """What all workers have written down, by time."""
         lines = [line for path in folder.glob("*.diary") for line in path.read_text().splitlines(True)]
         entries = [json.loads(line) for line in lines if line.endswith("\n")]
         return sorted(entries, key=lambda entry: entry["time"])
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """See `entries_in`."""
         return self.entries_in(self.folder)
 
     def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], seconds: float = _SECONDS) -> None:
-        """Until what the workers have written down meets a condition; else fails, with the log's end."""
         until = time.monotonic() + seconds
         while not condition(self.entries):
             if self._process.poll() is not None and not condition(self.entries):
@@ -122,7 +116,6 @@ class Job:
             time.sleep(0.2)
 
     def wait(self, seconds: float = _SECONDS) -> int:
-        """The exit status; if it has not ended in time fails, with the log's end."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

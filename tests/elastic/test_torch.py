@@ -30,7 +30,6 @@ ALL = [*(f"own {name}" for name in ALGORITHMS), *(f"stock {name}" for name in AL
 
 
 def test_a_worker_is_replaced_at_an_unchanged_size(tmp_path):
-    """The one that stays keeps its rank, too: nothing it sees by itself has changed."""
     task = {"trained": ALL, "killed": [(1, 5, "before")], "batches": 9, "until": {"5": 2}}
     with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=2) as job:
         job.set_hosts(HOSTS[:3])  # more than it may use at once

@@ -53,8 +53,6 @@ class Task:
 
 
 class Training:
-    """A model whose gradients depend on rank and batch alone, and an optimizer that tells its residuals."""
-
     def __init__(self, task: Task, which: int, diary: Diary, folder: Path) -> None:
         self.task, self.which, self.diary, self.folder = task, which, diary, folder
         self.front, _, compression = task.trained[which].partition(" ")
@@ -78,7 +76,6 @@ class Training:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def held(self) -> np.ndarray:
-        """This rank's residual, of all parameters; zeros before the first step."""
         if self.front == "own":
             found = self.optimizer.state_dict()["horovod_sparse"]["residuals"]
         else:
@@ -90,7 +87,6 @@ class Training:
         return np.concatenate(arrays)
 
     def step(self, batch: int) -> dict[str, Any]:
-        """One batch; what there is to say about it."""
         self.batch = batch
         rank, size = hvd.rank(), hvd.size()
         before = self.held() * (size / (self.last_size or size))
@@ -116,7 +112,6 @@ class Training:
 
     @property
     def hosts(self) -> list[list[int]] | None:
-        """The ranks of every host, with two levels."""
         topology = None if self.front == "stock" else self.optimizer._synchronizer.topology
         return None if topology is None else [list(ranks) for ranks in topology.hosts]
 

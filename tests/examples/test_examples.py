@@ -20,7 +20,6 @@ WITHOUT_HOROVOD = ("ddp_digits", "imagenet_resnet50", "demo")
 def launched(
     example: str, file: Path, *arguments: str, selection: str = "all", size: int = 2
 ) -> dict[str, Any]:
-    """What an example wrote, run on two ranks."""
     launcher = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable]
     if example in WITHOUT_HOROVOD:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", str(size)]

@@ -38,7 +38,6 @@ class Job:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def until(self, rank: int, **facts: Any) -> dict[str, Any]:
-        """Waits for an entry."""
         deadline = time.monotonic() + BEGINS
         while time.monotonic() < deadline:
             for entry in self.entries(rank):
@@ -55,7 +54,6 @@ class Job:
             raise AssertionError(f"it goes on after {seconds} s: {self.log.read_text()[-3000:]}") from None
 
     def digests(self, what: str) -> list[dict[int, str]]:
-        """By rank, what it had after every step."""
         return [
             {e["step"]: e["digest"] for e in self.entries(rank) if e["what"] == what and "step" in e}
             for rank in range(RANKS)
@@ -151,7 +149,6 @@ MISSPELT = [
 
 @pytest.mark.parametrize("mode", MISSPELT)
 def test_the_others_raise_what_one_rank_has_met(mode, tmp_path):
-    """It cannot make its optimizer, since something is misspelt: the others hear of it, by its words."""
     with job(mode, tmp_path, TF_WORKER if "-" in mode else WORKER) as run:
         status = run.ended(BEGINS)
         (other,), (own,) = ([e for e in run.entries(rank) if "error" in e] for rank in range(RANKS))
@@ -199,7 +196,6 @@ def test_a_graph_that_waits_for_a_stopped_rank_ends(tmp_path):
 
 @pytest.mark.nightly
 def test_a_short_soak(tmp_path):
-    """Killed and resumed at random: every step has the same weights whenever and wherever it was taken."""
     soak = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "checks" / "soak.py"
     command = [sys.executable, str(soak), "--steps", "300", "--ranks", "2", "--kills", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
@@ -208,7 +204,6 @@ def test_a_short_soak(tmp_path):
 
 
 def test_a_short_fuzzing():
-    """Nothing that is read ends in anything but a named error."""
     fuzz = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "checks" / "fuzz.py"
     command = [sys.executable, str(fuzz), "--seconds", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -25,8 +25,6 @@ STEPS, FAULT_STEP = 12, 5
 
 
 class Training:
-    """Whose gradients depend on rank and step alone."""
-
     def __init__(self, folder: Path, what: str, text: str = "exdyna:density=0.05", **more: Any) -> None:
         self.rank, self.what, self.folder = hvd.rank(), what, folder
         self.model = LinearModel(SHAPES)
@@ -59,7 +57,6 @@ def note(folder: Path, what: str, **facts: object) -> None:
 
 
 def in_backward(training: Training, act) -> None:
-    """On the last rank, in the midst of the backward pass that comes next."""
     if training.rank == hvd.size() - 1:
         dict(training.model.named_parameters())["first"].register_hook(lambda _gradient: act())
 
@@ -69,7 +66,6 @@ def fail() -> None:
 
 
 def begun(folder: Path, what: str, **more: Any) -> Training:
-    """After some steps, which all ranks have written down."""
     training = Training(folder, what, **more)
     training.steps(0, FAULT_STEP)
     hvd.barrier()
@@ -83,7 +79,6 @@ def killed(folder: Path) -> None:
 
 
 def starve() -> None:
-    """Takes more memory than there is."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + (64 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -98,7 +93,6 @@ def starved(folder: Path) -> None:
 
 
 def networked(folder: Path) -> None:
-    """Three times the same; what happens to the network meanwhile is none of its business."""
     for what in ("plain", "down", "lossy"):
         Training(folder, what).steps(0, STEPS, pause=0.0 if what == "plain" else 0.2)
 
@@ -115,7 +109,6 @@ def interrupted(folder: Path) -> None:
 
 
 def in_the_sum(training: Training, act) -> None:
-    """On the last rank, when it has its host's sum of its shard."""
     if training.rank == hvd.size() - 1:
         training.optimizer._synchronizer.parts[0].bucket._foldable = lambda *_arguments: act()
 

@@ -44,12 +44,10 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where it stands."""
         return f"{self.page}:{self.line}"
 
 
 def blocks() -> Iterator[Block]:
-    """All of them."""
     for path in PAGES:
         text = path.read_text("utf-8")
         for found in _BLOCK.finditer(text):

@@ -18,5 +18,4 @@ def dyadic(shape: Sequence[int], *key: object) -> np.ndarray:
 
 
 def gradients_for(shapes: Mapping[str, Sequence[int]]) -> Callable[[int, int], dict[str, np.ndarray]]:
-    """What gives a rank's gradients of these parameters at a step."""
     return lambda rank, step: {name: dyadic(shape, rank, step, name) for name, shape in shapes.items()}

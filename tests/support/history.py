@@ -36,7 +36,6 @@ class Scenario:
         return Topology.regular(self.hosts, self.size // self.hosts) if self.hosts else None
 
     def cluster(self, recipe: Recipe, memory: Callable[..., Any] = HostAccumulator) -> SimulatedCluster:
-        """Fresh ranks."""
         sizes = self.num_elements, self.size, self.dtype
         return SimulatedCluster(recipe, *sizes, accumulator=memory, topology=self.topology)
 
@@ -83,7 +82,6 @@ class History:
 def random_gradients(
     scenario: Scenario, draw: Callable[[np.random.Generator, Any], np.ndarray] = gaussian, seed: int = 0
 ) -> np.ndarray:
-    """float64 [steps, P, n]."""
     generator = np.random.default_rng([seed, scenario.size, scenario.num_elements])
     return draw(generator, (scenario.num_steps, scenario.size, scenario.num_elements))
 

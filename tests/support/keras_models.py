@@ -53,7 +53,6 @@ def fit(model, optimizer, rank: int, size: int, *, epochs: int = 2, callbacks=()
 
 
 def flat(model) -> np.ndarray:
-    """All weights in one array."""
     return np.concatenate([np.asarray(variable).reshape(-1) for variable in model.get_weights()])
 
 

@@ -44,7 +44,6 @@ def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[B
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-        """One test on this rank; fails here, too, if it failed on another."""
         try:
             result = yield
         except pytest.skip.Exception:  # decided by facts that all ranks share
@@ -64,8 +63,6 @@ def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[B
 
 
 def fixtures(hvd: Any) -> tuple[Any, Any, Any]:
-    """For a conftest's `rank`, `size` and `process_set`."""
-
     @pytest.fixture(name="rank")
     def rank() -> int:
         return int(hvd.rank())
@@ -76,7 +73,6 @@ def fixtures(hvd: Any) -> tuple[Any, Any, Any]:
 
     @pytest.fixture(name="process_set")
     def process_set() -> Iterator[Callable[..., Any]]:
-        """Makes process sets, and removes them after the test."""
         made = []
 
         def make(ranks: Any) -> Any:

@@ -49,7 +49,6 @@ def folder(rank: int) -> Path:
 
 @pytest.fixture
 def mixed() -> Iterator[None]:
-    """Computes in float16."""
     module = tf.keras.mixed_precision
     choose = getattr(module, "set_dtype_policy", None) or module.set_global_policy
     choose("mixed_float16")

@@ -14,7 +14,6 @@ from support.history import History
 
 
 def allows(declared: Traffic, bytes_sent: int) -> bool:
-    """Whether a counted number of bytes is as declared."""
     most = declared.bytes_sent if declared.at_most is None else declared.at_most
     return declared.bytes_sent <= bytes_sent <= most
 

@@ -34,7 +34,6 @@ class LinearModel(torch.nn.Module):
         return loss
 
     def backward(self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None) -> None:
-        """Accumulates the gradients; see `loss`."""
         self.loss(gradients, order).backward()
 
 

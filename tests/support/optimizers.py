@@ -10,7 +10,6 @@ from support.linear import LinearModel
 
 
 def base_for(compression: Any, parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Plain SGD, or the optimizer whose steps the feedback makes."""
     if "feedback=adam" in str(compression):
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     if "feedback=rmsprop" in str(compression):
@@ -19,7 +18,6 @@ def base_for(compression: Any, parameters: Any, lr: float) -> torch.optim.Optimi
 
 
 def make(model: torch.nn.Module, compression: Any, *, lr: float = 0.5, **arguments: Any) -> Any:
-    """Our DistributedOptimizer around plain SGD."""
     import horovod_sparse.torch as hvd
 
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -45,7 +43,6 @@ def wrapped(front: str, model: LinearModel, compression: Any, arguments: Any = N
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients."""
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
@@ -63,16 +60,13 @@ def train_step(
 
 
 def flat(tensors: Mapping[str, torch.Tensor], names: Any) -> np.ndarray:
-    """The tensors of these names behind one another."""
     return np.concatenate([tensors[name].reshape(-1).numpy() for name in names])
 
 
 def in_bucket_order(gradients: Mapping[str, np.ndarray], names: Any) -> np.ndarray:
-    """A bucket's gradient in float32."""
     return np.concatenate([np.asarray(gradients[name]).reshape(-1) for name in names]).astype(np.float32)
 
 
 def residuals_of(optimizer: Any) -> dict[str, torch.Tensor]:
-    """What this rank holds back, as a checkpoint has it."""
     saved = optimizer.state_dict()["horovod_sparse"]
     return saved["residuals"]

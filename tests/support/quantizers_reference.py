@@ -75,7 +75,6 @@ def quantized(
 
 
 def decoded(units: np.ndarray, below: np.ndarray, levels: np.ndarray, code: Quantization) -> np.ndarray:
-    """What every receiver sees of one rank."""
     sent = np.empty(below.size, units.dtype)
     for number, group in enumerate(groups(below.size, code.group)):
         sent[group] = levels[group].astype(units.dtype) * units[number]

@@ -78,7 +78,6 @@ def fold(
 
 
 def block_maxima(values: Array, block: int) -> Array:
-    """The largest magnitude of every `block` neighbours."""
     return np.array([np.abs(values[i : i + block]).max() for i in range(0, values.size, block)], values.dtype)
 
 

@@ -57,7 +57,6 @@ class Replica:
         return found
 
     def held(self) -> dict[str, torch.Tensor]:
-        """What this rank holds back, as a checkpoint has it."""
         return self.sync.state_dict()["residuals"]
 
 

@@ -15,8 +15,6 @@ FACTORS = (1.0, 10.0, 100.0)
 
 
 def _gradients(wrap, compression, variables, absent, graph, factor=1.0):
-    """Of one step, in which the loss does not know the absent ones."""
-
     def step():
         with tf.GradientTape() as tape:
             known = [i for i in range(len(variables)) if i not in absent]
@@ -49,7 +47,6 @@ def test_a_tape_gives_every_variable_its_own(rank, size, bucket_bytes, graph):
 
 @pytest.mark.parametrize("graph", GRAPH)
 def test_stocks_tape_knows_variables_by_identity(graph):
-    """Whatever is asked for, in whatever order: residuals stay with their variables."""
     variables = [tf.Variable(tf.zeros([4]), name=name) for name in "ab"]
     given = [tf.constant([4.0, 3.0, 2.0, 1.0]), tf.constant([0.5, 0.25, 0.125, 0.0])]
     compression, seen = hvd.Compression.topk(density=0.25), []
@@ -76,7 +73,6 @@ def test_stocks_tape_knows_variables_by_identity(graph):
 @pytest.mark.parametrize("graph", GRAPH)
 @pytest.mark.parametrize("wrapper", ["ours", "stock"])
 def test_a_variable_is_asked_for_twice(rank, size, graph, wrapper):
-    """As of two layers that share it."""
     wrap = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradientTape}[wrapper]
     first, second = (tf.Variable(tf.ones([2]), name=name) for name in ("first", "second"))
     compression = hvd.Compression.topk(density=1.0)

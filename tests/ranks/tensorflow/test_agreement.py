@@ -20,7 +20,6 @@ OWN, STOCK = (next(one for one in TAPES if one.name == name) for name in ("graph
 
 
 def refused(step: Any, words: str) -> None:
-    """One step ends soon in an error with these words."""
     begun = time.monotonic()
     with pytest.raises(Exception, match=words):
         step()
@@ -63,7 +62,6 @@ def test_keras(rank, size, first, last, words):
 
 
 def test_keras_optimizers_that_are_set_differently(rank, size):
-    """What no variable tells of, so that replicas part in the third step."""
     sgd = keras.optimizers.SGD(0.1, momentum=0.9 if rank == size - 1 else 0.5)
     optimizer, variable = hvd_keras.DistributedOptimizer(sgd, compression=TEXT), keras.Variable([1.0] * 30)
     refused(lambda: optimizer.apply([tf.ones(30)], [variable]), r"momentum differs: ranks \[.*\] have 0.5")

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.tensorflow
 
 
 def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size):
-    """What one of them updates while the other one's check is due is nobody's drift."""
     towers = [[tf.Variable(tf.ones([40, 30])), tf.Variable(tf.ones([7]))] for _ in range(2)]
     compression = hvd.Compression.topk(density=0.1)
 
@@ -53,7 +52,6 @@ def test_keras_compares_weights_and_the_optimizers_variables(rank, size):
 
 
 def test_what_differs_from_the_beginning_is_found_in_the_second_step(rank):
-    """A model that nobody has broadcast, by a tape; and a learning rate."""
     weight, compression = tf.Variable(tf.fill([4], float(rank))), hvd.Compression.topk(density=0.5)
 
     def step():

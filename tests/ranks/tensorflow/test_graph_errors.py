@@ -78,7 +78,6 @@ def test_nothing_is_applied_and_nothing_is_counted(rank, size, way, graph, every
 
 
 def test_the_next_tape_does_not_wait(rank, size):
-    """Two tapes in one function: backward of the second goes on while the first one's sums are under way."""
     first, second = tf.Variable(tf.ones([4])), tf.Variable(tf.ones([4]))
     compressions = [hvd.Compression.topk(density=1.0) for _ in range(2)]
 
@@ -102,7 +101,6 @@ def test_the_next_tape_does_not_wait(rank, size):
     assert first.numpy().tolist() == [0.5] * 4 and second.numpy().tolist() == [0.25] * 4
 
     def behind(operation):
-        """All that an operation waits for."""
         seen, waiting = set(), [operation]
         while waiting:
             one = waiting.pop()

@@ -24,8 +24,6 @@ TO_MEASURE: dict[str, float] = {}
 
 
 class Descent(TapeTraining):
-    """By a tape with a compressor, in a function that may be traced again."""
-
     def __init__(self, text="topk:density=0.05", graph=True, **arguments):
         super().__init__(text, SHAPES, wrap=hvd.DistributedGradientTape, graph=graph, **arguments)
         self.ledger = Ledger(TAPES[0])
@@ -100,7 +98,6 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
 
 
 def test_times_are_those_of_backward():
-    """A gradient that takes long to compute has the time, and not the one that is there before."""
     import time
 
     variables = [tf.Variable(tf.ones([32]), name=name) for name in ("late", "early")]
@@ -153,7 +150,6 @@ def test_where_no_time_can_be_taken_that_is_said():
 
 
 def test_fit_changes_its_plan_by_a_callback(rank, size, everywhere):
-    """In the middle of an epoch; everything is sent, so training is what it is without."""
     sgd = keras.optimizers.SGD(0.1, momentum=0.9)
     given = profile(backward_seconds=TO_MEASURE)
     optimizer = hvd_keras.DistributedOptimizer(

@@ -35,7 +35,6 @@ def test_what_one_rank_makes_for_itself_is_its_own_matter(kind, rank, size, ever
 
 
 def test_two_models_of_the_same_names_in_one_step(rank, size):
-    """Both under way at the same time: each gets its own."""
     models = [[tf.Variable(tf.ones([5]), name="w"), tf.Variable(tf.ones([]), name="b")] for _ in range(2)]
     compressions = [hvd.Compression.topk(density=1.0) for _ in models]
 

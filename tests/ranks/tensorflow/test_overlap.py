@@ -52,7 +52,6 @@ def _two_buckets():
 
 
 def test_buckets_communicate_while_backward_goes_on(rank, size):
-    """A part of backward that takes long comes after the first bucket's collectives."""
     synchronizer, step = _two_buckets()
     for _ in range(2):
         assert step(1.0 + rank) < LIMIT
@@ -65,7 +64,6 @@ def test_buckets_communicate_while_backward_goes_on(rank, size):
 
 @pytest.mark.controllers
 def test_no_bucket_waits_for_another(rank, size):
-    """Ranks whose gradients come in opposite orders neither hang nor wait for the last one."""
     variables = [tf.Variable(tf.ones([LARGE])) for _ in range(4)]
     synchronizer = hvd.Compression.exdyna(density=0.5).bind(bucket_bytes=1, average=False)
 

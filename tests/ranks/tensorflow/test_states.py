@@ -15,7 +15,6 @@ pytestmark = pytest.mark.tensorflow
 
 
 def test_every_kind_of_variable_is_broadcast(rank, size):
-    """States of random generators among them, and names that differ."""
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)])
     dtypes = (tf.bfloat16, tf.float16, tf.int8, tf.uint64, tf.bool, tf.float64)
@@ -31,7 +30,6 @@ def test_every_kind_of_variable_is_broadcast(rank, size):
 
 
 def test_the_state_of_a_model(rank, size):
-    """What was not committed is taken back, momentum included, which the optimizer had not at first."""
     model = make_model(seed=rank)
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression="topk")
     state = hvd_keras.elastic.KerasState(model, optimizer, batch=20 + rank, epoch=10 + rank)

@@ -14,8 +14,6 @@ from support.keras_models import fit, flat, keras, make_model
 
 
 class Adds(OptimizerV2):
-    """Of the user: without a learning rate."""
-
     def get_config(self):
         return super().get_config()
 
@@ -25,8 +23,6 @@ class Adds(OptimizerV2):
 
 @pytest.mark.parametrize("average", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_passes_and_local_variables_of_an_optimizer_without_a_rate(average, rank):
-    """Gradients are slices, variables in nested lists, steps in a graph."""
-
     def trained(wrap, **arguments):
         optimizer = wrap(
             Adds("adds"),
@@ -57,8 +53,6 @@ def test_passes_and_local_variables_of_an_optimizer_without_a_rate(average, rank
 
 
 def test_what_no_config_tells_stays():
-    """Weights that do not decay, and what a class of the user's has of its own."""
-
     class Mine(keras.optimizers.AdamW):
         factor = 1.0
 
@@ -75,7 +69,6 @@ def test_what_no_config_tells_stays():
 
 
 def test_adamw_makes_the_steps_of_its_feedback(rank, size):
-    """As by the equations, of each rank's own second moment; it has no moments. Also with a scaled loss."""
     results = []
     for scaled in (False, True):
         given = keras.optimizers.AdamW(0.5, weight_decay=0.125, beta_2=0.9, epsilon=1e-3)
@@ -137,8 +130,6 @@ def test_horovods_own_is_wrapped_once():
 
 
 def test_an_optimizer_outside_of_its_process_set(rank):
-    """Which makes its gradients itself."""
-
     class Given(keras.optimizers.Optimizer):
         def __init__(self, name="given", **arguments):
             super().__init__(name=name, **arguments)

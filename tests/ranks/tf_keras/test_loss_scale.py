@@ -15,7 +15,6 @@ SPARSE = "topk:density=0.05"
 
 
 def test_a_scaler_may_be_wrapped_too(rank, size):
-    """As in Keras 3; the scaler comes out again, around what is distributed."""
     plain = sgd("new", 0.125, 0.0)
     scaler = keras.mixed_precision.LossScaleOptimizer(plain, initial_scale=64, dynamic_growth_steps=5)
     wrapped, model, twin = hvd.DistributedOptimizer(scaler, compression=SPARSE), make_model(), make_model()
@@ -58,7 +57,6 @@ def test_horovods_own_optimizer_cannot_tell_the_scale(rank, size):
 
 @pytest.mark.parametrize("graph", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_tape_is_told_the_scale(graph, rank, size, everywhere):
-    """Unscaled residuals, and NaN on all ranks where one overflows."""
     variable, compression = tf.Variable(tf.zeros(20)), hvd_tf.Compression.topk(density=0.1)
     scale, wanted = tf.Variable(4.0), tf.range(20.0)
 

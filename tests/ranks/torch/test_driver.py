@@ -17,7 +17,6 @@ pytestmark = pytest.mark.controllers
 
 
 def rounds(rank: int, seed: int, number: int):
-    """As many dependent rounds as asked for; the answer of one is in the next."""
     value = np.array([float(rank + seed)])
     for _ in range(number):
         value = yield AllReduce(value)
@@ -60,8 +59,6 @@ def test_a_message_that_nobody_awaits_is_a_named_error(rank, size):
 
 
 def test_a_failure_of_horovod_comes_out_of_wait(rank, size):
-    """Ranks that disagree about a length: everything in flight ends, and names are free again."""
-
     def disagreeing():
         yield AllReduce(np.ones(1 + rank))
 
@@ -78,7 +75,6 @@ def test_a_failure_of_horovod_comes_out_of_wait(rank, size):
 
 
 def test_waiting_for_a_rank_that_does_not_come_is_an_error(rank, size):
-    """The others say for what they wait, where `horovodrun` has started them; the last one comes too late."""
     driver, begun = HorovodDriver(deadline_seconds=1.0), time.perf_counter()
 
     def twice():

@@ -88,7 +88,6 @@ def test_one_compressor_for_two_optimizers_is_refused(rank, size):
 
 @pytest.mark.controllers
 def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
-    """Ranks that disagree about an allreduce get Horovod's error, as elastic training expects it."""
     model, optimizer, compressor = make("randomk", shapes={"first": (40 + 10 * rank, 3)}, density=0.5)
     optimizer._synchronizer._agreed_under = present_start()  # else ranks would say so before
     gradient = dyadic((40 + 10 * rank, 3), rank)
@@ -104,7 +103,6 @@ def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
 
 
 def test_one_changed_line_is_enough(rank, size):
-    """The optimizer is told no names."""
     model, compressor = LinearModel(SHAPES), Compression.exdyna(density=0.05)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), compression=compressor)
     train(model, optimizer, range(4), rank)
@@ -115,7 +113,6 @@ def test_one_changed_line_is_enough(rank, size):
 
 @pytest.mark.parametrize("as_dense", [True, False])
 def test_a_layer_of_embeddings_is_sparsified_like_any_other(as_dense, rank, size):
-    """Gradients in COO form, whatever Horovod's own optimizer would have made of them."""
     torch.manual_seed(0)
     embedding = torch.nn.Embedding(30, 4, sparse=True)
     head = torch.nn.Linear(4, 1)

@@ -24,7 +24,6 @@ OWN = ENGINES[0]
 
 @pytest.fixture(autouse=True)
 def per_host(monkeypatch, size):
-    """Two ranks on a host, or all of them where that leaves a host with fewer."""
     number = 2 if size % 2 == 0 else size
     monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", str(number))
     return number
@@ -36,7 +35,6 @@ def made(model, compression, **arguments):
 
 
 def test_a_nan_beside_a_changed_gradient_gets_into_no_residual(rank, size):
-    """Both on one host."""
     model = LinearModel(SHAPES)
     optimizer = made(model, "topk:density=0.2")
     train_step(model, optimizer, gradients(rank, 0))
@@ -73,7 +71,6 @@ def test_a_process_set_is_divided_as_well(rank, size, process_set):
 
 
 def test_plans_by_times_are_made_for_both_levels(rank, size, per_host):
-    """The warm-up measures both, and predictions are of both; nothing is lost while the plan changes."""
     if size < 4:
         pytest.skip("takes two hosts of two ranks")
     arguments = {"merging": "optimal", "bucket_bytes": None}

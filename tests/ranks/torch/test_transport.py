@@ -31,7 +31,6 @@ def needs_mpi():
 
 @pytest.fixture(params=["auto", "alltoall", "pairs"])
 def way(request, monkeypatch):
-    """Which transport the next choice makes."""
     if request.param == "pairs":
         needs_mpi()
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", request.param)
@@ -47,7 +46,6 @@ def each_way_once(way):
 
 
 def carrier(way: str) -> str:
-    """What the next choice takes."""
     if way != "alltoall" and hvd.mpi_enabled() and hvd.mpi_threads_supported():
         return "mpi"
     return "alltoall"
@@ -60,7 +58,6 @@ def connected() -> HorovodDriver:
 
 
 def ring(rank: int, size: int, length: int, rounds: int):
-    """Every round to another neighbour; lengths that only the sender knows."""
     seen = []
     for number in range(rounds):
         distance = 1 + number % (size - 1)
@@ -71,7 +68,6 @@ def ring(rank: int, size: int, length: int, rounds: int):
 
 
 def of_all_kinds(rank: int, size: int, number: int):
-    """Dependent rounds of other kinds after a ring; the answer of one is in the next."""
     heard = yield from ring(rank, size, 200_000 if number % 5 == 0 else number, 1 + number % 4)
     value = np.array([float(rank + number)])
     for _ in range(1 + number % 4):
@@ -81,7 +77,6 @@ def of_all_kinds(rank: int, size: int, number: int):
 
 
 def test_many_rounds_in_any_order(each_way_once, rank, size):
-    """Small and large messages, each rank starting in an order of its own, names used again and again."""
     driver, shuffle = connected(), random.Random(rank)
     for _ in range(4):
         names = list(range(12))
@@ -105,7 +100,6 @@ def test_many_rounds_in_any_order(each_way_once, rank, size):
 
 
 def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
-    """Ranks give up in different rounds; the next run of the same name is clean."""
     if carrier(way) == "alltoall":
         pytest.skip("Horovod keeps its own collectives apart")
 
@@ -132,7 +126,6 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
 
 
 def test_what_all_ranks_give_up_is_no_message_for_the_next(each_way_once, rank, size):
-    """A task that nobody waits for, and another of its name after that."""
     if carrier(each_way_once) == "alltoall":
         pytest.skip("Horovod keeps its own collectives apart")
     driver = connected()
@@ -148,7 +141,6 @@ def test_what_all_ranks_give_up_is_no_message_for_the_next(each_way_once, rank, 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_an_unawaited_message_is_an_error_of_its_receiver(late, rank, size):
-    """The last rank sends to the first before that one has started its own exchange, or after it was done."""
     needs_mpi()
     mpi = connected().mpi
     if mpi is None:
@@ -170,7 +162,6 @@ def test_an_unawaited_message_is_an_error_of_its_receiver(late, rank, size):
 
 
 def test_starting_waits_for_nobody(way, rank, size):
-    """All but one rank start, and have other things to do together before the last one does."""
     driver, late = connected(), size - 1
     task = driver.start("waits", ring(rank, size, 9, 2)) if rank != late else None
     driver.advance()
@@ -186,7 +177,6 @@ def test_starting_waits_for_nobody(way, rank, size):
 
 
 def test_telemetry_says_which_and_why(way, rank, size):
-    """In the own optimizer and in Horovod's; nothing where no message goes between two ranks."""
     words = {
         "mpi": "MPI, on a communicator of their own (every rank can)",
         "alltoall": "Horovod's all-to-all (HOROVOD_SPARSE_TRANSPORT says so)",
@@ -226,7 +216,6 @@ def test_exchanged_steps_connect_too(feedback, rank, size):
 
 
 def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
-    """Every kind of round, several buckets in orders of their own, and ranks that abandon a step together."""
     needs_mpi()
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     started = []
@@ -269,7 +258,6 @@ def test_rounds_of_messages_between_pairs(monkeypatch, rank, size):
 
 @pytest.mark.parametrize("name", ["exdyna", "gtopk", "oktopk"])
 def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, name, rank, size):
-    """Messages of ranks that come last, and of another optimizer that is in the midst of its own step."""
     needs_mpi()
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     shapes, trained = {"first": (40, 30), "second": (30, 50)}, []

@@ -311,7 +311,6 @@ def kept(accumulator, gradient):
 
 @pytest.mark.parametrize("kind", FOLDS)
 def test_what_was_there_before_comes_back(kind):
-    """Selections, too."""
     if "decay" in FOLDS[kind]:
         pytest.skip("the factor of old values stays")
     generator = np.random.default_rng(1)

@@ -26,7 +26,6 @@ def facts(**changes) -> dict:
 
 
 def levels(*everyone: dict, asked: str | None = None) -> dict[str, str]:
-    """The worst level of every topic."""
     order = ["problem", "advice", "good"]
     worst: dict[str, str] = {}
     for finding in examine(everyone, asked):
@@ -114,7 +113,6 @@ def test_ranks_that_differ_are_told_apart():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No launch, whatever this test runs under."""
     for name in (
         "HOROVOD_RANK",
         "OMPI_COMM_WORLD_RANK",

@@ -88,7 +88,6 @@ def test_the_cost_of_top_k_by_hand() -> None:
 
 
 def test_a_rank_alone_needs_no_collective() -> None:
-    """As with `merging="optimal"` on one rank, where a profile is measured that has none."""
     alone = dataclasses.replace(PROFILE, size=1, collectives={})
     for sparsifier in (TopK(density=0.01), ExDyna(density=0.01)):
         cost = alone.cost(sparsifier)

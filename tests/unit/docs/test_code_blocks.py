@@ -76,7 +76,6 @@ def commands(block: Block) -> list[list[str]]:
 
 @cache
 def help_of(*command: str) -> str:
-    """What a command of ours answers to --help."""
     if command[0] == "horovod-sparse":
         done = subprocess.run(
             [sys.executable, "-m", "horovod_sparse", *command[1:], "--help"], capture_output=True, text=True
@@ -94,7 +93,6 @@ def help_of(*command: str) -> str:
 
 
 def check(words: list[str]) -> None:
-    """A command exists, and what it is given are options of it."""
     name, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     options = [word.partition("=")[0] for word in rest if re.match(r"--\w", word)]
     if name == "horovod-sparse" or name.startswith("scripts/"):

@@ -29,7 +29,6 @@ _HOSTS = ("arxiv.org", "doi.org", "icml.cc", "github.com", "conda-forge.org")
 
 
 def without_code(path: Path) -> str:
-    """The text of a page, code blocks left out."""
     return re.sub(r"^( *)```.*?^\1```$", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -218,13 +217,11 @@ _NUMBER = re.compile(r"(?<![\w.,/-])\d+(?:,\d{3})+(?:\.\d+)?(?!\w)|(?<![\w.,/-])
 
 
 def numbers(text: str) -> set[str]:
-    """Those of a text, without code, links and pictures' names."""
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
     return set(_NUMBER.findall(text))
 
 
 def measured() -> set[str]:
-    """Those of the appendix, with fewer decimals, too."""
     found = set()
     for page in (DOCS / "appendix").glob("*.md"):
         text = re.sub(r"\]\([^)]*\)", " ", page.read_text("utf-8"))

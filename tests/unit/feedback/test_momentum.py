@@ -134,7 +134,6 @@ def test_norms_whose_squares_are_no_numbers(scale: float) -> None:
 
 
 def test_what_is_applied_with_momentum_follows_the_learning_rate() -> None:
-    """The residual is scaled when the rate changes; the velocity, a sum of gradients, is not."""
     made = Recipe(TopK(density=0.25), MomentumCorrection(momentum=0.5, scale_residual=True))
     cluster = SimulatedCluster(made, 4, 1)
     cluster.synchronize([np.array([8, 1, 1, 1], np.float32)], 0.5)
@@ -202,7 +201,6 @@ def normalized(
 
 
 def drawn(*shape: int) -> np.ndarray:
-    """Of sizes that differ by element, as gradients do."""
     generator = np.random.default_rng(shape)
     return gaussian(generator, shape) * np.exp(2 * generator.standard_normal(shape[-1]))
 
@@ -322,7 +320,6 @@ def test_clipping_comes_before_the_moment() -> None:
 
 
 def test_a_step_that_is_given_up_leaves_no_trace() -> None:
-    """Its gradient is dropped: the moment is what it was, and the next step counts as this one did."""
     good, bad, last = drawn(3, _N).astype(np.float32)
     clusters = [SimulatedCluster(recipe("topk", density=0.1, feedback="adam"), _N, 1) for _ in range(2)]
     for cluster in clusters:

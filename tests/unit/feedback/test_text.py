@@ -177,7 +177,6 @@ def test_norms_are_those_of_the_residuals(case: Case) -> None:
 
 
 def test_what_is_applied_is_not_taken_back() -> None:
-    """As where the next step fails before its first message."""
     cluster = one_rank(recipe("topk", density=0.25))
     cluster.synchronize([np.array([4, 3, 0, 0], np.float32)])
     cluster.buckets[0].accept()

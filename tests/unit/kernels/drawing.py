@@ -43,7 +43,6 @@ def make(kind, n, seed, dtype=np.float32):
 
 
 def spoil(gradient, generator, share):
-    """Puts NaN, Inf and -Inf at random places."""
     places = generator.random(gradient.size) < share
     gradient[places] = generator.choice(np.array([np.nan, np.inf, -np.inf], gradient.dtype), places.sum())
     return gradient

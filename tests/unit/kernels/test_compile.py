@@ -70,7 +70,6 @@ def test_ranks_that_start_together(tmp_path):
 
 
 def test_a_lock_that_somebody_holds_ends_no_job(tmp_path):
-    """A process that is stopped while it compiles: others say whom they wait for, and go on without it."""
     finish(run(ONE_KERNEL.format(kind="float32"), NUMBA_CACHE_DIR=str(tmp_path)))
     (lock,) = tmp_path.rglob("kernels.lock")
     assert stat.S_IMODE(lock.stat().st_mode) == 0o600, "another user could hold it"

@@ -91,7 +91,6 @@ def test_a_state_with_a_field_less_or_more_is_refused() -> None:
 
 
 def entries_of(cluster: SimulatedCluster) -> list[dict[str, Any]]:
-    """What every rank saves, as far as `redistributed` looks at it."""
     size = len(cluster.buckets)
     return [
         {
@@ -106,7 +105,6 @@ def entries_of(cluster: SimulatedCluster) -> list[dict[str, Any]]:
 
 
 def means(cluster: SimulatedCluster) -> np.ndarray:
-    """Over ranks: of the values, and of what a feedback keeps beside them, [1 + companions, n]."""
     kept = [(bucket.accumulator.values(), *bucket.accumulator.companions) for bucket in cluster.buckets]
     return np.mean(kept, axis=0, dtype=np.float64)
 
@@ -141,7 +139,6 @@ def test_nothing_is_lost_on_the_way_to_another_size(case: Case, sizes: tuple[int
 
 @rows_by("case,size", CASES, [2, 3], ids=case_id)
 def test_states_that_start_anew_in_the_middle_agree_and_lose_nothing(case: Case, size: int) -> None:
-    """As where rank 1 is replaced: it has neither residual nor state, the others go on at their step."""
     scenario = Scenario(size, 60, num_steps=_NUM_STEPS)
     before = run(case.recipe, scenario, random_gradients(scenario, dyadic))
     cluster = run(case.recipe, scenario, random_gradients(scenario, dyadic, seed=1)).cluster

@@ -72,7 +72,6 @@ def test_every_rank_says_where(case: Case, dtype: str, who: str) -> None:
 
 @rows
 def test_the_state_is_as_before_the_step(case: Case) -> None:
-    """An abandoned step teaches nothing: no threshold moves, no step is counted, no block moves."""
     gradients = random_gradients(_SCENARIO)
     cluster = run(case.recipe, _SCENARIO, gradients[:3]).cluster
     before = [bucket.state for bucket in cluster.buckets]
@@ -101,7 +100,6 @@ def test_a_step_can_be_abandoned_after_it_went_well(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.loses_mass], ids=case_id)
 def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
-    """The residual is rescaled when the learning rate changes: once, also if that step is abandoned."""
     scaled = dataclasses.replace(case.recipe, feedback=ErrorFeedback(scale_residual=True))
     cluster = SimulatedCluster(scaled, 64, 2)
     first = np.arange(1, 65, dtype=np.float32) / 64
@@ -121,7 +119,6 @@ def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
 
 @rows_by("case,huge", CASES, [("float32", 3e38), ("float64", 1.5e308), ("float16", 6e4)], ids=case_id)
 def test_a_sum_that_is_not_finite_is_applied_by_nobody(case: Case, huge: tuple[str, float]) -> None:
-    """Every rank's gradient is finite, and what all of them together send is more than its type holds."""
     dtype, value = huge
     scenario = Scenario(3, 120, dtype, num_steps=6)
     gradients = random_gradients(scenario)
@@ -197,7 +194,6 @@ def sick_run(
 
 @rows_by("case,position", CASES, [3, 45, 119], ids=case_id)
 def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
-    """Only one column sees it; all ranks raise, and the host goes on with what it had."""
     gradients = random_gradients(scenario_of(3, 2, 121, num_steps=5))
     gradients[_SICK_AT, 3, position] = np.nan
     history, results = sick_run(case, gradients)

@@ -46,7 +46,6 @@ def test_all_laws_hold_in_either_memory(case: Case, scenario: Scenario) -> None:
 
 @rows_by("case,hosts,dtype", CASES, [0, 2], DTYPES, ids=case_id, each=2)
 def test_law_1_is_exact_where_sums_are(case: Case, hosts: int, dtype: str) -> None:
-    """On one level, and on two hosts of two ranks whose shards are of unequal length."""
     scenario = Scenario(size=4, num_elements=201, dtype=dtype, num_steps=8, hosts=hosts)
     gradients = random_gradients(scenario, dyadic)
     history = run(case.recipe, scenario, gradients)
@@ -66,7 +65,6 @@ _values = st.integers(-64, 64).map(lambda number: number / 64.0)
 
 @st.composite
 def small_runs(draw: st.DrawFn) -> tuple[Scenario, np.ndarray, float]:
-    """Few ranks and elements, dyadic gradients with many zeros and ties, any density."""
     scenario = Scenario(
         size=draw(st.integers(1, 5)),
         num_elements=draw(st.integers(1, 40)),
@@ -271,7 +269,6 @@ _PATTERNS = ("equal", "all", "some", "one", "one among others")
 
 
 def starve(case: Case, size: int, num_elements: int, k: int, pattern: str, seed: int = 0) -> int:
-    """Runs until everything that grows was sent twice; steps that it took."""
     random, shape = np.random.default_rng(seed), (size, num_elements)
     growth, swing = random.integers(1, 5, shape), np.zeros(shape)
     if pattern == "equal":
@@ -309,7 +306,6 @@ def test_shapes_at_which_some_did(case: Case, shape: tuple[int, int, int, str]) 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
-    """P, n, k; k around 1 or around P."""
     size, num_elements = draw(st.integers(1, 16)), draw(st.integers(1, 64))
     k = draw(st.sampled_from((1, 2, 3, size // 2, size - 1, size, size + 1)))
     return size, num_elements, min(max(k, 1), num_elements)

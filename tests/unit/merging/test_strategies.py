@@ -29,7 +29,6 @@ from support.merging_models import all_plans, costs, seconds, workloads
 
 
 def chain(*times: float, elements: int = 100) -> Workload:
-    """Layers 1 to L, one name each."""
     return Workload(tuple(ParameterFacts(f"l{i + 1}", elements) for i in range(len(times))), times)
 
 

@@ -29,7 +29,6 @@ def words(*numbers: int) -> np.ndarray:
 
 
 def asking(*requests: Request) -> Synchronization[list[Any]]:
-    """A rank that asks for these, and returns what it got."""
     answers = []
     for request in requests:
         answers.append((yield request))  # noqa: PERF401 -- a comprehension cannot yield

@@ -110,7 +110,6 @@ def test_telemetry_of_exdyna() -> None:
 
 
 def test_equal_magnitudes_do_not_send_the_whole_window() -> None:
-    """Every element reaches a threshold that all are equal to; each rank still sends only k."""
     cluster = SimulatedCluster(recipe("micro", density=0.01), 10_000, 4)
     sums = cluster.synchronize([np.ones(10_000, np.float32) for _ in range(4)])
     assert sums[0].counts.tolist() == [100, 100, 100, 100]
@@ -118,7 +117,6 @@ def test_equal_magnitudes_do_not_send_the_whole_window() -> None:
 
 @pytest.mark.parametrize("blocks", [(5, -5, 0), (0, 6, -6)])
 def test_other_bounds_on_one_rank_are_found_out_by_all(blocks: tuple[int, ...]) -> None:
-    """Where the selections themselves do not meet, nothing is applied twice."""
     found = 0
     for rank in range(3):
         cluster, generator = SimulatedCluster(recipe("exdyna", density=0.1), 600, 3), np.random.default_rng(1)

@@ -14,7 +14,6 @@ from horovod_sparse.sparsifiers.exdyna import Partitions, move_proportionally, p
 
 
 def algorithm_2(n_g: int, n_b: int, n: int) -> tuple[int, list[int], list[int]]:
-    """sz_blk, blk_part and blk_pos for n workers."""
     temp = n_g // n_b
     sz_blk = temp - temp % 32
     quotient = n_b // n

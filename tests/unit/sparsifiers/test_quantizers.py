@@ -65,7 +65,6 @@ def test_no_norm_overflows_or_vanishes(scale: float, norm: str) -> None:
 
 
 def test_signsgd_by_hand() -> None:
-    """Two ranks, four elements: ``mean |g| sign(g)``, their sum, and what is left."""
     cluster = SimulatedCluster(recipe("signsgd"), 4, 2)
     total = cluster.step([exactly([4, -2, 1, -1]), exactly([1, 1, -1, 5])])
     assert total.tolist() == [2 + 2, -2 + 2, 2 - 2, -2 + 2]
@@ -157,7 +156,6 @@ def test_other_messages_are_refused() -> None:
 
 
 def test_no_index_is_made() -> None:
-    """4 n bytes of positions that everybody knows: only who asks gets them."""
     cluster = SimulatedCluster(recipe("qsgd"), 1000, 2)
     sum_ = cluster.synchronize([*np.ones((2, 1000), np.float32)])[0]
     assert isinstance(sum_, WholeSum) and sum_.whole and "indices" not in vars(sum_)

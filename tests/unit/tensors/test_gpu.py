@@ -28,7 +28,6 @@ def elastic(monkeypatch):
 
 
 def model(device):
-    """Parameters on the device, whose gradients are chosen."""
     parameters = {
         name: torch.nn.Parameter(torch.ones(shape, device=device)) for name, shape in SHAPES.items()
     }
@@ -36,7 +35,6 @@ def model(device):
 
 
 def backward(net, step):
-    """Gradients that depend on the step alone."""
     device = net["first"].device
     given = {name: torch.from_numpy(dyadic(shape, step, name)).float() for name, shape in SHAPES.items()}
     sum((parameter * given[name].to(device)).sum() for name, parameter in net.items()).backward()

@@ -49,7 +49,6 @@ class Cuda:
 
 
 def asking(cuda, seen):
-    """Two rounds; writes down the stream of each piece of work."""
     for number in range(2):
         seen.append(cuda.now.name)
         assert (yield number) == 10 * number

@@ -101,7 +101,6 @@ def test_complex_parameters_and_names_of_compiled_models_are_told():
 
 
 def test_buckets_follow_the_model_not_the_parameter_groups():
-    """Weights and biases in two groups: each kind in backward order, and no bucket mixes them."""
     net = model()
     groups = [{"params": [net[0].bias, net[2].bias]}, {"params": [net[2].weight, net[0].weight], "lr": 1.0}]
     optimizer = hvd.DistributedOptimizer(
@@ -111,8 +110,6 @@ def test_buckets_follow_the_model_not_the_parameter_groups():
 
 
 def test_gradients_in_coo_form_land_where_they_belong():
-    """Also while the gradient already is a view behind other parameters, and without hybrid dimensions."""
-
     class Picks(torch.nn.Module):
         def __init__(self):
             super().__init__()

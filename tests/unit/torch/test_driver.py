@@ -17,8 +17,6 @@ from horovod_sparse.training.deadline import Deadline
 
 
 class Held:
-    """A collective that is done when the test says so."""
-
     def __init__(self, request, name):
         self.request, self.name, self.known, self.finished, self.failure = request, name, True, False, None
 
@@ -34,7 +32,6 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch):
-    """Every collective started, by name."""
     collectives: dict[str, Held] = {}
 
     def fake(request, name, process_set, topology):
@@ -173,7 +170,6 @@ def test_an_interrupt_is_not_kept(held):
 
 
 def test_what_one_rank_cannot_no_rank_does(monkeypatch):
-    """Of three ranks the last has no MPI; every rank takes the same way, and connects once."""
     hvd.init()
     asked = []
 

@@ -39,7 +39,6 @@ def statuses(size=3, **changed):
 
 
 def started(ranks):
-    """What all ranks agree upon, and the number of collectives that took."""
     recorder = Recorder()
     first, *others = run_lockstep([agreed_status(status) for status in ranks], recorder)
     assert others == [first] * len(others)

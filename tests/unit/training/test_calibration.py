@@ -159,7 +159,6 @@ PROFILE = profile_of_two({"topk": Fit(1e-4, 1e-9)}, {fact.name: 1e-4 for fact in
 
 
 def step(recorder, gaps, start=100.0, hook=0.5):
-    """One step whose gradients come after these gaps; every hook takes half a second itself."""
     clock = start
     recorder.begin(clock)
     for name, gap in gaps.items():

@@ -45,7 +45,6 @@ def an_entry(rank: int, size: int = SIZE, step: int = 0) -> dict[str, Any]:
 
 
 def ranks_of(roots: Path | list[Path], size: int) -> Any:
-    """Every rank and its folder."""
     return enumerate(roots if isinstance(roots, list) else [roots] * size)
 
 
@@ -58,13 +57,11 @@ def save(roots: Path | list[Path], step: int = 0, size: int = SIZE, keep: int = 
 
 
 def load(roots: Path | list[Path], size: int = SIZE, step: int | None = None, **other: Any) -> list[Any]:
-    """All ranks load."""
     read, pairs = checkpoint_folder.read_checkpoint, ranks_of(roots, size)
     return run_lockstep([read(root, rank=rank, size=size, step=step) for rank, root in pairs], **other)
 
 
 def refused(ends: Any, words: str, kind: type = CheckpointError) -> None:
-    """By all ranks."""
     assert all(isinstance(end, kind) and words in str(end) for end in ends), ends
 
 
@@ -141,8 +138,6 @@ def test_what_a_training_taken_back_saves_is_the_newest(tmp_path: Path) -> None:
 
 
 class Training:
-    """Of ranks that save together, in one process or in several."""
-
     def __init__(self, value: float = 0.0, ranks: tuple[int, ...] = (0, 1)) -> None:
         self.value, self.ranks = value, ranks
 
@@ -188,7 +183,6 @@ def test_two_process_sets_do_not_share_a_directory(tmp_path: Path, monkeypatch: 
 
 
 def test_no_rank_is_left_alone_by_what_another_cannot_do(tmp_path: Path) -> None:
-    """A file in the directory's place, no path, an error of another kind: all ranks are told."""
     (tmp_path / "file").write_text("")
     save(tmp_path / "good", 1)
     for wrong in (tmp_path / "file", None, "a\0b"):
@@ -274,7 +268,6 @@ def test_what_is_not_complete_everywhere_or_not_of_one_checkpoint_is_not_loaded(
 
 @pytest.mark.parametrize("name", ["rank-00001.npz", "manifest.json"])
 def test_changed_and_truncated_files_are_named_errors(tmp_path: Path, name: str) -> None:
-    """Bit flips and truncations: never another residual."""
     save(tmp_path, 1)
     path = tmp_path / "step-0000000001.1" / name
     good, draw, num_refused = path.read_bytes(), random.Random(0), 0
@@ -300,7 +293,6 @@ def test_changed_and_truncated_files_are_named_errors(tmp_path: Path, name: str)
 
 
 def test_a_file_of_another_rank_or_save_is_refused(tmp_path: Path) -> None:
-    """Each is sound by itself."""
     for directory in ("one", "other"):
         for step in (1, 2):
             save(tmp_path / directory, step)
@@ -351,7 +343,6 @@ def test_a_forged_manifest_is_refused_before_anything_is_made_of_it(tmp_path: Pa
 
 
 def test_all_ranks_load_the_same(tmp_path: Path) -> None:
-    """Rank 0 the checkpoint of step 1, rank 1 that of step 2; or one of them a model, too."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     for asked in ([{"step": 1}, {"step": 2}], [{"step": None, "loaded": words} for words in ("", "a model")]):
@@ -373,7 +364,6 @@ for step in range(1, 100_000):
 
 
 def test_killed_while_saving_the_last_complete_one_loads(tmp_path: Path) -> None:
-    """At 25 random moments."""
     draw, root, leftovers = random.Random(1), Path(__file__).resolve().parents[3], 0
     command = [sys.executable, "-c", WRITER, str(tmp_path), str(root)]
     writer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)})
@@ -400,7 +390,6 @@ def test_killed_while_saving_the_last_complete_one_loads(tmp_path: Path) -> None
 
 
 def test_two_that_publish_the_same_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second must not take the first one's folder for its own."""
     write = checkpoint_folder._write
 
     def meanwhile(path: Path, entry: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ ENTRIES = {name: saved_entry(trained(how, ONE, 2)[1]) for name, how in RECIPES.i
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all fields."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -34,7 +33,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Paths and values of all numbers and arrays of them in a sparsifier's state."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from numbers(item, (*path, key))
@@ -49,7 +47,6 @@ def nested(value: Any, depth: int) -> Any:
 
 
 def others(value: Any) -> st.SearchStrategy[Any]:
-    """What may stand in the place of a value."""
     strange = [None, True, -1, 10**400, 2**63, 0.5, float("nan"), float("inf"), "nonsense", b"", [], {}, ()]
     strange += [object(), [value], {"it": value}, np.ones(3), np.array("text"), np.array([None])]
     found = st.sampled_from(strange) | st.integers(20, 2000).map(lambda depth: nested(value, depth))
@@ -124,7 +121,6 @@ def is_plausible(entry: Any, path: tuple[Any, ...]) -> bool:
 
 
 def wrong(value: Any) -> list[Any]:
-    """Numbers of the same kind that hardly any field can hold."""
     if isinstance(value, np.ndarray):
         return [value - 1000, value + 1000, value * 0, -value]
     if isinstance(value, list):

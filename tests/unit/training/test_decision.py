@@ -85,14 +85,12 @@ def test_what_needs_no_times_is_planned_at_once():
 
 
 def begun(*facts, **arguments):
-    """The plan to begin with, of parameters a, b, ..."""
     named = {fact.name: (fact, None) for fact in facts}
     return first_plan(None, named, ExDyna(density=0.01), lambda: where(0), **arguments)
 
 
 @pytest.fixture
 def nothing_said(monkeypatch):
-    """As it is where nobody has said anything."""
     monkeypatch.delenv("HOROVOD_SPARSE_TENSOR_SELECTION", raising=False)
 
 
@@ -206,7 +204,6 @@ SLOW, FAST = AlphaBeta(1e-4, 8e-9), AlphaBeta(2e-5, 2.5e-10)
 
 
 def profile_of(seed=0, between=SLOW, inside=FAST, selection=SELECTION, **changed):
-    """A complete profile of 2 x 2 ranks, as if it were measured."""
     random = np.random.default_rng(seed)
     made = profile_of_hosts(between, inside, 2, 2, selection)
     times = {fact.name: float(each) for fact, each in zip(NINE, random.exponential(2e-4, 9), strict=True)}

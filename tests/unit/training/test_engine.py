@@ -155,7 +155,6 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def simulated(toy: Any, text: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Parameters and residuals after the same steps in one process."""
     recipe = parse_recipe(text)
     infos = [BucketInfo("bucket0.weight", 105, rank, RANKS) for rank in range(RANKS)]
     buckets = [Bucket(info, recipe, host_accumulator(info, recipe)) for info in infos]

@@ -124,7 +124,6 @@ def test_what_cannot_be_packed_is_named(indices, position):
 @quick
 @given(data=st.data(), n=st.one_of(st.integers(1, 200), st.integers(1, 2**22)), count=st.integers(0, 60))
 def test_arbitrary_words_are_refused_or_valid(name, data, n, count):
-    """Never out of bounds, never outside [0, n)."""
     size = INDEX_CODECS[name].num_words(count, n)
     some = st.sampled_from([0, 1, 3, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFE])
     drawn = data.draw(st.lists(some | st.integers(0, 2**32 - 1), min_size=size, max_size=size))

@@ -96,7 +96,6 @@ def test_a_message_by_hand():
 
 @rows_by("format,dtype", FORMATS, DTYPES, ids=lambda item: f"{item.values}-{item.indices}")
 def test_another_format_is_refused(format, dtype):
-    """Every pair of formats that write different things, in both directions."""
     n = 5000
     [message], _ = packed(format, n, dtype, [40])
 

@@ -12,7 +12,6 @@ from support.keras_models import fit, flat, keras, make_model, share
 
 
 def test_residuals_are_no_variables_and_differ(everywhere):
-    """And a broadcast leaves them alone."""
     model, optimizer = halfway()
     plain = keras.optimizers.SGD(0.1, momentum=0.9)
     plain.build(model.trainable_weights)
@@ -29,7 +28,6 @@ def test_residuals_are_no_variables_and_differ(everywhere):
 
 
 def test_saved_model(tmp_path, rank, size):
-    """Loaded by ours it goes on; loaded by Keras it is an ordinary model."""
     path = str(tmp_path / f"rank-{rank}.keras")
     model, _ = halfway()
     model.save(path)
@@ -47,7 +45,6 @@ def test_saved_model(tmp_path, rank, size):
 
 
 def test_the_callback_in_a_process_set(folder, process_set, rank):
-    """The other ranks take no part."""
     ranks = process_set([0])
     for epochs, loaded in ((1, None), (2, 6)) if rank == 0 else ():
         saves = hvd.callbacks.CheckpointCallback(folder)

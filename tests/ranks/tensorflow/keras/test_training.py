@@ -26,7 +26,6 @@ def test_broadcast_leaves_local_variables_alone(rank):
 
 
 def test_a_metric_of_one_rank_is_its_own_on_all(rank, size):
-    """As of who validates alone."""
     logs = {"loss": 1.0 + rank, **({"val_loss": 3.0} if rank == 0 else {})}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
     assert logs == {"loss": (size + 1) / 2, "val_loss": 3.0}
@@ -59,7 +58,6 @@ def test_momentum_correction_is_that_of_horovod(rank, size):
 
 @pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_error_feedback_follows_a_schedule(run_eagerly, rank, size):
-    """Nothing of it is frozen: the bucket knows the rate of the last step, in every step."""
     rates, seen = [0.1, 0.05, 0.025], []
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([5, 11], rates)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), compression=SPARSE)
@@ -74,7 +72,6 @@ def test_error_feedback_follows_a_schedule(run_eagerly, rank, size):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_fixed_loss_scale_is_none_of_the_sparsifiers_business(passes):
-    """Thresholds and norms are of gradients, and so are residuals."""
     results = []
     for scale in (None, 1024.0):
         weight = keras.Variable(np.zeros(4, np.float32))
@@ -131,7 +128,6 @@ def test_indexed_slices(rank, size, everywhere):
 
 
 def test_telemetry_goes_into_the_logs(tmp_path, rank, size):
-    """And the best model is written by one rank; "auto" is no XLA where there is no accelerator."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=SPARSE)
     model, path = make_model(), tmp_path / f"{rank}.keras"
     callbacks = [

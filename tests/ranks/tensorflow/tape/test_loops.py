@@ -21,7 +21,6 @@ GRAPH = [True, pytest.param(False, marks=pytest.mark.nightly)]
 
 @pytest.mark.parametrize("graph", GRAPH)
 def test_recompute_grad(graph, rank, everywhere):
-    """What is computed a second time in the backward pass is synchronized once, and is the same."""
     results = []
     for again in (False, True):
         variables, compression = weights(3), hvd.Compression.topk(density=0.2)

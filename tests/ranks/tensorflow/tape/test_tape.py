@@ -23,7 +23,6 @@ WRAPPERS = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradi
 )
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "partial"])
 def test_a_rank_outside_of_the_process_set_gets_its_own(rank, size, wrapper, graph, process_set):
-    """As in stock Horovod; the others go on, and all of them meet afterwards."""
     inner = process_set([0])
     local, shared = tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3]))
     compression = hvd.Compression.topk(density=1.0)
@@ -109,11 +108,7 @@ GRAPH = [pytest.param(False, id="eager", marks=pytest.mark.nightly), pytest.para
 
 @pytest.mark.parametrize("what", ["slices", pytest.param("local", marks=pytest.mark.nightly), "local slices"])
 def test_in_elastic_training_a_graph_asks_how_many_ranks_there_are(rank, size, what, monkeypatch):
-    """Not when it is traced, where there may have been more of them."""
-
     class Before:
-        """The ranks when the function was traced."""
-
         process_set_id = 0
 
         @staticmethod
@@ -187,7 +182,6 @@ class _Layer:
 @pytest.mark.parametrize("graph", GRAPH)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_partial_tape_leaves_layers_to_their_rank(rank, size, graph, scaled):
-    """The sum for the others; `get_local_and_global_gradients` tells the two apart, as Horovod's does."""
     shared, first, second = (tf.Variable(tf.ones([3]), name=f"weight{i}") for i in range(3))
     variables, compression = [first, shared, second], hvd.Compression.topk(density=1.0)
 

@@ -13,7 +13,6 @@ from support.sampling import rows_by
 
 
 def kth(magnitudes: np.ndarray, k: int) -> float:
-    """The k-th largest."""
     return float(np.sort(magnitudes)[-k])
 
 
@@ -88,7 +87,6 @@ def topk_dsa_step(accumulators: np.ndarray, k: int) -> tuple[np.ndarray, np.ndar
 
 
 def uneven(generator: np.random.Generator, size: int, n: int) -> np.ndarray:
-    """Few bits each; the first eighth of the vector is eight times as large."""
     gradients = dyadic(generator, (size, n))
     gradients[:, : n // 8] *= 8.0
     return gradients

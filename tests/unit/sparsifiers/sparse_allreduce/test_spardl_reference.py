@@ -110,7 +110,6 @@ def reference_step(
 
 
 def kept_of(values: np.ndarray, mask: np.ndarray, k: int) -> np.ndarray:
-    """The k largest of the masked elements."""
     where = np.flatnonzero(mask)
     keep = np.zeros(values.size, bool)
     keep[where[top(values[where], k)]] = True

@@ -21,7 +21,6 @@ _PER_RANK = 4  # k / P
 
 
 def log(number: int) -> int:
-    """Rounds that the paper writes as a logarithm."""
     return ceil(log2(number))
 
 

@@ -62,7 +62,6 @@ _MOMENTUM = "dgc:density=0.1,feedback=momentum(momentum=0.5)"
 
 @pytest.mark.parametrize("wrap", [lambda made: made, scaled])
 def test_momentum_twice_is_refused(wrap):
-    """By the feedback and by the optimizer, as with PyTorch."""
     with pytest.raises(ArgumentError, match=r"momentum=0\.9.*momentum=0 to the optimizer"):
         hvd.DistributedOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), compression=_MOMENTUM)
     hvd.DistributedOptimizer(wrap(sgd()), compression=_MOMENTUM)
@@ -146,7 +145,6 @@ def test_optimizers_that_cannot_be_wrapped(make, words):
 
 
 def test_settings_and_state_are_taken_over():
-    """As after load_model: momentum and iterations stay; the name, too."""
     variable = keras.Variable([1.0, 2.0])
     plain = keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=1.0, name="mine")
     plain.apply([tf.constant([1.0, 1.0])], [variable])
@@ -159,8 +157,6 @@ def test_settings_and_state_are_taken_over():
 
 
 def test_what_no_config_tells_stays():
-    """Weights that do not decay, and what a subclass has of its own."""
-
     class Mine(keras.optimizers.AdamW):
         factor = 1.0
 
@@ -247,7 +243,6 @@ def adamw(rate=0.5, **more):
 
 
 def stepped(rates=(0.5,) * 3):
-    """By the equations, from ones."""
     weight, moment = np.ones(2), np.zeros(2)
     for number, (gradient, rate) in enumerate(zip(GRADIENTS, rates, strict=True), 1):
         moment = 0.9 * moment + 0.1 * gradient.astype(np.float64) ** 2
