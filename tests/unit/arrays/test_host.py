@@ -18,7 +18,7 @@ from support import reference
 from unit.kernels.drawing import KINDS, SEEDS, SIZES, bfloat16_bits, make
 
 NAMES = ("float32", "float64", "float16", "bfloat16")
-CHANGES = ("clear", "add", "put", "mask", "largest", "at_least", "kth", "abandon", "take", "count")
+CHANGES = ("clear", "add", "put", "mask", "look", "look", "abandon", "take")
 
 
 def held(name, kind, n, seed):
@@ -39,35 +39,6 @@ def choose(patch, way):
         patch.setattr(select, "between", lambda *_: (0, -1))
 
 
-def check_selections(accumulator, values, generator):
-    n = values.size
-    start, stop = sorted(generator.integers(0, n + 1, 2).tolist())
-    if generator.random() < 0.5:
-        start, stop = 0, n
-    # First what is content with upper bounds of the maxima: the others make them exact.
-    threshold = float(np.sort(np.abs(values))[-generator.integers(1, min(n, 30) + 1)]) if n else 1.0
-    got = accumulator.at_least(threshold, start, stop)
-    np.testing.assert_array_equal(got, reference.at_least(values, threshold, start, stop))
-    assert accumulator.count_at_least([threshold]) == reference.at_least(values, threshold, 0, n).size
-    # Few enough that the maxima of the blocks bound the k-th; and more.
-    most = (stop - start) // 64 if generator.random() < 0.7 else min(stop - start, 700)
-    k = int(generator.integers(0, most + 1))
-    got = accumulator.largest(k, start, stop)
-    np.testing.assert_array_equal(got, reference.largest(values, k, start, stop))
-    assert got.dtype == np.int32
-    if k:
-        kth = float(np.sort(np.abs(values[start:stop]))[-k])
-        assert accumulator.kth_magnitude(k, start, stop) == kth
-    chunk = int(generator.choice([1, 5, 64, 100, 4096]))
-    windows = [(i, min(i + chunk, n)) for i in range(0, n, chunk)]
-    quotas = [round(generator.choice([0.0, 0.003, 0.02, 0.4, 1.0]) * (last - i)) for i, last in windows]
-    wanted = [reference.largest(values, k, *each) for k, each in zip(quotas, windows, strict=True)]
-    got = accumulator.largest_of_each(chunk, np.array(quotas, np.int64))
-    np.testing.assert_array_equal(got, np.concatenate([*wanted, np.empty(0, np.int32)]))
-    for least in (0.0, threshold):
-        reference.check_moments(accumulator.moments(least), values, least)
-
-
 @pytest.mark.parametrize("way", ["blocks", "some blocks", "sample", "digits"])
 @given(
     name=st.sampled_from(NAMES),
@@ -81,61 +52,32 @@ def check_selections(accumulator, values, generator):
 @settings(max_examples=30, deadline=None)
 def test_any_history(way, name, kind, n, seed, density, companions, steps):
     generator = np.random.default_rng(seed)
-    accumulator = HostAccumulator(n, name, density=density, companions=companions)
-    arrays = [np.zeros(n, accumulator.dtype) for _ in range(1 + companions)]
+    host = HostAccumulator(n, name, density=density, companions=companions)
+    plain = reference.ReferenceAccumulator(n, host.dtype, companions=companions)
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, way)
         for number, changes in enumerate(steps):
             gradient = held(name, kind, n, seed + number)
-            momentum = 0.9 if companions and number % 2 else None
-            folded = reference.fold(
-                arrays[0],
-                gradient,
-                decay=0.5,
-                velocity=arrays[1] if momentum else None,
-                momentum=momentum or 0.0,
-            )
-            report = accumulator.fold(gradient, FoldRule(decay=0.5, momentum=momentum))
-            arrays[0] = folded.values
-            if momentum:
-                arrays[1] = folded.companion
-            assert report.num_nonfinite == folded.nonfinite.size
-            at_fold = [array.copy() for array in arrays]
-            for change in changes:
-                indices = np.flatnonzero(generator.random(n) < generator.choice([0.001, 0.1, 0.9])).astype(
-                    np.int32
+            rule = FoldRule(decay=0.5, momentum=0.9 if companions and number % 2 else None)
+            report, expected = (one.fold(gradient.copy(), rule) for one in (host, plain))
+            assert report.num_nonfinite == expected.num_nonfinite
+            for change in [*changes, "look"]:
+                share = generator.choice([0.001, 0.1, 0.9])
+                indices = np.flatnonzero(generator.random(n) < share).astype(np.int32)
+                more = [(generator.standard_normal(indices.size) * 3).astype(host.dtype)]
+                given = (
+                    [] if change == "abandon" else [indices, *more] if change in ("add", "put") else [indices]
                 )
-                if change == "clear":
-                    accumulator.clear(indices)
-                    for array in arrays:
-                        array[indices] = 0
-                elif change == "add":
-                    new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
-                    accumulator.add(indices, new)
-                    arrays[0][indices] += new
-                elif change == "put":
-                    new = (generator.standard_normal(indices.size) * 3).astype(accumulator.dtype)
-                    accumulator.put(indices, new)
-                    arrays[0][indices] = new
-                elif change == "mask":
-                    accumulator.mask(indices)
-                    for array in arrays[1:]:
-                        array[indices] = 0
-                elif change == "abandon":
-                    accumulator.abandon()
-                    arrays = [array.copy() for array in at_fold]
-                elif change == "take":
-                    np.testing.assert_array_equal(accumulator.take(indices), arrays[0][indices])
+                if change == "look":
+                    reference.check_alike(host, plain, generator)
                 else:
-                    check_selections(accumulator, arrays[0], generator)
-                np.testing.assert_array_equal(accumulator.values(), arrays[0])
-                for array, companion in zip(arrays[1:], accumulator.companions, strict=True):
-                    np.testing.assert_array_equal(companion, array)
-            check_selections(accumulator, arrays[0], generator)
-            exact = float((arrays[0].astype(np.float64) ** 2).sum())
-            np.testing.assert_allclose(
-                accumulator.square_norm, exact, atol=1e-5 * (1 + report.square_norm + exact)
-            )
+                    answers = [getattr(one, change)(*given) for one in (host, plain)]
+                    np.testing.assert_array_equal(*answers)
+                np.testing.assert_array_equal(host.values(), plain.values())
+                for mine, theirs in zip(host.companions, plain.companions, strict=True):
+                    np.testing.assert_array_equal(mine, theirs)
+            norms = host.square_norm, plain.square_norm
+            np.testing.assert_allclose(*norms, atol=1e-5 * (1 + report.square_norm + norms[1]))
 
 
 def test_assigned_values_are_selected_from_and_stay():

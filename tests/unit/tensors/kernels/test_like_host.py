@@ -74,40 +74,6 @@ def gradient_of(scenario: dict[str, Any], generator: np.random.Generator) -> np.
         return as_gradient(values, scenario["dtype"])
 
 
-def check_selection(host: Any, ours: Any, generator: np.random.Generator) -> None:
-    n = host.num_elements
-    start, stop = sorted(int(place) for place in generator.integers(0, n + 1, 2))
-    for low, high in ((0, n), (start, stop)):
-        if low < high:
-            k = int(generator.choice([1, max(1, (high - low) // 50), max(1, (high - low) // 2), high - low]))
-            threshold = host.kth_magnitude(k, low, high)
-            assert ours.kth_magnitude(k, low, high) == threshold
-            np.testing.assert_array_equal(ours.largest(k, low, high), host.largest(k, low, high))
-        chunk = int(generator.choice([1, 7, 64, 1000]))
-        quotas = generator.integers(0, chunk + 1, -(-n // chunk))
-        quotas[-1] = min(quotas[-1], n - chunk * (quotas.size - 1))
-        np.testing.assert_array_equal(
-            ours.largest_of_each(chunk, quotas), host.largest_of_each(chunk, quotas)
-        )
-        threshold = host.kth_magnitude(max(1, n // 30))
-        found = ours.at_least(threshold, low, high)
-        assert found.dtype == np.int32
-        np.testing.assert_array_equal(found, host.at_least(threshold, low, high))
-
-
-def check_statistics(host: Any, ours: Any, generator: np.random.Generator) -> None:
-    thresholds = [0.0, host.kth_magnitude(1), float(np.exp(generator.normal()))]
-    counts = ours.count_at_least(thresholds)
-    assert counts.dtype == np.int64
-    np.testing.assert_array_equal(counts, host.count_at_least(thresholds))
-    for threshold in thresholds:
-        reference.check_moments(ours.moments(threshold), host.values(), threshold)
-    stride, offset = int(generator.integers(1, 9)), int(generator.integers(0, 9))
-    np.testing.assert_array_equal(
-        ours.sample_magnitudes(stride, offset), host.sample_magnitudes(stride, offset)
-    )
-
-
 def check_state(host: Any, ours: Any) -> None:
     assert ours.values().dtype == host.values().dtype
     np.testing.assert_array_equal(bits(ours.values()), bits(host.values()))
@@ -140,8 +106,7 @@ def run(scenario: dict[str, Any], place: Any) -> None:
             assert report.carried_square_norm == carried
         largest = host.square_norm
         check_state(host, ours)
-        check_selection(host, ours, generator)
-        check_statistics(host, ours, generator)
+        reference.check_alike(ours, host, generator)
 
         sent = host.largest(max(1, n // 20))
         before = host.values().copy()
@@ -152,7 +117,7 @@ def run(scenario: dict[str, Any], place: Any) -> None:
             accumulator.put(sent[::3], np.full(sent[::3].size, 1.25, np.float32))
             accumulator.mask(np.arange(0, n, 7, dtype=np.int32))
         check_state(host, ours)
-        check_selection(host, ours, generator)
+        reference.check_alike(ours, host, generator)
         for accumulator in (host, ours):
             accumulator.abandon()
         np.testing.assert_array_equal(bits(ours.values()), bits(before))
