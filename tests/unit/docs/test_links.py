@@ -1,4 +1,4 @@
-"""Links of README.md and docs/*.md lead to files and headings that are there; papers are linked."""
+"""What README.md and docs/*.md say of names, papers, requirements and measurements is so."""
 
 import configparser
 import dataclasses
@@ -20,7 +20,6 @@ from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.wire import WireFormat
 from support.documents import PAGES, ROOT
 
-_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 #: where a paper may be: arXiv, a publisher by DOI, or its conference
 _PAPER = re.compile(
     r"https://(arxiv\.org/abs/\d{4}\.\d{4,5}|doi\.org/10\.\d{4,}/\S+|icml\.cc/virtual/\d+/poster/\d+)"
@@ -32,27 +31,10 @@ def without_code(path: Path) -> str:
     return re.sub(r"^( *)```.*?^\1```$", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(path: Path) -> set[str]:
-    """Those of a page's headings, as GitHub and the site make them."""
-    found = set()
-    for heading in re.findall(r"^#+ (.*)$", without_code(path), re.MULTILINE):
-        words = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-        found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in _LINK.findall(without_code(page)):
-        if "://" in link:
-            host = link.split("/")[2]
-            assert link.startswith("https://") and host in _HOSTS, f"{link}: a host that no test knows"
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        assert target.exists() and ROOT in [target, *target.parents], f"{page.name}: {link}"
-        if anchor:
-            assert anchor in anchors(target), f"{page.name}: {link}"
+def test_links_elsewhere_lead_to_hosts_that_are_known() -> None:
+    """Those within the repository scripts/docs follows."""
+    found = {link for page in PAGES for link in re.findall(r"\]\((\w+://[^)\s]+)\)", without_code(page))}
+    assert found and not [link for link in found if not re.match(rf"https://({'|'.join(_HOSTS)})/", link)]
 
 
 def test_every_page_is_found_from_the_first() -> None:
