@@ -9,15 +9,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.layers import layer_table
-from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.merging import (
+    AffineTime,
+    CostModel,
     ParameterFacts,
     Plan,
     Strategy,
@@ -63,8 +63,7 @@ PAPER: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class SortingTime:
+class SortingTime(AffineTime):
     """``seconds = gamma * n * log2(n)``: top-k by sorting n elements.
 
     Source: OMGS-SGD, Eq. (10), which has a factor rho (the density) besides; the paper's own gamma of
@@ -72,19 +71,15 @@ class SortingTime:
     selecting from ResNet-50 would take 0.1 ms where the paper measures more than a forward pass.
     """
 
-    gamma_seconds: float
-
-    @property
-    def fixed_seconds(self) -> float:
-        """Nothing: sorting has no start-up time in this model."""
-        return 0.0
+    def __init__(self, gamma_seconds: float) -> None:
+        super().__init__(0.0, gamma_seconds)
 
     def seconds(self, amount: Any) -> Any:
         """Seconds for n elements, or for every n of an array."""
         if np.ndim(amount):
             amounts = np.asarray(amount, np.float64)
-            return self.gamma_seconds * amounts * np.log2(np.maximum(amounts, 1.0))
-        return float(self.gamma_seconds * amount * np.log2(amount)) if amount > 1 else 0.0
+            return self.seconds_per_unit * amounts * np.log2(np.maximum(amounts, 1.0))
+        return float(self.seconds_per_unit * amount * np.log2(amount)) if amount > 1 else 0.0
 
 
 #: a and b of the allgather on 1 Gbit/s Ethernet, by number of ranks; the paper only plots them (Fig. 2b).

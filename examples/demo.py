@@ -29,8 +29,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.ddp
-from horovod_sparse.cost import AlphaBeta, CollectiveCost, bytes_by_round, num_rounds, share_of_bytes
 from horovod_sparse.feedback import parse_recipe
+from horovod_sparse.merging import bytes_by_round
+from horovod_sparse.simulation import AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
 
 __all__ = ["METHODS", "Network", "draw", "predicted", "table"]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, Member, Recipe, parse_recipe
-from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport

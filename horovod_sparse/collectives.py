@@ -103,6 +103,11 @@ class AllToAll:
 
 
 Request: TypeAlias = AllGather | AllReduce | ReduceScatter | Broadcast | Exchange | AllToAll
+#: the kinds of collective, by the names that profiles use
+COLLECTIVES: dict[type[Request], str] = {
+    kind: kind.__name__.lower()
+    for kind in (AllGather, AllReduce, Exchange, Broadcast, AllToAll, ReduceScatter)
+}
 
 #: A sparsifier at work: yields requests, is sent what comes back, returns its result.
 Synchronization: TypeAlias = Generator[Request, Any, Result]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.common.hosts import NETWORKS, Hosts, write_json
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.feedback import parse_recipe
-from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
+from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 

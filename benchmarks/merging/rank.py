@@ -15,9 +15,7 @@ from benchmarks.common.iteration import iterate
 from benchmarks.common.replay import Replay
 from benchmarks.common.samples import plain, summarize, timed
 from benchmarks.merging.main import GOES_ON
-from horovod_sparse.cost import Profile
-from horovod_sparse.merging import Plan, Timeline, fixed, predict
-from horovod_sparse.planning.calibration.steps import measured_step
+from horovod_sparse.merging import Plan, Profile, Timeline, fixed, predict
 
 #: arguments of the optimizer, by the name that results have
 METHODS: dict[str, dict[str, Any]] = {
@@ -109,7 +107,7 @@ class Training:
         synchronizer = self.optimizer._synchronizer
         facts = [fact for fact, _ in synchronizer.facts.values()]
         chosen = self._sparsifier.recipe.sparsifier
-        workload, cost = measured_step(profile, facts, chosen, hvd.size(), synchronizer.topology)
+        workload, cost = profile.step(facts, chosen, hvd.size(), synchronizer.topology)
         return predict(workload, self.optimizer.plan, cost)
 
 

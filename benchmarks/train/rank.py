@@ -19,7 +19,7 @@ from benchmarks.common.wire import Round, rounds_of
 from benchmarks.studies.tasks import DigitNet
 from benchmarks.train.main import ALONE, BY_DEFAULT, DENSELY, DIGITS
 from horovod_sparse.merging import min_elements
-from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
+from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import Sparsifier, WholeSum
 
 

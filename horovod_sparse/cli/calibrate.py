@@ -98,7 +98,7 @@ def _measured(
     if launch.placement.rank == 0:
         text = f"{cluster.size} ranks, {cluster.framework}, controller {cluster.controller}"
         print(f"{text}, cycle {cluster.cycle_seconds * 1e3:g} ms, selection on {cluster.device}", flush=True)
-    kinds = sorted(_USUAL_KINDS.union(needed_kinds(sparsifiers, cluster.size)))
+    kinds = sorted(_USUAL_KINDS | needed_kinds(sparsifiers, cluster.size))
     more: dict[str, Any] = {"extent": extent, "kinds": kinds, "memory": memory, "topology": topology}
     profile: Profile = launch.carry_out(calibration(cluster, sparsifiers, **more), topology)
     return profile

@@ -15,12 +15,11 @@ from typing import Any
 from horovod_sparse.cli.launcher import launcher
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError, HorovodMissingError, HorovodSparseError
-from horovod_sparse.plans.dense import ClusterFacts, cycle_seconds
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.host_topology import ClusterFacts, cycle_seconds, own_place
 from horovod_sparse.training.host_topology import Ranks as Placement
-from horovod_sparse.training.host_topology import own_place
 
 FRAMEWORKS = ("torch", "tensorflow")
 

@@ -19,7 +19,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier, Communicator
 from horovod_sparse.errors import ArgumentError, DeadlineError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.plan import Plan, same_kind
+from horovod_sparse.plans import Plan, same_kind
 from horovod_sparse.tensors.flat_gradient import GradientLayout
 from horovod_sparse.tensors.layout import view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts

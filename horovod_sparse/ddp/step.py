@@ -15,7 +15,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketGradient, BucketParameters, DistributedEngine, plan_of
 from horovod_sparse.feedback import MomentumCorrection, Recipe
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.flat_gradient import memory_of
 from horovod_sparse.tensors.layout import host_entry, shared_entries

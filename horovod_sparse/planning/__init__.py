@@ -1,16 +1,26 @@
-"""Plans by times: measuring a cluster, what a step costs, and the best buckets.
+"""Plans by times: measuring a cluster, the model of a step, and the best buckets.
 
-The modules here are loaded with `merging`, `tensor_selection` or `profile`: most trainings need none.
+What the arguments ask for is found out here; the other modules are loaded with `merging`, `tensor_selection`
+or `profile`: most trainings need none.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from horovod_sparse.plans.plan import Plan, only_one
+from horovod_sparse import plans
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.plans import ParameterFacts, Plan, make_plan, only_one
+from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.training.host_topology import ClusterFacts
 
 if TYPE_CHECKING:
-    from horovod_sparse.planning.request import PlanRequest
+    from horovod_sparse.planning.request import Decision, PlanRequest
+
+_log = logging.getLogger("horovod_sparse")
 
 
 def plan_request(
@@ -22,10 +32,89 @@ def plan_request(
     groups: Any = None,
     bucket_bytes: int | None = None,
 ) -> tuple[PlanRequest | None, Plan | None]:
-    """Returns what the arguments ask for, and the plan if one is given: see `planning.request.requested`."""
-    if merging is None and tensor_selection is None and profile is None:
-        only_one(plan=plan, groups=groups, bucket_bytes=bucket_bytes)
-        return None, plan
-    from horovod_sparse.planning.request import requested
+    """Returns the request and the given plan, or refuses arguments that contradict each other.
 
-    return requested(merging, tensor_selection, profile, plan, groups, bucket_bytes)
+    ==================  =========================================================================
+    `plan`, `groups`    say which parameters form which bucket: nothing else may be said
+    a `Plan` as         the same as `plan`
+    `merging`
+    `bucket_bytes`      the same as ``merging=fixed(bytes=...)``; `tensor_selection` may be given
+    `profile`           is looked at where times are; otherwise it changes nothing
+    ==================  =========================================================================
+
+    Example:
+        >>> plan_request(merging="optimal", tensor_selection="cost")[0].measures
+        True
+        >>> plan_request(merging="optimal", bucket_bytes=1000)
+        Traceback (most recent call last):
+        horovod_sparse.errors.ArgumentError: merging and bucket_bytes=('optimal', 1000) is not allowed: ...
+    """
+    if isinstance(merging, Plan):
+        only_one(merging=merging, plan=plan)
+        merging, plan = None, merging
+    only_one(merging=merging, plan=plan, groups=groups, bucket_bytes=bucket_bytes)
+    only_one(tensor_selection=tensor_selection, plan=plan)
+    only_one(tensor_selection=tensor_selection, groups=groups)
+    if merging is None and tensor_selection is None:
+        if profile is not None:
+            what = "merging='optimal' or 'omgs', or tensor_selection='cost' with it"
+            raise ArgumentError("profile", profile, what)
+        return None, plan
+    from horovod_sparse.planning.request import PlanRequest
+
+    return PlanRequest.of(merging, tensor_selection, profile, bucket_bytes), None
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """The plan that this rank begins with, until all ranks agree on that of rank 0.
+
+    Attributes:
+        plan: the plan.
+        request: how plans are made; None if one was given, or nothing was asked for.
+        decision: why the plan was taken, if a profile decided.
+        failure: why the plan is not the one that was asked for, on this rank.
+        selection: a sentence about buckets that stay dense for their size; empty if none do.
+    """
+
+    plan: Plan
+    request: PlanRequest | None = None
+    decision: Decision | None = None
+    failure: Exception | None = None
+    selection: str = ""
+
+
+def first_plan(
+    request: PlanRequest | None,
+    facts: Mapping[str, tuple[ParameterFacts, Any]],
+    sparsifier: Sparsifier,
+    cluster: Callable[[], ClusterFacts],
+    **arguments: Any,
+) -> FirstPlan:
+    """Returns the plan asked for, or the default one; keeps an error of this rank, to be raised by all."""
+    parameters = [fact for fact, _ in facts.values()]
+    if request is None:
+        made = make_plan(facts, **arguments)
+        if any(given is not None for given in arguments.values()):
+            return FirstPlan(made)
+        kept, words = plans.without_small_buckets(made, parameters)
+        if words and cluster().rank == 0:
+            remedy = "tensor_selection='all' sparsifies them, and so does"
+            _log.warning("%s. %s %s=all", words, remedy, plans.TENSOR_SELECTION_VARIABLE)
+        return FirstPlan(kept, selection=words)
+    try:
+        if request.failure is not None:
+            raise request.failure
+        if request.measures and request.profile is not None and request.complete:
+            decision = request.decided(cluster(), parameters, sparsifier, request.profile)
+            return FirstPlan(decision.plan, request, decision)
+        made = request.first_plan(parameters)
+        made.check(parameters)
+        return FirstPlan(made, request)
+    except Exception as failure:  # a rule of the user's may fail on one rank alone
+        return FirstPlan(make_plan(facts), request, failure=failure)
+
+
+def asked_of(request: PlanRequest | None) -> dict[str, str]:
+    """Returns how plans are made, in words that have to be equal on all ranks."""
+    return {"plan": "the default"} if request is None else request.describe()

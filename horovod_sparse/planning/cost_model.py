@@ -1,39 +1,26 @@
-"""Costs of a bucket, and times fitted to measurements by medians and a line of least squares."""
+"""Times as functions of an amount, fitted to measurements, and the costs of a bucket."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.checks import check_seconds
+from horovod_sparse.collectives import COLLECTIVES
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.plans.dense import bytes_by_round
-from horovod_sparse.sparsifiers import Sparsifier
-
-
-class TimeModel(Protocol):
-    """Seconds as a function of an amount (elements or bytes); nothing takes no time."""
-
-    @property
-    def fixed_seconds(self) -> float:
-        """Seconds that are paid once however large the amount: two at once save them once."""
-        ...
-
-    def seconds(self, amount: Any) -> Any: ...
+from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 
 
 @dataclass(frozen=True)
 class AffineTime:
-    """``seconds = a + b * amount``, and 0 for an amount of 0.
+    """``seconds = fixed_seconds + seconds_per_unit * amount``, and 0 for an amount of 0.
 
-    Args:
-        fixed_seconds: a, 0 or more; of a collective: alpha.
-        seconds_per_unit: b, 0 or more; of a collective: beta, per byte.
+    Of a collective, `fixed_seconds` is alpha, and `seconds_per_unit` is beta, per byte.
 
     Source: OMGS-SGD, Eq. (11).
 
@@ -50,7 +37,7 @@ class AffineTime:
             check_seconds(argument, getattr(self, argument))
 
     def seconds(self, amount: Any) -> Any:
-        """Seconds for an amount, or for every amount of an array."""
+        """Returns the seconds for an amount, or for every amount of an array."""
         if np.ndim(amount):
             amounts = np.asarray(amount, np.float64)
             return np.where(amounts > 0, self.fixed_seconds + self.seconds_per_unit * amounts, 0.0)
@@ -62,7 +49,7 @@ class AffineTime:
         )
 
     def per(self, units: float, offset: float = 0.0) -> AffineTime:
-        """The same time as a function of another amount x, where ``amount = offset + units * x``."""
+        """Returns the same time as a function of x, where ``amount = offset + units * x``."""
         return AffineTime(self.fixed_seconds + self.seconds_per_unit * offset, self.seconds_per_unit * units)
 
 
@@ -90,7 +77,7 @@ class Fit:
         self.time()  # refuses what is negative or not finite
 
     def time(self, density: float = 0.0) -> AffineTime:
-        """The model as a function of one amount, selected = density * amount."""
+        """Returns the model as a function of one amount, with selected = density * amount."""
         each = float(self.seconds_per_unit) + density * float(self.seconds_per_selected)
         return AffineTime(float(self.fixed_seconds), each)
 
@@ -106,12 +93,7 @@ def fit_time(
 
     Repetitions of a size count as their median, so that slow ones do not pull. Least squares of relative
     errors go through the medians: small messages, which fix a, weigh as much as large ones, which fix b.
-
-    Args:
-        amounts: bytes or elements, one per measurement.
-        seconds: as many, positive.
-        selected: k of every measurement; not in proportion to n throughout, or b and c would be one.
-        what: names the measurement in errors.
+    `what` names the measurement in errors.
 
     Raises:
         ArgumentError: fewer than 3 distinct sizes (4 with `selected`), k in proportion to n, or a time that
@@ -122,16 +104,28 @@ def fit_time(
         >>> round(fit.fixed_seconds, 6), round(fit.seconds_per_unit, 6)
         (1.0, 0.0005)
     """
-    features, times = _medians(what, [amounts] if selected is None else [amounts, selected], seconds)
-    design = np.column_stack([np.ones(len(times)), features])
+    given = (seconds, amounts) if selected is None else (seconds, amounts, selected)
+    rows = [np.asarray(row, np.float64) for row in given]
+    if len({row.shape for row in rows}) > 1:
+        raise ArgumentError(what, f"arrays of shape {[row.shape for row in rows]}", "one time for every size")
+    times, features = rows[0], np.column_stack(rows[1:])
+    if not np.all(np.isfinite(features)) or np.any(features < 0):
+        raise ArgumentError(what, features.tolist(), "finite sizes of 0 or more")
+    if not np.all(np.isfinite(times)) or np.any(times <= 0.0):
+        raise ArgumentError(what, times.tolist(), "positive, finite seconds: was anything measured?")
+    sizes, number = np.unique(features, axis=0, return_inverse=True)
+    if len(sizes) <= len(rows):
+        raise ArgumentError(what, f"{len(sizes)} distinct sizes", f"measurements of {1 + len(rows)} or more")
+    medians = np.array([np.median(times[number.reshape(-1) == i]) for i in range(len(sizes))])
+    design = np.column_stack([np.ones(len(sizes)), sizes])
     scale = np.abs(design).max(axis=0)
-    design = design / scale / times[:, None]  # of relative times: 1 is right
+    design = design / scale / medians[:, None]  # of relative times: 1 is right
     if np.linalg.matrix_rank(design) < design.shape[1]:
-        raise ArgumentError(what, features.tolist(), "sizes that are not all in the same proportion")
+        raise ArgumentError(what, sizes.tolist(), "sizes that are not all in the same proportion")
     found = _least_squares(design)
     error = np.abs(design @ found - 1.0)
     fixed, each, of_selected = [*(found / scale).tolist(), 0.0][:3]
-    return Fit(fixed, each, of_selected, len(times), float(np.median(error)), float(error.max()))
+    return Fit(fixed, each, of_selected, len(sizes), float(np.median(error)), float(error.max()))
 
 
 def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -148,32 +142,6 @@ def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
     return best
 
 
-def _medians(
-    what: str, amounts: Sequence[Sequence[float]], seconds: Sequence[float]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Distinct rows of amounts, and the median time of each."""
-    times = np.asarray(seconds, np.float64)
-    rows = [np.asarray(column, np.float64) for column in amounts]
-    if any(row.shape != times.shape for row in rows):
-        shapes = [times.shape, *(row.shape for row in rows)]
-        raise ArgumentError(what, f"arrays of shape {shapes}", "one time for every size")
-    features = np.column_stack(rows)
-    if not np.all(np.isfinite(features)) or np.any(features < 0):
-        raise ArgumentError(what, features.tolist(), "finite sizes of 0 or more")
-    if not np.all(np.isfinite(times)) or np.any(times <= 0.0):
-        raise ArgumentError(what, times.tolist(), "positive, finite seconds: was anything measured?")
-    distinct, number = np.unique(features, axis=0, return_inverse=True)
-    needed = 2 + len(rows)
-    if len(distinct) < needed:
-        raise ArgumentError(what, f"{len(distinct)} distinct sizes", f"measurements of {needed} or more")
-    number = number.reshape(-1)
-    return distinct, np.array([np.median(times[number == i]) for i in range(len(distinct))])
-
-
-#: Horovod's default (HOROVOD_FUSION_THRESHOLD).
-FUSION_BYTES = 128 * 2**20
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Times of what happens to a bucket or a dense parameter, for one sparsifier, density and cluster.
@@ -187,36 +155,24 @@ class CostModel:
             does it: all but one save `dense.fixed_seconds`.
         fuse_sparse: the same for buckets. Horovod does this too for what waits at the same time; the
             paper's model, and `optimal`'s proof, are without it.
-        fusion_bytes: at most so many bytes in one fused allreduce.
-
-    Example:
-        >>> cost = CostModel(AffineTime(0.0, 1e-9), AffineTime(1e-3, 1e-10), AffineTime(1e-3, 1e-8))
-        >>> cost.communication.seconds(10_000_000)
-        0.002
+        fusion_bytes: at most so many bytes in one fused allreduce (HOROVOD_FUSION_THRESHOLD).
     """
 
-    selection: TimeModel
-    communication: TimeModel
-    dense: TimeModel = AffineTime()
-    dense_work: TimeModel = AffineTime()
+    selection: AffineTime
+    communication: AffineTime
+    dense: AffineTime = AffineTime()
+    dense_work: AffineTime = AffineTime()
     fuse_dense: bool = True
     fuse_sparse: bool = False
-    fusion_bytes: int = FUSION_BYTES
+    fusion_bytes: int = 128 * 2**20
 
 
 def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str, AffineTime]) -> AffineTime:
-    """Time of a bucket's rounds as a function of its n, from fitted collectives.
+    """Returns the time of a bucket's rounds among `size` ranks, by its n, from fitted collectives.
 
     What each round carries is the algorithm's own declaration (`Sparsifier.traffic`), read off at two
-    bucket sizes; ranks are taken to select equally many.
-
-    Args:
-        sparsifier: which algorithm, at which density.
-        size: P.
-        collectives: time by the bytes that a rank puts in, by kind ("allgather", ...).
-
-    Raises:
-        UnknownNameError: if a kind that the sparsifier needs was not measured.
+    bucket sizes; ranks are taken to select equally many. `collectives` has the time of every kind, by the
+    bytes that a rank puts in; an `UnknownNameError` names a kind that it lacks.
     """
     small, large = (bytes_by_round(sparsifier, size, n) for n in (2**20, 2**24))
     total = AffineTime()
@@ -226,3 +182,21 @@ def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str
         per_element = (many - few) / (2**24 - 2**20)
         total += collectives[name].per(per_element, offset=max(0.0, few - per_element * 2**20))
     return total
+
+
+def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iterator[tuple[str, int]]:
+    """Yields every round's kind and the bytes of its busiest sender, at the final density of a schedule."""
+    selected = max(1, round(sparsifier.density * num_elements))
+    if sparsifier.density_scope != "per rank":
+        from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold  # which top-k does without
+
+        # windows that exclude each other share k out; elsewhere every rank's own count is k
+        if isinstance(sparsifier, ExclusiveThreshold):
+            selected = max(1, round(selected / size))
+    counts = np.full(size, selected, np.int64)
+    by_rank = [
+        sparsifier.traffic(BucketInfo("bucket", num_elements, rank, size, "float32"), counts)
+        for rank in range(min(size, 4))  # ranks may play different parts: a broadcast has a root
+    ]
+    for traffic in zip(*by_rank, strict=True):
+        yield COLLECTIVES[traffic[0].kind], max(item.bytes_sent for item in traffic)

@@ -9,17 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.planning.cost_model import CostModel
+from horovod_sparse.planning.step import Workload, plan_of_segments, predict
 from horovod_sparse.planning.strategies import fixed, layerwise, omgs, single
-from horovod_sparse.planning.timeline import predict
-from horovod_sparse.planning.workload import Workload, plan_of_segments
-from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, Plan, same_kind
+from horovod_sparse.plans import MAX_BUCKET_ELEMENTS, Kind, Plan, same_kind
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class SegmentTables:
-    """A segment (i, j] of the sparse parameters in backward order, as what it does to the two queues.
+    """What every segment (i, j] of the sparse parameters, in backward order, does to the two queues.
 
     With computation done at time x and the network free at time y before the segment, after it
 
@@ -40,7 +39,7 @@ class SegmentTables:
         return self.computation.shape[0] - 1
 
     def seconds(self, segments: Sequence[int]) -> float:
-        """When everything is done if segments end at these positions, and backward begins at 0."""
+        """Returns when everything is done if segments end at these positions, and backward begins at 0."""
         x = y = 0.0
         start = 0
         for stop in segments:
@@ -51,14 +50,13 @@ class SegmentTables:
 
 
 def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool = True) -> SegmentTables:
-    """Of all segments of a step: exact for parameters of one kind, which all count as complete at its end."""
-    ready, elements, dense, all_ready = _positions(workload, cost, dense_startup)
+    """Returns the tables of all segments; parameters of several kinds count as complete at its end."""
+    ready, elements, dense_at, dense_ready, dense_seconds, end = _positions(workload, cost, dense_startup)
     m = elements.shape[1]
-    shape = (m + 1, m + 1)
-    computation, network, path = (np.full(shape, np.inf) for _ in range(3))
+    computation, network, path = (np.full((m + 1, m + 1), np.inf) for _ in range(3))
     totals = np.concatenate([np.zeros((len(elements), 1)), np.cumsum(elements, axis=1)], axis=1)
-    dense_at, dense_ready, dense_seconds = dense
     dense_before = np.concatenate([[0.0], np.cumsum(dense_seconds)])
+    slack = dense_ready - dense_before[:-1]
     # number of dense parameters whose gradient comes before that of sparse parameter j
     num_before = np.searchsorted(dense_at, np.arange(m + 1), side="left")
     for i in range(m):
@@ -66,14 +64,9 @@ def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool =
         elapsed = ready[stops] - ready[i]
         # dense ones first: each is ready with its gradient, and none waits for this segment's buckets
         first, last = num_before[i], num_before[stops]
-        sent = dense_before[last] - dense_before[first]
-        longest = np.concatenate(
-            [[-np.inf], np.maximum.accumulate(dense_ready - ready[i] - dense_before[:-1])]
-        )
-        if first:  # of those within the segment only
-            inside = (dense_ready - ready[i] - dense_before[:-1])[first:]
-            longest = np.concatenate([np.full(first + 1, -np.inf), np.maximum.accumulate(inside)])
-        way, selecting = longest[last] + dense_before[last], np.zeros(len(stops))
+        longest = np.concatenate([[-np.inf], np.maximum.accumulate(slack[first:])])
+        way = longest[last - first] - ready[i] + dense_before[last]
+        sent, selecting = dense_before[last] - dense_before[first], np.zeros(len(stops))
         for kind in totals:
             amount = kind[stops] - kind[i]
             selecting = selecting + cost.selection.seconds(amount)
@@ -83,17 +76,19 @@ def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool =
         computation[i, stops] = elapsed + selecting
         network[i, stops], path[i, stops] = sent, way
     first = int(num_before[m])
-    tail_network = float(dense_before[-1] - dense_before[first])
-    ways = dense_ready[first:] - ready[m] + dense_before[-1] - dense_before[first:-1]
-    tail_path = max([all_ready - float(ready[m]), *ways.tolist()])
-    return SegmentTables(computation, network, path, (tail_network, tail_path))
+    ways = slack[first:] - ready[m] + dense_before[-1]
+    tail = float(dense_before[-1] - dense_before[first]), max([end - float(ready[m]), *ways.tolist()])
+    return SegmentTables(computation, network, path, tail)
 
 
 def _positions(
     workload: Workload, cost: CostModel, dense_startup: bool
-) -> tuple[Array, Array, tuple[NDArray[np.int64], Array, Array], float]:
-    """Time until every sparse gradient (from 0 on), elements by kind, the dense ones, and until the end."""
-    kinds: dict[tuple[str, str, int, float], int] = {}
+) -> tuple[Array, Array, Array, Array, Array, float]:
+    """Returns when sparse gradients come (from 0 on), elements by kind, the dense parameters, and the end.
+
+    Of each dense parameter: the sparse ones before it, when it is ready, and its seconds on the network.
+    """
+    kinds: dict[Kind, int] = {}
     ready, clock = [0.0], 0.0
     sparse: list[tuple[int, int]] = []
     dense: list[tuple[int, float, float]] = []
@@ -105,37 +100,27 @@ def _positions(
             clock += float(cost.dense_work.seconds(parameter.num_elements))
             dense.append((len(sparse), clock, took))
         else:
-            kind = kinds.setdefault(same_kind(parameter), len(kinds))
-            sparse.append((kind, parameter.num_elements))
+            sparse.append((kinds.setdefault(same_kind(parameter), len(kinds)), parameter.num_elements))
             ready.append(clock)
     elements = np.zeros((max(1, len(kinds)), len(sparse)))
     for position, (kind, number) in enumerate(sparse):
         elements[kind, position] = number
-    columns = np.array(dense, np.float64).reshape(-1, 3).T
-    return np.array(ready), elements, (columns[0].astype(np.int64), columns[1], columns[2]), clock
+    return np.array(ready), elements, *np.array(dense, np.float64).reshape(-1, 3).T, clock
 
 
 def optimal(workload: Workload, cost: CostModel) -> Plan:
-    """The plan of the shortest step among all 2^(m-1) that merge runs of m neighbours.
+    """Returns the plan of the shortest step among all 2^(m-1) that merge runs of m neighbours.
 
-    Dynamic programming over the ends of buckets. What a beginning of a plan leaves behind is only the
-    pair (end of computation, end of communication), and no later time falls when either rises; so of
-    all beginnings up to a parameter, those that are beaten in both can be dropped (`best_segments`).
+    Dynamic programming over the ends of buckets: a beginning of a plan counts by the pair (end of
+    computation, end of communication) alone, and no later time falls when either rises; so of all beginnings
+    up to a parameter, those that are beaten in both can be dropped (`best_segments`).
 
     Exact where all sparse parameters are of one kind, none is dense, and buckets are not fused on
-    the network. Otherwise the search uses an approximation of the step (see `segment_tables`), and what
-    it finds is compared, by `predict`, with `omgs`, `layerwise`, `single` and `fixed`; the
-    best is returned, so it is never worse than those.
-
-    Args:
-        workload: parameters and their backward times.
-        cost: of selection and communication.
-
-    Source: beyond OMGS-SGD, whose Algorithm 1 is greedy.
+    the network. Otherwise the search approximates the step, and what it finds is compared, by `predict`, with
+    `omgs`, `layerwise`, `single` and `fixed`: it is never worse than those.
 
     Example:
-        >>> from horovod_sparse.cost import AffineTime
-        >>> from horovod_sparse.merging import ParameterFacts
+        >>> from horovod_sparse.merging import AffineTime, ParameterFacts
         >>> facts = tuple(ParameterFacts(name, 1000) for name in "abc")
         >>> cost = CostModel(AffineTime(), AffineTime(0.5, 0.0005))
         >>> optimal(Workload(facts, (1.6, 0.1, 0.1)), cost).buckets  # c and b are sent while a comes
@@ -157,7 +142,7 @@ _SAME = 1e-12
 
 
 def best_segments(tables: SegmentTables) -> list[int]:
-    """Where segments end, in backward order: beginnings are kept that no other beats in both ends."""
+    """Returns where segments end, in backward order; keeps beginnings that no other beats in both ends."""
     m = tables.num_sparse
     shares, rest, upper, segments = _bounds(tables)
     computation, communication = np.zeros(1), np.zeros(1)
@@ -188,10 +173,10 @@ def best_segments(tables: SegmentTables) -> list[int]:
 
 
 def _bounds(tables: SegmentTables) -> tuple[Array, Array, float, list[int]]:
-    """For shares of computation beside the network, what the rest of a step adds at least to both ends.
+    """Returns shares of computation beside the network, bounds by them, and the best plan that they give.
 
-    ``end >= share * x + (1 - share) * y + rest[share, boundary]``, a shortest path over the boundaries. The
-    best of the plans along these paths is known then: its time, and its segments.
+    ``end >= share * x + (1 - share) * y + rest[share, boundary]``, a shortest path over the boundaries; of
+    the plans along these paths the time and the segments of the best are returned.
     """
     m, shares = tables.num_sparse, np.linspace(0.0, 1.0, 9)[:, None]
     network = np.where(np.isfinite(tables.network), tables.network, np.finfo(np.float64).max / 4)

@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from horovod_sparse.checks import check_count, check_seconds
+from horovod_sparse.collectives import COLLECTIVES
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
 from horovod_sparse.planning.cost_model import AffineTime, CostModel, Fit, communication_of
-from horovod_sparse.plans.dense import SELECTED_BYTES, VALUE_BYTES, received_share
-from horovod_sparse.plans.network import COLLECTIVES
+from horovod_sparse.planning.step import Workload
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.host_topology import ClusterFacts
 
 #: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
 DENSE = "dense"
 PROFILE_VERSION = 3
+#: bytes of an element that is summed within a host (half types as float32), and of an index with its value
+_VALUE_BYTES, _SELECTED_BYTES = 4, 8
 
 #: whether gradients are summed densely within hosts first ("host"), or all ranks are equal
 Levels: TypeAlias = Literal["flat", "host"]
@@ -70,28 +75,24 @@ class Profile:
         check_count("size", self.size, "a number of ranks, 1 or more")
         check_count("per_host", self.per_host, "a number of ranks, 1 or more")
         if self.levels and (self.size % self.per_host or set(self.levels) != {"host", "across"}):
-            given = (sorted(self.levels), self.per_host)
-            raise ArgumentError(
-                "levels and per_host", given, f"'host' and 'across', and hosts of {self.size} ranks"
-            )
+            allowed = f"'host' and 'across', and hosts of {self.size} ranks"
+            raise ArgumentError("levels and per_host", (sorted(self.levels), self.per_host), allowed)
         object.__setattr__(self, "size", int(self.size))  # JSON knows no whole number of NumPy's
         if unknown := sorted(set(self.collectives) - set(COLLECTIVES.values())):
             raise ArgumentError("collectives", unknown, f"only {sorted(COLLECTIVES.values())}")
         for name, seconds in self.backward_seconds.items():
-            check_seconds(f"backward_seconds[{name!r}]", seconds, "seconds, 0 or more")
+            check_seconds(f"backward_seconds[{name!r}]", seconds)
 
     def to_json(self) -> str:
-        """The profile as text; equal profiles give equal text."""
+        """Returns the profile as text; equal profiles give equal text."""
         saved = {"version": PROFILE_VERSION, **dataclasses.asdict(self)}
         # the model's order is kept by a list: sorted keys would lose it
         saved["backward_seconds"] = [list(item) for item in self.backward_seconds.items()]
-        if not self.levels:  # one level is what a reader takes for granted
-            del saved["levels"], saved["per_host"]
         return json.dumps(saved, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """The profile that `to_json` wrote; a `ProfileMismatchError` if it is not, or of another version."""
+        """Reads what `to_json` wrote; a `ProfileMismatchError` refuses other text, and other versions."""
         try:
             saved: dict[str, Any] = dict(json.loads(text))
             version = saved.pop("version")
@@ -104,11 +105,8 @@ class Profile:
         try:
             saved["backward_seconds"] = dict(saved["backward_seconds"])
             for key in ("collectives", "selection", "decoding"):
-                saved[key] = {name: Fit(**fit) for name, fit in saved[key].items()}
-            saved["levels"] = {
-                level: {name: Fit(**fit) for name, fit in fits.items()}
-                for level, fits in saved.get("levels", {}).items()
-            }
+                saved[key] = _fits(saved[key])
+            saved["levels"] = {level: _fits(fits) for level, fits in saved["levels"].items()}
             return cls(**saved)
         except (ValueError, TypeError, KeyError, AttributeError, HorovodSparseError) as error:
             raise ProfileMismatchError(f"the profile is damaged: {error}") from error
@@ -119,76 +117,75 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads a profile from a file; a `ProfileMismatchError` names the file, if it holds none."""
+        """Reads a profile from a file; a `ProfileMismatchError` names a file that holds none."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (ProfileMismatchError, UnicodeDecodeError) as error:
             raise ProfileMismatchError(f"{path}: {error}") from error
+        except OSError as error:
+            raise ProfileMismatchError(f"{path}: the profile cannot be read ({error.strerror})") from error
 
     def digest(self) -> str:
-        """Short text that differs where profiles differ; ranks compare it."""
+        """Returns short text that differs where profiles differ; ranks compare it."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
-    def check(
-        self, *, size: int, framework: str, controller: str | None = None, cycle_seconds: float | None = None
-    ) -> list[str]:
-        """Returns what differs between the profile and the cluster that it is applied to.
+    def check(self, where: ClusterFacts) -> list[str]:
+        """Returns a warning for each difference from the cluster `where` that makes predictions worse.
 
-        Args:
-            size: P, here.
-            framework: here.
-            controller: here; not compared if left out.
-            cycle_seconds: here; not compared if left out.
-
-        Returns:
-            One sentence for each difference that makes predictions worse: to be logged as warnings.
-
-        Raises:
-            ProfileMismatchError: if it cannot be applied at all.
+        A `ProfileMismatchError` refuses a profile that cannot be applied there at all.
         """
-        if self.size == 1 and size > 1:
+        if where.size > 1 and self.size == 1:
             raise ProfileMismatchError(
-                f"the profile was measured with 1 rank, where nothing is communicated; here are {size}: "
-                "run horovod-sparse calibrate with as many ranks"
+                f"the profile was measured with 1 rank, where nothing is communicated; here are "
+                f"{where.size}: run horovod-sparse calibrate with as many ranks"
             )
-        if size > 1 and not self.collectives:
+        if where.size > 1 and not self.collectives:
             raise ProfileMismatchError("the profile holds no collectives: run horovod-sparse calibrate")
-        differences = []
-        if size != self.size:
-            differences.append(f"{self.size} ranks, here {size}: times of collectives depend on it")
-        if framework != self.framework:
-            differences.append(
-                f"framework {self.framework}, here {framework}: selection may take another time"
-            )
-        if controller is not None and controller != self.controller:
-            differences.append(f"controller {self.controller}, here {controller}: latency differs")
-        if cycle_seconds is not None and not math.isclose(cycle_seconds, self.cycle_seconds, rel_tol=0.01):
-            differences.append(
-                f"a cycle time of {self.cycle_seconds * 1e3:g} ms, here {cycle_seconds * 1e3:g} ms: "
-                "it is part of alpha"
-            )
-        return [f"the profile was measured with {difference}" for difference in differences]
+        facts = [
+            ("{} ranks, here {}: times of collectives depend on it", self.size, where.size),
+            ("framework {}, here {}: selection may take another time", self.framework, where.framework),
+            ("controller {}, here {}: latency differs", self.controller, where.controller),
+        ]
+        told = [words.format(own, here) for words, own, here in facts if own != here]
+        own, here = self.cycle_seconds, where.cycle_seconds
+        if not math.isclose(own, here, rel_tol=0.01):
+            told.append(f"a cycle time of {own * 1e3:g} ms, here {here * 1e3:g} ms: it is part of alpha")
+        return [f"the profile was measured with {one}" for one in told]
 
-    def backward_of(self, names: Sequence[str]) -> tuple[float, ...]:
-        """Backward times of these parameters; a `ProfileMismatchError` if some are missing, or all are 0."""
-        if missing := [name for name in names if name not in self.backward_seconds]:
+    def step(
+        self,
+        parameters: Sequence[ParameterFacts],
+        sparsifier: Sparsifier,
+        size: int,
+        topology: Topology | None = None,
+    ) -> tuple[Workload, CostModel]:
+        """Returns a step of a model, and the cost of its buckets where ranks share hosts as in `topology`.
+
+        A `ProfileMismatchError` refuses a profile of another model, or of hosts of other sizes.
+        """
+        facts = {parameter.name: parameter for parameter in parameters}
+        if missing := [name for name in facts if name not in self.backward_seconds]:
             raise ProfileMismatchError(
                 f"the profile has no backward time for {_few(missing)}: is it of another model?"
             )
-        times = tuple(float(self.backward_seconds[name]) for name in names)
-        if names and not any(times):
-            raise ProfileMismatchError("the profile says that backward takes no time: measure again")
-        return times
-
-    @property
-    def num_hosts(self) -> int:
-        """N, where two levels were measured; P otherwise."""
-        return self.size // self.per_host
+        measured = [(facts[name], each) for name, each in self.backward_seconds.items() if name in facts]
+        ordered, seconds = zip(*measured, strict=True) if measured else ((), ())
+        dense = frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
+        workload = Workload(ordered, seconds, self.forward_seconds, dense)
+        if topology is None or topology.per_host == 1:
+            # Horovod sends what waits at the same time as one
+            return workload, self.cost(sparsifier, size, fuse_sparse=True)
+        if self.levels and self.per_host != topology.per_host:
+            raise ProfileMismatchError(
+                f"the profile was measured with {self.per_host} ranks on a host, here are "
+                f"{topology.per_host}: run horovod-sparse calibrate with as many"
+            )
+        return workload, self.cost(sparsifier, size, levels="host")
 
     def cost(
         self, sparsifier: Sparsifier, size: int | None = None, *, levels: Levels = "flat", **options: Any
     ) -> CostModel:
-        """The cost model of a sparsifier on this cluster.
+        """Returns the cost model of a sparsifier among `size` ranks (as measured if left out).
 
         Decoding counts as selection: the thread that runs backward does it, in some later hook, or in the
         end. (Only in the end does it come after communication, and then the sum of both is the same.)
@@ -196,27 +193,42 @@ class Profile:
         With two levels a rank folds and selects from n / L elements, and decodes twice: the sum of its shard,
         and that of all. Its messages go to single ranks, and none is sent together with another bucket's.
 
-        Args:
-            sparsifier: which, at which density.
-            size: P where it is applied; as measured if left out.
-            levels: "host" where gradients are summed within hosts first.
-            **options: further fields of `CostModel` (`fuse_sparse`, which is False with two levels, ...).
-
-        Raises:
-            ProfileMismatchError: if what the sparsifier needs was not measured. A rank alone sends nothing,
-                and needs no collective.
+        `options` are further fields of `CostModel`. A `ProfileMismatchError` names what the sparsifier needs
+        and was not measured; a rank alone sends nothing, and needs no collective.
         """
-        size = self.size if size is None else size
-        among, per_host = (size, 1) if levels == "flat" else (size // self.per_host, self.per_host)
-        selection = self.work(sparsifier, among, per_host)
-        times = self._times(sparsifier, among, self.collectives if levels == "flat" else None)
+        size, name = self.size if size is None else size, sparsifier.name
+        among, per_host, measured = size, 1, self.collectives
+        if levels == "host":
+            if not self.levels:
+                raise ProfileMismatchError(
+                    "the profile was measured with one level: run horovod-sparse calibrate with several "
+                    "ranks on every host"
+                )
+            among, per_host, measured = size // self.per_host, self.per_host, self.levels["across"]
+        needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(among)}
+        needed |= {"allreduce"} if levels == "flat" else set()  # of what stays dense
+        if among == 1:
+            measured = dict.fromkeys(needed, Fit(0.0, 0.0))
+        if missing := sorted(needed - set(measured)):
+            raise ProfileMismatchError(f"{name} needs {_few(missing)}, which the profile does not hold")
+        if name not in self.selection:
+            raise ProfileMismatchError(
+                f"the profile has no selection time for {name}, only for {_few(sorted(self.selection))}: "
+                f"run horovod-sparse calibrate with it"
+            )
+        times = {kind: fit.time() for kind, fit in measured.items()}
         communication = communication_of(sparsifier, among, times).per(1 / per_host)
+        # of all elements, with duplicates
+        received = min(1.0, sparsifier.density) * (among if sparsifier.density_scope == "per rank" else 1)
+        selection = self.selection[name].time(sparsifier.density).per(1 / per_host)
+        if name in self.decoding:
+            decoding = self.decoding[name].time(received)
+            selection += decoding if per_host == 1 else decoding + decoding.per(1 / per_host)
         if levels == "host":
             inside = self.levels["host"]
-            communication += inside["reducescatter"].time().per(VALUE_BYTES)
-            received = received_share(sparsifier, among)
-            communication += inside["allgather"].time().per(SELECTED_BYTES * received / per_host)
-            options = {**options, "fuse_sparse": False}
+            communication += inside["reducescatter"].time().per(_VALUE_BYTES)
+            communication += inside["allgather"].time().per(_SELECTED_BYTES * received / per_host)
+            options["fuse_sparse"] = False
         dense = self.collectives.get("allreduce") if size > 1 else None
         return CostModel(
             selection=selection,
@@ -226,44 +238,9 @@ class Profile:
             **options,
         )
 
-    def work(self, sparsifier: Sparsifier, size: int, per_host: int = 1) -> AffineTime:
-        """Returns the time that a rank works for a bucket, by its n: fold, selection and decoding.
 
-        Where `per_host` ranks share it, each selects from n / L, and decodes its sum, and that of all.
-        """
-        name = sparsifier.name
-        if name not in self.selection:
-            raise ProfileMismatchError(
-                f"the profile has no selection time for {name}, only for {_few(sorted(self.selection))}: "
-                f"run horovod-sparse calibrate with it"
-            )
-        seconds = self.selection[name].time(sparsifier.density).per(1 / per_host)
-        if name in self.decoding:
-            decoding = self.decoding[name].time(received_share(sparsifier, size))
-            seconds += decoding if per_host == 1 else decoding + decoding.per(1 / per_host)
-        return seconds
-
-    def _times(
-        self, sparsifier: Sparsifier, size: int, collectives: Mapping[str, Fit] | None
-    ) -> dict[str, AffineTime]:
-        """Returns the times of collectives among `size` ranks; of those between hosts for None."""
-        if collectives is None:
-            if not self.levels:
-                raise ProfileMismatchError(
-                    "the profile was measured with one level: run horovod-sparse calibrate with several "
-                    "ranks on every host"
-                )
-            collectives = self.levels["across"]
-        needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(size)}
-        if collectives is self.collectives:
-            needed |= {"allreduce"}  # of what stays dense
-        if size == 1:
-            return dict.fromkeys(needed, AffineTime())
-        if missing := sorted(needed - set(collectives)):
-            raise ProfileMismatchError(
-                f"{sparsifier.name} needs {_few(missing)}, which the profile does not hold"
-            )
-        return {kind: fit.time() for kind, fit in collectives.items()}
+def _fits(saved: Mapping[str, Any]) -> dict[str, Fit]:
+    return {name: Fit(**fit) for name, fit in saved.items()}
 
 
 def _few(names: Iterable[str]) -> str:

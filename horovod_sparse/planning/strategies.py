@@ -12,21 +12,10 @@ from numpy.typing import NDArray
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.timeline import predict
-from horovod_sparse.planning.workload import Workload, plan_of_segments
-from horovod_sparse.plans.plan import MAX_BUCKET_ELEMENTS, Plan, fixed_bytes, fixed_elements
+from horovod_sparse.planning.step import Workload, plan_of_segments, predict
+from horovod_sparse.plans import MAX_BUCKET_ELEMENTS, Plan, fixed_bytes, fixed_elements
 
 Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]
-
-
-def layerwise(workload: Workload, cost: CostModel | None = None) -> Plan:
-    """A bucket for every parameter (LAGS-SGD)."""
-    return _with_dense(workload, fixed_elements(workload.sparse, 1))
-
-
-def single(workload: Workload, cost: CostModel | None = None) -> Plan:
-    """One bucket of everything, or as few as kinds and int32 allow (TopK-SGD)."""
-    return _with_dense(workload, fixed_elements(workload.sparse, MAX_BUCKET_ELEMENTS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +25,6 @@ class Fixed:
     Args:
         num_elements: a bucket is closed once it holds so many elements (MGS-SGD; the paper has 8192).
         bytes: a bucket is closed before it would exceed so many bytes of gradient, as Horovod's buffer.
-
-    Raises:
-        ArgumentError: unless exactly one is given, a whole number from 1.
-
-    Example:
-        >>> fixed(num_elements=8192)
-        Fixed(num_elements=8192, bytes=None)
     """
 
     num_elements: int | None = None
@@ -58,43 +40,36 @@ class Fixed:
 
     def __call__(self, workload: Workload, cost: CostModel | None = None) -> Plan:
         if self.bytes is not None:
-            return _with_dense(workload, fixed_bytes(workload.sparse, self.bytes))
-        return _with_dense(workload, fixed_elements(workload.sparse, self.num_elements or 1))
+            plan = fixed_bytes(workload.sparse, self.bytes)
+        else:
+            plan = fixed_elements(workload.sparse, self.num_elements or 1)
+        return Plan(plan.buckets, workload.dense_names)
 
 
 fixed = Fixed
-
-
-def _with_dense(workload: Workload, plan: Plan) -> Plan:
-    return Plan(plan.buckets, workload.dense_names)
-
+#: a bucket for every parameter (LAGS-SGD)
+layerwise = Fixed(num_elements=1)
+#: one bucket of everything, or as few as kinds and int32 allow (TopK-SGD)
+single = Fixed(num_elements=MAX_BUCKET_ELEMENTS)
 
 Times = NDArray[np.float64]
 
 
 def omgs(workload: Workload, cost: CostModel) -> Plan:
-    """Algorithm 1 of OMGS-SGD: merge l into l - 1, from L down to 2, where that pays at once.
+    """Returns the plan of OMGS-SGD's Algorithm 1: merge l into l - 1, from L down to 2, where that pays.
 
     ``Q3: u + t_s(d_l) + t_s(d_{l-1}) < tau_c(l) + t_c(d_l)`` and
-    ``Q5: tau_c(l) + alpha > u + t_s(d_l + d_{l-1})`` with ``u = tau_b(l) + t_b(l) + t_b(l-1)``;
-    all times are computed anew after each merge.
-
-    The paper proves it optimal for one decision at a time; a later merge can undo the reason of an
-    earlier one, so it is not for all of them together: see `optimal`.
+    ``Q5: tau_c(l) + alpha > u + t_s(d_l + d_{l-1})`` with ``u = tau_b(l) + t_b(l) + t_b(l-1)``, where t_s is
+    `cost.selection`, t_c `cost.communication`, alpha its `fixed_seconds`; all times are computed anew after
+    each merge. It is optimal for one decision at a time, and not for all of them together: see `optimal`.
 
     That stands on the paper's selection, which a merge never makes shorter. Where a selection costs
     something however small its bucket (``t_s = a + b n``, what is measured here), a merge may pay although
     the network is idle. There the gain itself is tested: l is merged if the step ends earlier then, and at
-    last the plan is compared with no merging and with one bucket. So by its model (`predict`) it is never
-    worse than either, and still not the best of all.
+    last the plan is compared with no merging and with one bucket. So by `predict` it is never worse than
+    either.
 
-    Args:
-        workload: parameters (the paper's layers) and their backward times.
-        cost: t_s is `selection`, t_c is `communication`, alpha its `fixed_seconds`.
-
-    Returns:
-        The plan. Where parameters of different kinds (dtype, device, parameter group) were merged, a
-        bucket for each kind. Dense parameters are left out; backward runs through them.
+    Where parameters of different kinds (dtype, device, parameter group) were merged, a bucket for each kind.
 
     Source: OMGS-SGD, section IV. Departures: a merged layer costs nothing, as Eq. (13) says; lines 18
     and 22 as printed would charge it alpha again, and line 16 log 0. The public program always merges
@@ -119,7 +94,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
 
 
 def _pays_at_once(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
-    """Q3 and Q5."""
+    """Returns Q3 and Q5."""
     start_backward, start_communication, _ = _timeline(elements, backward, cost)
     here, below = elements[layer], elements[layer - 1]
     ready = start_backward[layer] + backward[layer] + backward[layer - 1]
@@ -143,7 +118,7 @@ def _merge(layer: int, elements: Times, backward: Times) -> tuple[Times, Times]:
 
 
 def _chain(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
-    """Elements and backward times of the sparse parameters, forward order; a dense one passes its time on."""
+    """Returns elements and backward times of sparse parameters, forward; a dense one passes its time on."""
     elements, backward, carried = [], [], 0.0
     for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
         carried += seconds
@@ -157,7 +132,7 @@ def _chain(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
 
 
 def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times, Times, float]:
-    """When backward and communication of every layer begin, Eqs. (6) to (8), and when the last ends, (17)."""
+    """Returns when backward and communication of layers begin, Eqs. (6) to (8), and the end, Eq. (17)."""
     selection = cost.selection.seconds(elements)
     communication = cost.communication.seconds(elements)
     ends = np.cumsum((backward + selection)[::-1])[::-1]  # of selection

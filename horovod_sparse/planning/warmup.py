@@ -1,28 +1,158 @@
-"""From the first steps' backward times to a plan that rank 0 makes and all ranks take at the same step."""
+"""Backward times of a training's first steps, and the plan that rank 0 makes by them for all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.errors import ProfileMismatchError
+from horovod_sparse.planning.buckets import BucketMemory
 from horovod_sparse.planning.calibration import QUICK, Extent, calibration
-from horovod_sparse.planning.calibration.buckets import BucketMemory
-from horovod_sparse.planning.calibration.steps import BackwardRecorder, BackwardTimes, mean_times
-from horovod_sparse.planning.first_plan import asked_of
-from horovod_sparse.planning.request import Decision, PlanRequest, plan_by_times
-from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.planning.request import Decision, PlanRequest
+from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import compared
 from horovod_sparse.training.collective_errors import raise_together
+from horovod_sparse.training.host_topology import ClusterFacts
 
 _log = logging.getLogger("horovod_sparse")
+#: steps whose backward is measured, after the first one, which has no beginning, and one to warm up
+_NUM_WARMUP, _NUM_STEPS = 1, 5
+
+
+@dataclass(frozen=True)
+class BackwardTimes:
+    """Medians over steps.
+
+    Attributes:
+        backward_seconds: by parameter, in the order in which gradients came; 0 for those that never came.
+        forward_seconds: from the end of one step to the first gradient of the next.
+        num_steps: that were measured.
+        step_seconds: forward and backward of each of them, where that is known.
+    """
+
+    backward_seconds: Mapping[str, float]
+    forward_seconds: float
+    num_steps: int
+    step_seconds: tuple[float, ...] = ()
+
+
+class BackwardRecorder:
+    """Takes the stamps of a few steps, and makes medians of them.
+
+    A stamp is what tells a time: seconds of a clock, or an event of a device. Between two gradients lies
+    the time from where the work for the one ended to where that for the other begins: so folding and
+    selecting are not counted as backward, but what a hook costs that starts nothing is.
+
+    Example:
+        >>> recorder = BackwardRecorder(["a", "b"], 0, lambda start, stop: stop - start)
+        >>> recorder.begin(10.0)
+        >>> recorder.arrived("b", 13.0, 14.0)  # one second of which passes in the hook
+        >>> recorder.arrived("a", 16.0, 16.0)
+        >>> recorder.end()
+        >>> recorder.times()
+        BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1,
+                      step_seconds=(5.0,))
+    """
+
+    def __init__(self, names: Sequence[str], num_warmup: int, between: Callable[[Any, Any], float]) -> None:
+        self._to_skip, self._between = num_warmup, between
+        self._begun: Any = None
+        self._stamps: list[tuple[str, Any, Any]] = []
+        self._forward: list[float] = []
+        self._totals: list[float] = []
+        #: by name: the seconds before its gradient, and its place, in every step
+        self._rows: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
+
+    @property
+    def num_measured(self) -> int:
+        """The number of steps recorded after the warm-up."""
+        return len(self._forward)
+
+    def begin(self, stamp: Any) -> None:
+        """Begins a step; forward is next."""
+        self._begun, self._stamps = stamp, []
+
+    def arrived(self, name: str, entered: Any, left: Any) -> None:
+        self._stamps.append((name, entered, left))
+
+    def forget(self) -> None:
+        """Drops the stamps of a step that was cancelled."""
+        self._begun, self._stamps = None, []
+
+    def end(self) -> None:
+        """Reads the stamps of a step, once all its gradients have come."""
+        before, stamps = self._begun, self._stamps
+        self.forget()
+        if before is None or not stamps:
+            return  # the first step has no beginning
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return
+        total = 0.0
+        for place, (name, entered, left) in enumerate(stamps):
+            seconds = max(0.0, float(self._between(before, entered)))
+            total += seconds
+            if place == 0:
+                # nobody tells where forward ends; nothing can be sent before, so nothing hangs on it
+                self._forward.append(seconds)
+            self._rows[name].append((seconds if place else 0.0, place))
+            before = left
+        self._totals.append(total)
+
+    def times(self) -> BackwardTimes:
+        """Returns medians over the recorded steps.
+
+        What delays another gradient in every step (a rank that had to leave its core to others) is in no
+        gradient's median; so all are scaled by the same factor to the median of whole steps.
+        """
+        if not self._forward:
+            raise ProfileMismatchError("no step has been measured yet: train a few steps first")
+        never = (0.0, len(self._rows))
+        # parameters without a gradient are started in the end, as the model's first
+        medians = {
+            name: [statistics.median(values) for values in zip(*(row or [never]), strict=True)]
+            for name, row in reversed(self._rows.items())
+        }
+        order = sorted(medians, key=lambda name: medians[name][1])
+        forward = statistics.median(self._forward)
+        found = forward + sum(seconds for seconds, _ in medians.values())
+        scale = statistics.median(self._totals) / found if found else 1.0
+        backward = {name: scale * medians[name][0] for name in order}
+        return BackwardTimes(backward, scale * forward, len(self._forward), tuple(self._totals))
+
+
+def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
+    """Returns the times of a step over all ranks, the same on every rank.
+
+    Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
+    of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
+    """
+    line = None
+    if own is not None:
+        line = [own.num_steps, own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
+    measured = [item for item in (yield from shared_lines(line)) if item is not None]
+    if not measured:
+        raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
+    steps, forward, rows, totals = zip(*measured, strict=True)
+    ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
+    slowest = statistics.median(ratios or [1.0])
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for place, (name, value) in enumerate(row):
+            found.setdefault(name, []).append((place, value))
+    means = {name: list(map(statistics.fmean, zip(*rows, strict=True))) for name, rows in found.items()}
+    order = sorted(means, key=lambda name: means[name][0])
+    backward = {name: slowest * means[name][1] for name in order}
+    return BackwardTimes(backward, slowest * statistics.fmean(forward), min(steps))
 
 
 def decide(
@@ -42,22 +172,15 @@ def decide(
     A coroutine that all ranks run together, between two steps. Every rank enters every collective in it: an
     error of one rank alone is told to the others, and all raise.
     """
-    yield from compared(asked_of(request))
+    yield from compared(request.describe())
     if request.failure is not None:
         raise request.failure
     if request.profile is None:
-        profile = yield from calibration(
-            where,
-            [sparsifier],
-            extent=extent,
-            memory=memory,
-            dtype=dtype,
-            starting_seconds=starting_seconds,
-            topology=where.topology,
-        )
+        more: dict[str, Any] = {"memory": memory, "dtype": dtype, "starting_seconds": starting_seconds}
+        profile = yield from calibration(where, [sparsifier], extent=extent, topology=where.topology, **more)
     else:
         profile = request.profile
-        profile.check(size=where.size, framework=where.framework)  # refuses what cannot be applied
+        profile.check(where)  # refuses what cannot be applied
     if not profile.backward_seconds:
         measured = yield from mean_times(times)
         profile = dataclasses.replace(
@@ -65,91 +188,89 @@ def decide(
             backward_seconds=dict(reversed(list(measured.backward_seconds.items()))),
             forward_seconds=measured.forward_seconds,
         )
-    decision, failure = None, None
+    told, failure = None, None
     if where.rank == 0:
         try:
-            decision = plan_by_times(request, where, parameters, sparsifier, profile)
+            decision = request.decided(where, parameters, sparsifier, profile)
+            told = [decision.plan.to_dict(), dict(decision.predicted_seconds)]
         except Exception as error:
             failure = error
     yield from raise_together(failure)
-    told = None
-    if decision is not None:
-        told = [decision.plan.to_dict(), dict(decision.predicted_seconds)]
-    everyone = yield from shared_lines(told)
-    plan, predicted = everyone[0]
-    return Decision(Plan.from_dict(plan), request.describe(), predicted, profile)
+    (plan, predicted), *_ = yield from shared_lines(told)
+    decision = Decision(Plan.from_dict(plan), request.asked, predicted, profile)
+    if where.rank == 0:
+        _log.info("%s", decision)
+    return decision
 
 
+#: makes the coroutine `decide` of facts of the cluster, and of `memory`, `dtype` and `starting_seconds`
 Decide: TypeAlias = Callable[..., Synchronization[Decision]]
 
-#: steps whose backward is measured, after the first one, which has no beginning, and one to warm up
-_NUM_WARMUP, _NUM_STEPS = 1, 5
 
-
-class Measuring(Protocol):
-    """The clock of a front end, and its way to carry out a coroutine with all ranks."""
+class HostStamps:
+    """The host's clock. On the CPU a hook runs when its gradient is there: it waits for nothing."""
 
     def now(self) -> Any:
         """Returns a stamp without waiting for the device."""
+        return time.perf_counter()
 
     def seconds_between(self, start: Any, stop: Any) -> float:
         """Returns the seconds from one stamp to another; may wait for the device."""
-
-    def decided(
-        self, parameters: Sequence[ParameterFacts], topology: Topology | None, decide: Decide
-    ) -> Decision:
-        """Carries out, with all ranks, the coroutine that `decide` makes.
-
-        It takes facts of the cluster, and of `planning.warmup.decide` the keyword arguments `memory`,
-        `dtype` and `starting_seconds`.
-        """
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process; rank 0 logs the decision."""
+        return float(stop - start)
 
 
 class WarmUp:
     """Measures backward in a training's first steps, and then decides about the plan.
 
     Ranks count synchronizations, which are the same on all of them; so all decide after the same one,
-    whatever each has measured. Not in elastic training, where a worker that joins counts anew: there a
-    plan is made by times when `decide_now` is called, by all together.
+    whatever each has measured. In elastic training, where a worker that joins counts anew, and in graphs,
+    whose buckets are fixed, `decide_now` has to be called, by all ranks together.
+
+    Args:
+        request: what was asked for.
+        parameters: in the model's order.
+        sparsifier: what the buckets are for.
+        carry_out: runs the coroutine that a `Decide` makes, with all ranks.
+        stamps: the clock.
+        decision: one that was made by a profile; nothing is measured then.
+        automatic: decides by itself once steps are measured.
     """
 
     def __init__(
         self,
-        request: Any,
+        request: PlanRequest,
         parameters: Sequence[ParameterFacts],
         sparsifier: Sparsifier,
-        measuring: Measuring,
-        topology: Callable[[], Topology | None] = lambda: None,
+        carry_out: Callable[[Decide], Decision],
+        stamps: HostStamps,
         decision: Decision | None = None,
+        automatic: bool = True,
     ) -> None:
-        self.request, self.decision, self._topology = request, decision, topology
-        self._parameters, self._sparsifier, self._measuring = list(parameters), sparsifier, measuring
+        self.request, self.decision, self.stamp = request, decision, stamps.now
+        self._parameters, self._sparsifier, self._carry_out = list(parameters), sparsifier, carry_out
         self._recorder: BackwardRecorder | None = None
         self._own: BackwardTimes | None = None
-        self._left = 0
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        if not request.measures or decision is not None:
-            return
-        if elastic:
-            _log.warning(
-                "in elastic training the plan stays the default one until all ranks call optimizer.replan(): "
-                "workers that join have not measured what the others have"
-            )
-        self._record(_NUM_WARMUP, _NUM_STEPS)
-        self._left = 0 if elastic else 1 + _NUM_WARMUP + _NUM_STEPS
+        self._between, self._automatic, self._left = stamps.seconds_between, automatic, 0
+        #: True from the step on, the same on all ranks, after which `decide_now` may be called
+        self.is_measured = False
+        self._decides = automatic and os.environ.get("HOROVOD_ELASTIC") != "1"
+        if request.measures and decision is None:
+            if automatic and not self._decides:
+                _log.warning(
+                    "in elastic training the plan stays the default one until all ranks call "
+                    "optimizer.replan(): workers that join have not measured what the others have"
+                )
+            self._record(1 + _NUM_WARMUP + _NUM_STEPS, _NUM_WARMUP)
 
     @property
     def recording(self) -> bool:
         """True while hooks have to take stamps."""
         return self._recorder is not None
 
-    def stamp(self) -> Any:
-        """Returns a stamp of the present time."""
-        return self._measuring.now()
+    @property
+    def position(self) -> str:
+        """The steps until all ranks decide, as text; ranks compare it."""
+        return str(self._left if self._decides else 0)
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
         """Records that a gradient is complete; its hook ran between the two stamps."""
@@ -157,50 +278,49 @@ class WarmUp:
             self._recorder.arrived(name, entered, left)
 
     def measure(self, num_steps: int) -> None:
-        """Measures `num_steps` further steps and decides after them; all ranks begin together."""
+        """Measures further steps, in graphs after one without a beginning; all ranks begin together."""
         check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
-        self._record(0, num_steps)
-        self._left = num_steps
-        self._begin()
+        self._record(num_steps + (not self._automatic), 0)
+        self._decides = self._automatic
+        if self._recorder is not None and self._automatic:
+            self._recorder.begin(self.stamp())
 
     def joined(self, parameters: Sequence[ParameterFacts]) -> None:
-        """Measures anew after parameters have joined on all ranks."""
+        """Measures anew after parameters have joined on all ranks, unless the plan has been decided."""
         self._parameters, self._own = list(parameters), None
-        if self._recorder is not None:
-            counting = self._left > 0
-            self._record(_NUM_WARMUP, _NUM_STEPS)
-            self._left = 1 + _NUM_WARMUP + _NUM_STEPS if counting else 0
+        if self._recorder is not None or self.is_measured:
+            self._record(1 + _NUM_WARMUP + _NUM_STEPS, _NUM_WARMUP)
 
     def after_step(self) -> Plan | None:
         """Records a step that has ended on all ranks; returns another plan if one was decided."""
         if self._recorder is None:
             return None
         self._recorder.end()
-        if self._left == 0 and self._recorder.done:
-            self._keep()
-        if self._left == 1:
+        self._left -= 1
+        if self._left > 0:
+            self._recorder.begin(self.stamp())
+            return None
+        self._keep()
+        self.is_measured = True
+        if self._decides:
             return self.decide_now().plan
-        self._left = max(0, self._left - 1)
-        self._begin()
+        _log.info("backward is measured: replan() makes the plan (%s)", self.request.asked)
         return None
-
-    @property
-    def position(self) -> str:
-        """The steps left to measure, as text; ranks compare it."""
-        return str(self._left)
 
     def stop_measuring(self) -> None:
         """Stops measuring on all ranks, because some rank has measured other steps."""
-        _log.warning(
-            "the plan stays what it is, since workers have come that have not measured what the others have: "
-            "call optimizer.replan() on all ranks to measure and plan anew"
-        )
+        if self._recorder is not None:
+            _log.warning(
+                "the plan stays what it is, since workers have come that have not measured what the others "
+                "have: call replan() on all ranks to plan anew"
+            )
+        self.is_measured = False
         self._keep()
 
     def stop(self) -> None:
         """Stops measuring and drops the decision, because the user has given a plan."""
+        self.decision, self.is_measured = None, False
         self._keep()
-        self.decision = None
 
     def given_up(self) -> None:
         """Drops the stamps of a step that all ranks have cancelled."""
@@ -211,27 +331,16 @@ class WarmUp:
         """Plans by the measured times; all ranks together, between two steps."""
         self._keep()
 
-        def coroutine(cluster: ClusterFacts, **arguments: Any) -> Synchronization[Decision]:
+        def made(cluster: ClusterFacts, **arguments: Any) -> Synchronization[Decision]:
             return decide(self.request, cluster, self._parameters, self._sparsifier, self._own, **arguments)
 
-        self.decision = self._measuring.decided(self._parameters, self._topology(), coroutine)
-        self.tell()
+        self.decision, self.is_measured = self._carry_out(made), False
         return self.decision
 
-    def tell(self) -> None:
-        """Logs the decision on rank 0."""
-        if self.decision is not None and self._measuring.rank == 0:
-            _log.info("%s", self.decision)
-
-    def _record(self, num_warmup: int, num_steps: int) -> None:
+    def _record(self, num_steps: int, num_warmup: int) -> None:
         names = [parameter.name for parameter in self._parameters]
-        self._recorder = BackwardRecorder(
-            names, num_warmup=num_warmup, num_steps=num_steps, seconds_between=self._measuring.seconds_between
-        )
-
-    def _begin(self) -> None:
-        if self._recorder is not None:
-            self._recorder.begin(self._measuring.now())
+        self._recorder, self._left = BackwardRecorder(names, num_warmup, self._between), num_steps
+        self.is_measured = False
 
     def _keep(self) -> None:
         """Takes the medians and stops recording."""

@@ -12,7 +12,7 @@ from horovod_sparse import collectives
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.feedback.bucket import num_bytes_sent
-from horovod_sparse.plans.network import COLLECTIVES, AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
+from horovod_sparse.simulation.network import AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
 from horovod_sparse.topology import Topology
 
 
@@ -105,7 +105,7 @@ def _costs(requests: Sequence[Request]) -> list[CollectiveCost]:
             for receiver, buffer in messages.items():
                 received[receiver] += buffer.nbytes if receiver != sender else 0
         return list(map(CollectiveCost, rounds, received))
-    kind = COLLECTIVES[type(first)]
+    kind = collectives.COLLECTIVES[type(first)]
     lengths = [request.buffer.nbytes for request in requests]  # type: ignore[union-attr]
     arrives = [lengths[0] * share_of_bytes(kind, size)] * size
     if isinstance(first, collectives.AllGather):

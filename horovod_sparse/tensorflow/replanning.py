@@ -8,71 +8,62 @@ functions have to be traced again then, since a graph's buckets are fixed.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.training import VariablesTraining
+from horovod_sparse.training.host_topology import ClusterFacts
 
 if TYPE_CHECKING:
-    from horovod_sparse.planning.calibration.steps import BackwardRecorder, BackwardTimes
     from horovod_sparse.planning.request import Decision
-
-_log = logging.getLogger("horovod_sparse")
-
-#: steps whose backward is measured, after the first one, which has no beginning, and one to warm up
-_NUM_WARMUP, _NUM_STEPS = 1, 5
+    from horovod_sparse.planning.warmup import Decide, WarmUp
 
 
 class Replanning:
-    """What a synchronizer does about its plan: measures backward, and decides when it is asked to."""
+    """Measures backward for a synchronizer's plan, and changes the plan when it is asked to."""
 
     def __init__(self, training: VariablesTraining) -> None:
-        self._training, self._lock = training, threading.Lock()
+        self._training = training
         #: None where no times decide
-        self._recorder: BackwardRecorder | None = None
-        self._own: BackwardTimes | None = None
-        #: steps to measure; while there are any, functions are traced in their measuring form
-        self._left = 0
+        self._warmup: WarmUp | None = None
 
     @property
     def is_measured(self) -> bool:
         """Whether backward times wait for `replan`: from the same step on, on all ranks."""
-        return self._recorder is not None and self._left == 0 and self._training.decision is None
+        return self._warmup is not None and self._warmup.is_measured
 
     def planned(self) -> None:
-        """Variables have got their first buckets: measures, where times decide and no profile has them."""
-        request = self._training.request
-        if request is not None and request.measures:
-            self._own = None
-            self._record(_NUM_WARMUP, _NUM_STEPS)
-            if self._training.decision is not None:
-                self._left = 0
+        """Measures once variables have got buckets, where times decide and no profile has them."""
+        training = self._training
+        if self._warmup is not None:
+            self._warmup.joined(training.parameters)
+        elif training.request is not None and training.request.measures:
+            from horovod_sparse.planning.warmup import HostStamps, WarmUp
+
+            more: Any = {"decision": training.decision, "automatic": False}
+            sparsifier, stamps = training.recipe.sparsifier, HostStamps()
+            parameters = training.parameters
+            self._warmup = WarmUp(training.request, parameters, sparsifier, self._decided, stamps, **more)
 
     def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int], host: HostFunctions) -> list[Any]:
         """The gradients (or None), given on when all are there if times are wanted."""
         given = list(gradients)
-        if not self._left:
+        warmup = self._warmup
+        if warmup is None or not warmup.recording:
             return given
         present = {name: i for name, i in by_name.items() if given[i] is not None}
 
         def stamp(name: str) -> Callable[[Any], list[int]]:
             def arrived(_gradient: Any) -> list[int]:
-                now = time.perf_counter()
-                with self._lock:
-                    if self._left and self._recorder is not None:
-                        self._recorder.arrived(name, now, now)
+                now = warmup.stamp()
+                warmup.arrived(name, now, now)
                 return [0]
 
             return arrived
@@ -85,28 +76,17 @@ class Replanning:
         return given
 
     def after_step(self, went_well: bool) -> None:
-        """A synchronization has ended, or was given up, on all ranks."""
-        recorder, request = self._recorder, self._training.request
-        if recorder is None or request is None:
-            return
-        with self._lock:
-            if not went_well:
-                recorder.forget()
-            elif self._left:
-                recorder.end()
-                self._left -= 1
-                recorder.begin(time.perf_counter())
-                if self._left == 0:
-                    if recorder.num_measured > 0:
-                        self._own = recorder.times()
-                    told = "backward is measured: replan() makes the plan, for functions traced after it (%s)"
-                    _log.info(told, request.describe())
+        """Counts a synchronization that has ended on all ranks, or forgets one that was given up."""
+        if self._warmup is not None:
+            if went_well:
+                self._warmup.after_step()
+            else:
+                self._warmup.given_up()
 
     def stop(self) -> None:
-        """Measures nothing more by itself: ranks have come or gone, which count their steps otherwise."""
-        if self._recorder is not None and self._training.decision is None:
-            self._left = 0
-            _log.info("the plan stays as it is until all ranks call replan(measure_steps=...)")
+        """Stops measuring: ranks have come or gone, which count their steps otherwise."""
+        if self._warmup is not None:
+            self._warmup.stop_measuring()
 
     def refuse(self, where: str) -> None:
         """Refuses to need times where none can be measured: with what `where` says."""
@@ -127,40 +107,24 @@ class Replanning:
                 raise ArgumentError("plan", plan, "a horovod_sparse.merging.Plan: Plan(buckets, dense)")
             if measure_steps is not None:
                 raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
-            self._left = 0
+            if self._warmup is not None:
+                self._warmup.stop()
             self._training.change_plan(plan)
-        elif self._recorder is None:
+        elif self._warmup is None:
             raise ArgumentError("plan", plan, "a plan, or merging='optimal' beside the compression")
         elif measure_steps is not None:
-            check_count("measure_steps", measure_steps, "a whole number of steps, or leave it out")
-            self._record(0, measure_steps)
+            self._warmup.measure(measure_steps)
             self._training.change_plan(self._training.plan)
         else:
-            decision = self._decide()
+            decision = self._warmup.decide_now()
             self._training.change_plan(decision.plan, decision)
 
-    def _decide(self) -> Decision:
-        """Plans by what has been measured; all ranks together, between two steps."""
-        from horovod_sparse.planning.warmup import decide  # which a training without times needs not
-
+    def _decided(self, decide: Decide) -> Decision:
+        """Carries out what makes a plan by times, with all ranks."""
         training: Any = self._training
-        request = training.request
-        assert request is not None  # there is a recorder
-        parameters, topology = training.parameters, training.topology
-        cluster = ClusterFacts.of(training.process_set, "tensorflow", hvd)
-        where = dataclasses.replace(cluster, topology=topology)
-        dtype = max(parameters, key=lambda parameter: parameter.num_elements).dtype
-        coroutine = decide(request, where, parameters, training.recipe.sparsifier, self._own, dtype=dtype)
+        topology, process_set = training.topology, training.process_set
+        cluster = dataclasses.replace(ClusterFacts.of(process_set, "tensorflow", hvd), topology=topology)
+        dtype = max(training.parameters, key=lambda parameter: parameter.num_elements).dtype
         name = f"{training.engine.label}.planning"
-        decision: Decision = carry_out_together(coroutine, training.process_set, name, topology)
-        if training.process_set.rank() == 0:
-            _log.info("%s", decision)
+        decision: Decision = carry_out_together(decide(cluster, dtype=dtype), process_set, name, topology)
         return decision
-
-    def _record(self, num_warmup: int, num_steps: int) -> None:
-        from horovod_sparse.planning.calibration.steps import BackwardRecorder
-
-        names = [parameter.name for parameter in self._training.parameters]
-        with self._lock:
-            self._recorder = BackwardRecorder(names, num_warmup=num_warmup, num_steps=num_steps)
-            self._left = 1 + num_warmup + num_steps

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import carry_out_together

@@ -14,10 +14,8 @@ from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe
-from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.first_plan import asked_of, first_plan
-from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.plan import ParameterFacts, Plan, make_plan
+from horovod_sparse.planning import asked_of, first_plan, plan_request
+from horovod_sparse.plans import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together
@@ -27,7 +25,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.host_topology import Ranks, launched_hosts
+from horovod_sparse.training.host_topology import ClusterFacts, Ranks, launched_hosts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.feedback import Bucket, Member, ParameterRules, Progress, Recipe, TwoLevelBucket, shard_of
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.flat_gradient import GradientMemory, memory_of
 from horovod_sparse.tensors.layout import (

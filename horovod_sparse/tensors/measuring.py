@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning.calibration.buckets import BucketMemory, HostBucketMemory
-from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.planning.buckets import BucketMemory, HostBucketMemory
+from horovod_sparse.planning.warmup import HostStamps
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.tensors.device_memory import DeviceMemory
@@ -55,17 +54,7 @@ class DeviceBucketMemory:
         gradient[:1].cpu()
 
 
-class HostStamps:
-    """The host's clock. On the CPU a hook runs when its gradient is there: nothing is waited for."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def seconds_between(self, start: float, stop: float) -> float:
-        return stop - start
-
-
-class EventStamps:
+class EventStamps(HostStamps):
     """Events of a GPU: a hook runs when its gradient's kernel has been queued, the event when it is done."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -82,17 +71,9 @@ class EventStamps:
         return float(start.elapsed_time(stop)) / 1e3
 
 
-def stamps_for(devices: Iterable[str]) -> HostStamps | EventStamps:
-    """Events where all gradients are on one GPU; the host's clock otherwise."""
+def stamps_for(devices: Iterable[str]) -> HostStamps:
+    """Returns events where all gradients are on one GPU; the host's clock otherwise."""
     distinct = {torch.device(name) for name in devices}
     if len(distinct) == 1 and (device := distinct.pop()).type == "cuda":
         return EventStamps(device)
     return HostStamps()
-
-
-class Stamped:
-    """A clock of the devices that parameters are on."""
-
-    def __init__(self, parameters: Iterable[ParameterFacts]) -> None:
-        stamps = stamps_for(parameter.device for parameter in parameters)
-        self.now, self.seconds_between = stamps.now, stamps.seconds_between

@@ -14,7 +14,7 @@ import torch
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBucket, shard_of
-from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.flat_gradient import GradientMemory

@@ -13,15 +13,14 @@ import torch
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.tensors.parts import Part, facts_of, groups_of, make_parts
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver, carry_out_together
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.host_topology import Ranks
+from horovod_sparse.training.host_topology import ClusterFacts, Ranks
 
 #: how long ranks that have waited in vain may differ in when they stopped
 _ANSWER_SECONDS = 5.0

@@ -10,7 +10,7 @@ import torch
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import StockOptimizer, hvd
 from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients

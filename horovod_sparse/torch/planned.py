@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.first_plan import asked_of, first_plan
-from horovod_sparse.plans.dense import ClusterFacts
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.planning import asked_of, first_plan, plan_request
+from horovod_sparse.plans import ParameterFacts, Plan
+from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.host_topology import launched_hosts
+from horovod_sparse.training.host_topology import ClusterFacts, launched_hosts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
 if TYPE_CHECKING:
-    from horovod_sparse.planning.warmup import WarmUp
+    from horovod_sparse.planning.request import Decision
+    from horovod_sparse.planning.warmup import Decide, WarmUp
 
 
 class PlannedTraining(Training):
@@ -48,17 +50,27 @@ class PlannedTraining(Training):
         if self._first.request is not None:
             # most trainings measure nothing
             from horovod_sparse.planning.warmup import WarmUp
-            from horovod_sparse.torch.calibration import HorovodMeasuring
+            from horovod_sparse.tensors.measuring import stamps_for
 
+            stamps, decision = stamps_for(parameter.device for parameter in parameters), self._first.decision
             self.warmup = WarmUp(
-                self._first.request,
-                parameters,
-                recipe.sparsifier,
-                HorovodMeasuring(parameters, self.process_set),
-                lambda: self.topology,
-                self._first.decision,
+                self._first.request, parameters, recipe.sparsifier, self._decided, stamps, decision
             )
         self.facts = facts
+
+    def _decided(self, decide: Decide) -> Decision:
+        """Carries out what makes a plan by times, with all ranks."""
+        from horovod_sparse.tensors.measuring import bucket_memory
+
+        device, dtype = most_of(self.parameters)
+        cluster = dataclasses.replace(where_of(self.process_set, device), topology=self.topology)
+        starts, name = [0.0], "horovod_sparse.planning"
+        more = {"memory": bucket_memory(device), "dtype": dtype, "starting_seconds": lambda: starts[-1]}
+        with torch.no_grad():
+            decision: Decision = carry_out_together(
+                decide(cluster, **more), self.process_set, name, starts.append, topology=self.topology
+            )
+        return decision
 
     def first_plan_of(self, facts: Facts) -> Plan:
         """As `merging` and `tensor_selection` ask for, as far as that needs no times."""

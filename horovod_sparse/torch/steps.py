@@ -13,7 +13,7 @@ import torch
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, DeadlineError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.plan import Plan, explicit_groups, fixed_bytes, num_buckets
+from horovod_sparse.plans import Plan, explicit_groups, fixed_bytes, num_buckets
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding, new_facts
 from horovod_sparse.tensors.own_steps import feedback_for

@@ -14,7 +14,7 @@ import torch
 
 from horovod_sparse import errors
 from horovod_sparse.feedback import MomentumCorrection, Recipe
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import dtype_name, host_entry
 from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers

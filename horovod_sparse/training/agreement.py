@@ -26,7 +26,7 @@ from horovod_sparse import __version__
 from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import StateMismatchError
-from horovod_sparse.plans.plan import ParameterFacts, Plan
+from horovod_sparse.plans import ParameterFacts, Plan
 
 #: raised by every change of what ranks send each other: ranks of two versions of the code are refused by it
 PROTOCOL = 3

@@ -20,7 +20,7 @@ import numpy as np
 
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.host_topology import Ranks
 

@@ -21,6 +21,38 @@ RANKS_VARIABLE = "HOROVOD_SPARSE_RANKS_PER_HOST"
 
 
 @dataclass(frozen=True)
+class ClusterFacts:
+    """What is known of a cluster before anything is measured; a `Profile` repeats it.
+
+    `rank` and `size` count within the process set, `controller` is Horovod's or the backend of
+    torch.distributed, `device` is in words, and `topology` is None with one level.
+    """
+
+    rank: int
+    size: int
+    framework: str
+    controller: str
+    cycle_seconds: float = 0.001
+    device: str = "cpu"
+    topology: Topology | None = None
+
+    @classmethod
+    def of(cls, process_set: Any, framework: str, hvd: Any, device: str = "cpu") -> ClusterFacts:
+        """Returns the facts of a process set, by Horovod's binding for a framework."""
+        rank, size = int(process_set.rank()), int(process_set.size())
+        return cls(rank, size, framework, "mpi" if hvd.mpi_enabled() else "gloo", cycle_seconds(), device)
+
+
+def cycle_seconds() -> float:
+    """Returns Horovod's cycle time, as its environment variable sets it; 1 ms without one."""
+    text = os.environ.get("HOROVOD_CYCLE_TIME", "1")
+    try:
+        return float(text) / 1e3
+    except ValueError:
+        raise ArgumentError("HOROVOD_CYCLE_TIME", text, "milliseconds") from None
+
+
+@dataclass(frozen=True)
 class Ranks:
     """Where one rank stands: among those that synchronize, among all that were launched, and on its host.
 

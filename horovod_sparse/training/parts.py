@@ -16,7 +16,7 @@ import numpy as np
 from horovod_sparse.arrays import Accumulator, HostAccumulator, WholeGradient
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe
-from horovod_sparse.plans.plan import ParameterFacts
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.training.encoding import from_plain
 

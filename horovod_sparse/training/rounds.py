@@ -18,7 +18,7 @@ import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Broadcast, Synchronization, shared_lines
 from horovod_sparse.errors import DeadlineError, StateMismatchError
-from horovod_sparse.plans.plan import Plan, fixed_bytes
+from horovod_sparse.plans import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from horovod_sparse.carriers.mpi import transport_asked
 from horovod_sparse.checks import check_count, check_number, whole_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from horovod_sparse.training.deadline import deadline_of
 
 #: what `on_nonfinite` may be
@@ -86,7 +86,8 @@ class Settings:
             ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
             facts that says yes or no. If nothing is said of buckets either, buckets of fewer than 65,536
             elements stay dense, which one warning tells.
-        profile: a `horovod_sparse.cost.Profile`, or the path of a saved one, the same on all ranks: what it
+        profile: a `horovod_sparse.merging.Profile`, or the path of a saved one, the same on all ranks: what
+        it
             holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
         synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
             `synchronize` is called, and nothing overlaps: whatever was done to a rank's own gradients until

@@ -26,7 +26,7 @@ import numpy as np
 from horovod_sparse.checks import MOST_STEPS, out_of_range
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe, shard_of
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
 from horovod_sparse.training.parts import shared_out

@@ -17,7 +17,7 @@ import numpy as np
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Progress, Recipe
-from horovod_sparse.plans.plan import ParameterFacts, Plan, fixed_bytes
+from horovod_sparse.plans import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import agreement

@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from benchmarks.plans import SortingTime
-from horovod_sparse.cost import (
-    COLLECTIVES,
+from horovod_sparse.collectives import COLLECTIVES
+from horovod_sparse.merging import (
     AffineTime,
-    AlphaBeta,
     CostModel,
     Fit,
+    ParameterFacts,
+    Plan,
     Profile,
-    num_rounds,
-    share_of_bytes,
+    Workload,
+    plan_of_segments,
+    predict,
 )
-from horovod_sparse.merging import ParameterFacts, Plan, Workload, plan_of_segments, predict
+from horovod_sparse.simulation import AlphaBeta, num_rounds, share_of_bytes
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))

@@ -10,10 +10,9 @@ from benchmarks.common.layers import layer_table
 from benchmarks.plans import omgs_cost
 from benchmarks.studies.papers import tables
 from benchmarks.studies.study import Result, Study
-from horovod_sparse.cost import AffineTime, AlphaBeta, CostModel
 from horovod_sparse.feedback import recipe
-from horovod_sparse.merging import Strategy, layerwise, omgs, predict, single
-from horovod_sparse.simulation import Recorder, SimulatedCluster
+from horovod_sparse.merging import AffineTime, CostModel, Strategy, layerwise, omgs, predict, single
+from horovod_sparse.simulation import AlphaBeta, Recorder, SimulatedCluster
 from horovod_sparse.sparsifiers.spardl.teams import is_power_of_two, spardl_cost
 
 #: what is counted on a bucket of `num_elements` is scaled to `scaled_to`: messages are k elements long

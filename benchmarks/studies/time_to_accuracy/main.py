@@ -28,7 +28,7 @@ from benchmarks.studies.time_to_accuracy import links
 from benchmarks.studies.time_to_accuracy.curves import FILE, SAME_STEPS, SCORES, table
 from benchmarks.studies.time_to_accuracy.images import make_images
 from benchmarks.studies.time_to_accuracy.picture import draw
-from horovod_sparse.plans.dense import TENSOR_SELECTION_VARIABLE
+from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 
 RANK, MARK = "benchmarks.studies.time_to_accuracy.rank", "finished "
 SIZE, SEEDS, RATES, REPEAT = 2, (0, 1, 2), ("1gbit", "10gbit"), 15

@@ -47,7 +47,7 @@ def with_atheris(asked: bool) -> Any:
     except ImportError:
         raise SystemExit("atheris is not installed here: leave --atheris out for random changes") from None
     with atheris.instrument_imports(include=[f"horovod_sparse.{name}" for name in FOLLOWED]):
-        import horovod_sparse.cost
+        import horovod_sparse.merging
         import horovod_sparse.training.state
         import horovod_sparse.wire  # noqa: F401
     return atheris

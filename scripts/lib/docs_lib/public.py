@@ -23,8 +23,7 @@ PAGES = {
     "errors": ("Errors", ["horovod_sparse.errors"]),
     "sparsifiers": ("Sparsifiers", ["horovod_sparse.sparsifiers"]),
     "feedback": ("Feedback and recipes", ["horovod_sparse.feedback"]),
-    "merging": ("Merging", ["horovod_sparse.merging"]),
-    "cost": ("Cost model", ["horovod_sparse.cost"]),
+    "merging": ("Plans and their costs", ["horovod_sparse.merging"]),
     "simulation": ("Simulation", ["horovod_sparse.simulation", "horovod_sparse.topology"]),
     "extending": (
         "For new algorithms",

@@ -3,7 +3,7 @@
 import pytest
 
 from horovod_sparse.cli.main import main
-from horovod_sparse.cost import Profile
+from horovod_sparse.merging import Profile
 
 
 @pytest.mark.nightly  # what is TensorFlow's own in it every plan by times needs, too

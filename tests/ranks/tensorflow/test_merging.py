@@ -10,9 +10,8 @@ import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
 from conformance.engine import Ledger, given, replicas_agree
 from conformance.engines_tensorflow import TAPES, TapeTraining
-from horovod_sparse.cost import Fit
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.merging import Plan
+from horovod_sparse.merging import Fit, Plan
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 from support.merging_models import profile_of_two
 

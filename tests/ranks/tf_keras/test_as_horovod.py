@@ -9,7 +9,7 @@ from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
 import horovod_sparse.tensorflow.keras as hvd
 from conformance.keras import CLOSE, EVERYTHING, kinds, sgd
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 from support.keras_models import fit, flat, keras, make_model
 
 

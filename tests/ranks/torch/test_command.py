@@ -2,7 +2,7 @@
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.cli.main import main
-from horovod_sparse.cost import Profile
+from horovod_sparse.merging import Profile
 
 SMALL = ["--quick", "--repetitions", "2", "--budget", "2s", "--sparsifier", "topk", "--framework", "torch"]
 

@@ -14,8 +14,7 @@ from benchmarks.local.main import main
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllToAll, Exchange, Request
 from horovod_sparse.feedback import Bucket, parse_recipe
-from horovod_sparse.plans.network import share_of_bytes
-from horovod_sparse.simulation import Recorder, run_lockstep
+from horovod_sparse.simulation import Recorder, run_lockstep, share_of_bytes
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from horovod_sparse.cost import Profile
+from horovod_sparse.merging import Profile
 from support.documents import ROOT
 
 SCRIPT = """

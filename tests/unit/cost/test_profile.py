@@ -6,15 +6,16 @@ import json
 import numpy as np
 import pytest
 
-from horovod_sparse.cost import (
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.merging import (
     PROFILE_VERSION,
-    AlphaBeta,
     Fit,
     Profile,
     fit_time,
 )
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError
+from horovod_sparse.simulation import AlphaBeta
 from horovod_sparse.sparsifiers import ExDyna, TopK
+from horovod_sparse.training.host_topology import ClusterFacts
 from support.merging_models import profile_of_hosts
 
 PROFILE = Profile(
@@ -31,8 +32,8 @@ PROFILE = Profile(
 
 
 def test_what_differs_is_told() -> None:
-    assert PROFILE.check(size=4, framework="torch", controller="gloo", cycle_seconds=0.001) == []
-    told = PROFILE.check(size=8, framework="tensorflow", controller="mpi", cycle_seconds=0.002)
+    assert PROFILE.check(ClusterFacts(0, 4, "torch", "gloo")) == []
+    told = PROFILE.check(ClusterFacts(0, 8, "tensorflow", "mpi", 0.002))
     words = ("4 ranks, here 8", "framework torch", "controller gloo", "a cycle time of 1 ms, here 2 ms")
     assert all(word in line for word, line in zip(words, told, strict=True))
 
@@ -66,7 +67,6 @@ def test_what_is_no_profile(text, match, tmp_path) -> None:
 
 
 def test_what_cannot_be_applied() -> None:
-    assert PROFILE.backward_of(["a.weight", "z.weight"]) == (0.0, 0.25)
     without = dataclasses.replace(PROFILE, collectives={"allgather": Fit(1e-3, 1e-8)})
     with pytest.raises(ProfileMismatchError, match="exdyna needs allreduce"):
         without.cost(ExDyna(density=0.01))
@@ -144,10 +144,9 @@ def test_what_a_step_costs_is_the_sum_of_its_three_parts() -> None:
     assert cost.selection.seconds(n) == pytest.approx(1e-4 + 1e-9 * shard)
 
 
-def test_only_two_levels_are_written_and_have_to_fit() -> None:
+def test_two_levels_are_written_and_have_to_fit() -> None:
     two = profile_of_hosts(GIGABIT, GIGABIT, 4, 2, Fit(1e-4, 1e-9))
     assert Profile.from_json(two.to_json()) == two
-    assert not {"levels", "per_host"} & set(json.loads(Profile(8, "torch", "gloo", 1e-3).to_json()))
     with pytest.raises(ArgumentError, match="levels and per_host"):
         dataclasses.replace(two, per_host=3)
 

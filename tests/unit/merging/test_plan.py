@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.layers import LAYER_TABLES, layer_table
-from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.merging import (
+    AffineTime,
+    CostModel,
     ParameterFacts,
     Plan,
     explicit_groups,

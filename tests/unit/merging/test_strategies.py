@@ -8,22 +8,21 @@ from hypothesis import given, settings
 
 from benchmarks.common.layers import layer_table
 from benchmarks.plans import SortingTime
-from horovod_sparse.cost import AffineTime, CostModel
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.merging import (
-    STRATEGIES,
+    AffineTime,
+    CostModel,
     ParameterFacts,
     Workload,
     fixed,
     fixed_elements,
     layerwise,
-    needs_times,
     omgs,
     optimal,
     plan_of_segments,
     single,
-    strategy_named,
 )
+from horovod_sparse.planning import plan_request
 from horovod_sparse.planning.optimal import best_segments, segment_tables
 from support.merging_models import all_plans, costs, seconds, workloads
 
@@ -125,14 +124,14 @@ def test_the_papers_table_v_for_what_does_not_depend_on_times(name, merged) -> N
 
 
 def test_names() -> None:
-    assert strategy_named("layerwise") is layerwise
-    assert strategy_named(fixed(bytes=100)) == fixed(bytes=100)
-    assert [needs_times(strategy) for strategy in STRATEGIES.values()] == [False, False, True, True]
-    assert not needs_times(fixed(num_elements=2))
+    named = [plan_request(merging=name)[0] for name in ("layerwise", "single", "omgs", "optimal")]
+    assert [request.strategy for request in named] == [layerwise, single, omgs, optimal]
+    assert [request.measures for request in named] == [False, False, True, True]
+    assert plan_request(merging=fixed(bytes=100))[0].strategy == fixed(bytes=100)
     with pytest.raises(UnknownNameError, match=r"'optimum'.*optimal"):
-        strategy_named("optimum")
+        plan_request(merging="optimum")
     with pytest.raises(ArgumentError, match="merging=3"):
-        strategy_named(3)
+        plan_request(merging=3)
     for arguments in ({}, {"num_elements": 1, "bytes": 1}, {"bytes": 0}, {"num_elements": True}):
         with pytest.raises(ArgumentError):
             fixed(**arguments)

@@ -17,10 +17,9 @@ from horovod_sparse.collectives import (
     Synchronization,
     part,
 )
-from horovod_sparse.cost import AlphaBeta, CollectiveCost
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.feedback import recipe
-from horovod_sparse.simulation import Recorder, SimulatedCluster, run_lockstep
+from horovod_sparse.simulation import AlphaBeta, CollectiveCost, Recorder, SimulatedCluster, run_lockstep
 from horovod_sparse.wire import message as gathered
 
 

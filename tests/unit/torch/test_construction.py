@@ -9,9 +9,12 @@ import torch
 
 hvd = pytest.importorskip("horovod_sparse.torch")
 
-from horovod_sparse.cost import Fit, Profile  # noqa: E402
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError, StateMismatchError, UnsupportedError  # noqa: E402
-from horovod_sparse.merging import Plan  # noqa: E402
+from horovod_sparse.merging import (  # noqa: E402
+    Fit,
+    Plan,
+    Profile,
+)
 from horovod_sparse.tensors.measuring import HostStamps  # noqa: E402
 from horovod_sparse.training.agreement import AgreedStatus  # noqa: E402
 

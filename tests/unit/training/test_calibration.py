@@ -4,23 +4,18 @@ import numpy as np
 import pytest
 
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.collectives import AllGather, AllToAll, Broadcast, Exchange
-from horovod_sparse.cost import COLLECTIVES, Fit
+from horovod_sparse.collectives import COLLECTIVES, AllGather, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
-from horovod_sparse.merging import ParameterFacts, Plan
+from horovod_sparse.merging import Fit, ParameterFacts, Plan
+from horovod_sparse.planning.buckets import HostBucketMemory
 from horovod_sparse.planning.calibration import Extent, calibration
-from horovod_sparse.planning.calibration.buckets import HostBucketMemory
-from horovod_sparse.planning.calibration.steps import (
-    BackwardRecorder,
-    BackwardTimes,
-    mean_times,
-)
-from horovod_sparse.plans.dense import ClusterFacts
+from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.host_topology import ClusterFacts
 from support.merging_models import profile_of_two
 from support.sampling import rest_nightly
 
@@ -169,26 +164,24 @@ def step(recorder, gaps, start=100.0, hook=0.5):
 
 
 def test_medians_of_the_steps_after_the_warm_up_without_the_hooks_own_time():
-    recorder = BackwardRecorder(["a", "b", "c"], num_warmup=1, num_steps=3)
+    recorder = BackwardRecorder(["a", "b", "c"], 1, HostStamps().seconds_between)
     step(recorder, {"c": 90.0, "b": 90.0, "a": 90.0})  # compiles
     for extra in (0.0, 50.0, 1.0):  # one slow step changes no median
         step(recorder, {"c": 3.0 + extra, "b": 2.0, "a": 4.0 + extra})
-    assert recorder.done
+    assert recorder.num_measured == 3
     assert recorder.times() == BackwardTimes({"c": 0.0, "b": 2.0, "a": 5.0}, 4.0, 3, (9.0, 109.0, 11.0))
-    step(recorder, {"c": 900.0, "b": 900.0, "a": 900.0})  # not asked for any more
-    assert recorder.times().forward_seconds == 4.0
 
 
 def test_the_first_step_has_no_beginning_and_one_that_was_given_up_does_not_count():
-    recorder = BackwardRecorder(["a"], num_warmup=0, num_steps=1)
+    recorder = BackwardRecorder(["a"], 0, HostStamps().seconds_between)
     recorder.arrived("a", 1.0, 1.0)
     recorder.end()
-    assert not recorder.done
+    assert recorder.num_measured == 0
     recorder.begin(2.0)
     recorder.arrived("a", 3.0, 3.0)
     recorder.forget()
     recorder.end()
-    assert not recorder.done
+    assert recorder.num_measured == 0
     with pytest.raises(ProfileMismatchError, match="few steps"):
         recorder.times()
 

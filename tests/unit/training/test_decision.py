@@ -6,7 +6,6 @@ import logging
 import numpy as np
 import pytest
 
-from horovod_sparse.cost import AlphaBeta, Fit
 from horovod_sparse.errors import (
     ArgumentError,
     HorovodSparseError,
@@ -14,17 +13,15 @@ from horovod_sparse.errors import (
     StateMismatchError,
     UnknownNameError,
 )
-from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
-from horovod_sparse.planning import plan_request
+from horovod_sparse.merging import Fit, ParameterFacts, Plan, fixed, min_elements
+from horovod_sparse.planning import FirstPlan, first_plan, plan_request
 from horovod_sparse.planning.calibration import Extent
-from horovod_sparse.planning.calibration.steps import BackwardTimes, measured_step
-from horovod_sparse.planning.first_plan import FirstPlan, first_plan
-from horovod_sparse.planning.request import plan_by_times
-from horovod_sparse.planning.warmup import decide
-from horovod_sparse.plans.dense import DENSE_BELOW, ClusterFacts
-from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.planning.warmup import BackwardTimes, decide
+from horovod_sparse.plans import DENSE_BELOW
+from horovod_sparse.simulation import AlphaBeta, run_lockstep
 from horovod_sparse.sparsifiers import ExDyna, TopK
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.host_topology import ClusterFacts
 from support.merging_models import all_plans, profile_of_hosts, profile_of_two, seconds
 from support.sampling import rows_by
 
@@ -219,8 +216,8 @@ def on_hosts(levels="host", rank=0):
 @rows_by("merging,seed", ["optimal", "omgs"], range(3))
 def test_a_plan_is_held_against_all_plans_in_the_model_of_two_levels(merging, seed):
     profile = profile_of(seed, between=AlphaBeta(3e-4, 8e-9))
-    made = plan_by_times(asked(merging=merging), on_hosts(), NINE, TOPK, profile)
-    workload, cost = measured_step(profile, NINE, TOPK, 4, HOSTS)
+    made = asked(merging=merging).decided(on_hosts(), NINE, TOPK, profile)
+    workload, cost = profile.step(NINE, TOPK, 4, HOSTS)
     fused = dataclasses.replace(cost, fuse_sparse=False)  # what `optimal` proves is without
     best = min(seconds(workload, plan, fused) for plan in all_plans(workload))
     taken = seconds(workload.with_dense(made.plan.dense), made.plan, fused)
@@ -243,5 +240,5 @@ def test_the_warm_up_measures_both_levels_and_all_ranks_take_one_plan():
     assert all(one.plan == found[0].plan for one in found)
     profile = found[0].profile
     assert profile.per_host == 2 and set(profile.levels["host"]) == {"reducescatter", "allgather"}
-    again = plan_by_times(asked(merging="optimal"), on_hosts(), NINE, TOPK, profile)
+    again = asked(merging="optimal").decided(on_hosts(), NINE, TOPK, profile)
     assert again.plan == found[0].plan and again.predicted_seconds == dict(found[0].predicted_seconds)

@@ -11,9 +11,8 @@ import torch
 
 from conformance.engine import Ledger, replicas_agree
 from conformance.engines_torch import ENGINES
-from horovod_sparse.cost import Fit
 from horovod_sparse.errors import ProfileMismatchError, StateMismatchError
-from horovod_sparse.merging import Plan
+from horovod_sparse.merging import Fit, Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel
 from support.merging_models import profile_of_two

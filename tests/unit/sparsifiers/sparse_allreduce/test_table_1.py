@@ -9,9 +9,8 @@ from math import ceil, log2
 import numpy as np
 import pytest
 
-from horovod_sparse.cost import CollectiveCost
 from horovod_sparse.feedback import recipe
-from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.simulation import CollectiveCost, SimulatedCluster
 from support.gradients import gaussian
 from support.sampling import rest_nightly, rows_by
 

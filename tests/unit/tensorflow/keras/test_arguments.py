@@ -9,7 +9,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
-from horovod_sparse.plans.plan import Plan
+from horovod_sparse.plans import Plan
 
 pytestmark = pytest.mark.tensorflow
 keras, scaled = tf.keras, tf.keras.optimizers.LossScaleOptimizer

@@ -5,18 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from horovod_sparse import collectives
-
-#: The kinds of collective, by the names that profiles use.
-COLLECTIVES: dict[type[collectives.Request], str] = {
-    collectives.AllGather: "allgather",
-    collectives.AllReduce: "allreduce",
-    collectives.Exchange: "exchange",
-    collectives.Broadcast: "broadcast",
-    collectives.AllToAll: "alltoall",
-    collectives.ReduceScatter: "reducescatter",
-}
-
 
 def num_rounds(kind: str, size: int) -> int:
     """Messages one behind the other in a collective, by its usual algorithm.

@@ -1,14 +1,16 @@
-"""A plan, a plain value: which parameters form which bucket, which stay dense; plans by size and by hand."""
+"""Plans, plain values: which parameters form which bucket, and which stay dense; made by size or by hand."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from horovod_sparse.checks import check_count
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 #: Indices travel as int32.
 MAX_BUCKET_ELEMENTS = 2**31 - 1
@@ -48,12 +50,7 @@ class ParameterFacts:
 
 
 def same_kind(parameter: ParameterFacts) -> Kind:
-    """What all parameters of a bucket have in common: dtype, device, parameter group, density.
-
-    Example:
-        >>> same_kind(ParameterFacts("weight", 10))
-        ('float32', 'cpu', 0, 0.0)
-    """
+    """Returns what all parameters of a bucket have in common: dtype, device, parameter group, density."""
     return parameter.dtype, parameter.device, parameter.group, parameter.density
 
 
@@ -61,8 +58,7 @@ def same_kind(parameter: ParameterFacts) -> Kind:
 class Plan:
     """Which parameters form which bucket, and which stay dense.
 
-    Plans are values: equal where they say the same, hashable, printable, and plain enough for JSON.
-    However a plan was made, by size, by hand, or by a cost model, the optimizer takes it.
+    The optimizer takes any plan, made by size, by hand, or by a cost model.
 
     Attributes:
         buckets: names of the parameters of every bucket. Buckets, and the parameters in them, stand in
@@ -117,12 +113,7 @@ class Plan:
             raise ArgumentError("plan", given, "what Plan.to_dict() returned") from error
 
     def check(self, parameters: Sequence[ParameterFacts]) -> None:
-        """Refuses a plan that does not fit these parameters.
-
-        Raises:
-            ArgumentError: if a parameter is missing or unknown, or a bucket mixes dtypes, devices or
-                parameter groups, or has more elements than an int32 index can name.
-        """
+        """Raises an `ArgumentError` if a parameter is missing, unknown, or in a bucket of another kind."""
         facts = {parameter.name: parameter for parameter in parameters}
         named = set(self.names())
         if unknown := sorted(named - set(facts)):
@@ -148,12 +139,9 @@ def by_kind(
     parameters: Iterable[ParameterFacts],
     is_full: Callable[[int, int, ParameterFacts], bool] = lambda number, size, one: False,
 ) -> tuple[tuple[str, ...], ...]:
-    """Fills buckets, one of each kind at a time, and returns the names in each.
+    """Fills a bucket of each kind from parameters in backward order, and returns the names in all buckets.
 
-    Args:
-        parameters: in backward order.
-        is_full: closes a bucket, by its elements, its bytes, and the parameter that would come next. One that
-            would exceed int32 is closed, too.
+    `is_full` closes a bucket, by its elements, its bytes, and the parameter that would come next.
     """
     buckets: list[list[str]] = []
     filling: dict[Kind, tuple[list[str], int, int]] = {}
@@ -167,30 +155,18 @@ def by_kind(
     return tuple(map(tuple, buckets))
 
 
-#: Large enough that a bucket's fixed cost (measured: 0.12 ms of CPU for top-k, 0.16 ms for ExDyna, and a
-#: place in a Horovod cycle) is small beside its pass over memory (2.5 ms for 32 MiB at 7.5 ms per 100 MB),
-#: and small enough that all buckets but a large model's last communicate while backward still runs.
-#: Between 8 and 32 MiB a step's CPU time was the same within noise; at 1 MB it was a third higher.
+#: A bucket's fixed cost (0.12 to 0.16 ms of CPU) is small beside its pass over memory (2.5 ms for 32 MiB),
+#: and all buckets but a large model's last communicate while backward still runs. Between 8 and 32 MiB a step
+#: took the same; at 1 MB a third more.
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
 def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Plan:
-    """Buckets of about the same number of bytes.
+    """Returns a plan of buckets of at most `bucket_bytes` of gradient, ordered by their first parameter.
 
-    Walks the parameters from the last to the first, as backward does. A bucket is closed before it
-    would exceed `bucket_bytes`, so a larger parameter has a bucket of its own. Parameters of different
-    dtype, device or parameter group never share a bucket; each kind fills buckets of its own, so that
-    weights and biases in separate groups do not break each other's buckets apart.
-
-    Args:
-        parameters: in the order in which the model uses them (forward).
-        bucket_bytes: of gradient, 1 or more; 1 gives every parameter a bucket of its own.
-
-    Returns:
-        The plan. Buckets are ordered by their first parameter.
-
-    Raises:
-        ArgumentError: if `bucket_bytes` is not a positive whole number.
+    Walks the parameters from the last to the first, as backward does. A bucket is closed before it would
+    exceed `bucket_bytes`, so a larger parameter has a bucket of its own. Each kind (dtype, device, parameter
+    group) fills buckets of its own.
 
     Example:
         >>> facts = [ParameterFacts("a", 100), ParameterFacts("b", 10), ParameterFacts("c", 20)]
@@ -202,20 +178,9 @@ def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAUL
 
 
 def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> Plan:
-    """Buckets of at least a number of elements, as MGS-SGD's threshold makes them.
-
-    Walks the parameters from the last to the first, as backward does. A bucket is closed as soon as it
-    holds `num_elements`; what is left over at the end forms the last ones. Kinds fill buckets of their
-    own, as in `fixed_bytes`.
-
-    Args:
-        parameters: in the order in which the model uses them (forward).
-        num_elements: 1 or more; 1 gives every parameter a bucket of its own.
+    """Returns a plan of buckets that are closed once they hold `num_elements`, as MGS-SGD's threshold does.
 
     Source: OMGS-SGD, section V-D (8192), the rule as its public program has it.
-
-    Raises:
-        ArgumentError: if `num_elements` is not a positive whole number.
 
     Example:
         >>> facts = [ParameterFacts("a", 100), ParameterFacts("b", 10), ParameterFacts("c", 20)]
@@ -227,12 +192,9 @@ def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> P
 
 
 def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
-    """About `count` buckets of about the same number of parameters, as Horovod's ``groups=count``.
+    """Returns a plan of `count` buckets of about as many parameters, as Horovod's ``groups=count``.
 
-    Args:
-        parameters: in the order in which the model uses them.
-        count: of buckets, 1 or more. There are more where kinds (dtype, device, parameter group) would
-            mix, and fewer where there are fewer parameters.
+    There are more where kinds would mix, and fewer where there are fewer parameters.
 
     Example:
         >>> num_buckets([ParameterFacts(name, 1) for name in "abcde"], 2).buckets
@@ -250,12 +212,10 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
 
 
 def explicit_groups(parameters: Sequence[ParameterFacts], groups: Iterable[Iterable[str]]) -> Plan:
-    """One bucket for each of the user's groups; a parameter in none has a bucket of its own.
+    """Returns a plan of a bucket for each of the user's groups, and for each parameter that is in none.
 
-    Args:
-        parameters: in the order in which the model uses them.
-        groups: names; those that are no parameters here are passed over (frozen ones, as Horovod does).
-            A group of several kinds (dtype, device, parameter group) becomes a bucket for each.
+    Names that are no parameters here are passed over (frozen ones, as Horovod does). A group of several kinds
+    becomes a bucket for each.
 
     Example:
         >>> explicit_groups([ParameterFacts(name, 1) for name in "abcd"], [["a", "c"]]).buckets
@@ -295,3 +255,37 @@ def only_one(**named: Any) -> None:
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1:
         raise ArgumentError(" and ".join(given), tuple(given.values()), "only one of them")
+
+
+#: What is sparsified where the arguments say nothing of buckets: "large", those of `DENSE_BELOW` elements or
+#: more, or "all". The first rank's counts.
+TENSOR_SELECTION_VARIABLE = "HOROVOD_SPARSE_TENSOR_SELECTION"
+#: At 1 Gbit/s an allreduce of so many float32 takes 4 ms, as long as three rounds of a sparsifier with its
+#: work (docs/performance.md): a smaller bucket gains nothing.
+DENSE_BELOW = 1 << 16
+
+
+def without_small_buckets(plan: Plan, parameters: Sequence[ParameterFacts]) -> tuple[Plan, str]:
+    """Returns the plan with small buckets dense, and a sentence about them; empty if there are none.
+
+    A bucket whose density a rule of the recipe gives stays as it is.
+    """
+    wanted, known = os.environ.get(TENSOR_SELECTION_VARIABLE, "large"), ("large", "all")
+    if wanted not in known:
+        raise UnknownNameError(TENSOR_SELECTION_VARIABLE, wanted, known)
+    facts = {parameter.name: parameter for parameter in parameters}
+
+    def stays_sparse(names: tuple[str, ...]) -> bool:
+        given = facts[names[0]].density > 0.0
+        return given or sum(facts[name].num_elements for name in names) >= DENSE_BELOW
+
+    kept = tuple(filter(stays_sparse, plan.buckets))
+    if wanted == "all" or len(kept) == len(plan.buckets):
+        return plan, ""
+    left = tuple(name for names in plan.buckets if names not in kept for name in names)
+    number, total = (sum(facts[name].num_elements for name in names) for names in (left, facts))
+    words = (
+        f"{number:,} of {total:,} elements stay dense: buckets of fewer than {DENSE_BELOW:,} gain nothing "
+        "from a sparsifier"
+    )
+    return dataclasses.replace(plan, buckets=kept, dense=plan.dense + left), words
