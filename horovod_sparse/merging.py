@@ -8,7 +8,6 @@ from horovod_sparse.planning.cost_model import fit_time as fit_time
 from horovod_sparse.planning.optimal import optimal as optimal
 from horovod_sparse.planning.profile import DENSE as DENSE
 from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
-from horovod_sparse.planning.profile import Levels as Levels
 from horovod_sparse.planning.profile import Profile as Profile
 from horovod_sparse.planning.request import STRATEGIES as STRATEGIES
 from horovod_sparse.planning.request import MinElements as MinElements

@@ -23,29 +23,24 @@ _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What a plan has to know about a parameter.
-
-    Attributes:
-        name: unique within the model.
-        num_elements: n, 1 or more.
-        dtype: of its gradient: "float32", "float64", "float16" or "bfloat16".
-        device: where it lives, as the framework writes it.
-        group: number of the optimizer's parameter group; groups may differ in their learning rate.
-        density: what a rule asks for, 1 for a parameter that is sent whole; 0 where no rule holds.
-        shape: where it is known; ranks compare it.
-    """
+    """The facts about a parameter that make a plan; its name is unique within the model."""
 
     name: str
     num_elements: int
+    #: of its gradient: "float32", "float64", "float16" or "bfloat16"
     dtype: str = "float32"
+    #: as the framework writes it
     device: str = "cpu"
+    #: number of the optimizer's parameter group; groups may differ in their learning rate
     group: int = 0
+    #: what a rule asks for, 1 for a parameter that is sent whole; 0 where no rule holds
     density: float = 0.0
+    #: where it is known; ranks compare it
     shape: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradient."""
+        """The bytes of the gradient."""
         return self.num_elements * _ITEM_SIZES[self.dtype]
 
 
@@ -68,7 +63,7 @@ class Plan:
     Example:
         >>> plan = Plan(buckets=(("fc.weight",), ("conv.weight", "conv.bias")), dense=("norm.weight",))
         >>> print(plan)
-        2 buckets of 1, 2 parameters; 1 parameter stays dense
+        buckets: 2, of 1, 2 parameters; dense parameters: 1
         >>> Plan.from_dict(plan.to_dict()) == plan
         True
     """
@@ -87,25 +82,21 @@ class Plan:
             raise ArgumentError("plan", self.buckets, "buckets of at least one parameter")
 
     def __str__(self) -> str:
-        sizes = [len(bucket) for bucket in self.buckets]
-        shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
-        text = f"{_count(len(sizes), 'bucket')} of {shown} parameters" if sizes else "no buckets"
-        if self.dense:
-            text += f"; {_count(len(self.dense), 'parameter')} {'stays' if len(self.dense) == 1 else 'stay'}"
-            text += " dense"
-        return text
+        sizes = [str(len(bucket)) for bucket in self.buckets]
+        shown = ", ".join(sizes[:12]) + (", ..." if len(sizes) > 12 else "")
+        return f"buckets: {len(sizes)}, of {shown or 'no'} parameters; dense parameters: {len(self.dense)}"
 
     def names(self) -> tuple[str, ...]:
-        """All parameters, those of buckets first."""
+        """Returns all parameters, those of buckets first."""
         return tuple(name for bucket in self.buckets for name in bucket) + self.dense
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in lists and strings, for JSON and checkpoints."""
+        """Returns the plan in lists and strings, for JSON and checkpoints."""
         return {"buckets": [list(one) for one in self.buckets], "dense": list(self.dense)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote; an `ArgumentError` if it is something else."""
+        """Reads what `to_dict` wrote; an `ArgumentError` refuses anything else."""
         try:
             return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]))
         except (KeyError, TypeError) as error:
@@ -129,10 +120,6 @@ class Plan:
             total = sum(facts[name].num_elements for name in bucket)
             if total > MAX_BUCKET_ELEMENTS:
                 raise ArgumentError("plan", bucket, f"buckets of fewer than 2**31 elements; this has {total}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def by_kind(
@@ -167,11 +154,6 @@ def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAUL
     Walks the parameters from the last to the first, as backward does. A bucket is closed before it would
     exceed `bucket_bytes`, so a larger parameter has a bucket of its own. Each kind (dtype, device, parameter
     group) fills buckets of its own.
-
-    Example:
-        >>> facts = [ParameterFacts("a", 100), ParameterFacts("b", 10), ParameterFacts("c", 20)]
-        >>> fixed_bytes(facts, bucket_bytes=120).buckets
-        (('c', 'b'), ('a',))
     """
     check_count("bucket_bytes", bucket_bytes, "a whole number of bytes, 1 or more")
     return Plan(by_kind(reversed(parameters), lambda _, size, one: size + one.num_bytes > bucket_bytes))
@@ -181,11 +163,6 @@ def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> P
     """Returns a plan of buckets that are closed once they hold `num_elements`, as MGS-SGD's threshold does.
 
     Source: OMGS-SGD, section V-D (8192), the rule as its public program has it.
-
-    Example:
-        >>> facts = [ParameterFacts("a", 100), ParameterFacts("b", 10), ParameterFacts("c", 20)]
-        >>> fixed_elements(facts, num_elements=30).buckets
-        (('c', 'b'), ('a',))
     """
     check_count("num_elements", num_elements)
     return Plan(by_kind(reversed(parameters), lambda number, _size, _one: number >= num_elements))
@@ -195,10 +172,6 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
     """Returns a plan of `count` buckets of about as many parameters, as Horovod's ``groups=count``.
 
     There are more where kinds would mix, and fewer where there are fewer parameters.
-
-    Example:
-        >>> num_buckets([ParameterFacts(name, 1) for name in "abcde"], 2).buckets
-        (('e', 'd', 'c'), ('b', 'a'))
     """
     check_count("groups", count, "a whole number, 1 or more, or a list of lists of parameters")
     backward = list(reversed(parameters))
@@ -216,10 +189,6 @@ def explicit_groups(parameters: Sequence[ParameterFacts], groups: Iterable[Itera
 
     Names that are no parameters here are passed over (frozen ones, as Horovod does). A group of several kinds
     becomes a bucket for each.
-
-    Example:
-        >>> explicit_groups([ParameterFacts(name, 1) for name in "abcd"], [["a", "c"]]).buckets
-        (('d',), ('c', 'a'), ('b',))
     """
     wanted = {name: number for number, group in enumerate(groups) for name in group}
     gathered: dict[object, list[ParameterFacts]] = {}
@@ -235,7 +204,7 @@ def make_plan(
     groups: Any = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """The plan that the arguments ask for, at most one of which may be given."""
+    """Returns the plan that the arguments ask for, at most one of which may be given."""
     only_one(plan=plan, groups=groups, bucket_bytes=bucket_bytes)
     parameters = [fact for fact, _ in facts.values()]
     if plan is not None:

@@ -1,8 +1,4 @@
-"""Plans by times: measuring a cluster, the model of a step, and the best buckets.
-
-What the arguments ask for is found out here; the other modules are loaded with `merging`, `tensor_selection`
-or `profile`: most trainings need none.
-"""
+"""Plans by times. Most trainings ask for none, and load no other module of this package."""
 
 from __future__ import annotations
 
@@ -34,20 +30,7 @@ def plan_request(
 ) -> tuple[PlanRequest | None, Plan | None]:
     """Returns the request and the given plan, or refuses arguments that contradict each other.
 
-    ==================  =========================================================================
-    `plan`, `groups`    say which parameters form which bucket: nothing else may be said
-    a `Plan` as         the same as `plan`
-    `merging`
-    `bucket_bytes`      the same as ``merging=fixed(bytes=...)``; `tensor_selection` may be given
-    `profile`           is looked at where times are; otherwise it changes nothing
-    ==================  =========================================================================
-
-    Example:
-        >>> plan_request(merging="optimal", tensor_selection="cost")[0].measures
-        True
-        >>> plan_request(merging="optimal", bucket_bytes=1000)
-        Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: merging and bucket_bytes=('optimal', 1000) is not allowed: ...
+    `bucket_bytes` means ``merging=fixed(bytes=...)``, and a `Plan` as `merging` means `plan`.
     """
     if isinstance(merging, Plan):
         only_one(merging=merging, plan=plan)
@@ -67,20 +50,16 @@ def plan_request(
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """The plan that this rank begins with, until all ranks agree on that of rank 0.
-
-    Attributes:
-        plan: the plan.
-        request: how plans are made; None if one was given, or nothing was asked for.
-        decision: why the plan was taken, if a profile decided.
-        failure: why the plan is not the one that was asked for, on this rank.
-        selection: a sentence about buckets that stay dense for their size; empty if none do.
-    """
+    """The plan that this rank begins with, until all ranks agree on that of rank 0."""
 
     plan: Plan
+    #: None if a plan was given, or nothing was asked for
     request: PlanRequest | None = None
+    #: why the plan was taken, if a profile decided
     decision: Decision | None = None
+    #: why the plan is not the one that was asked for, on this rank
     failure: Exception | None = None
+    #: a sentence about buckets that stay dense for their size; empty if none do
     selection: str = ""
 
 

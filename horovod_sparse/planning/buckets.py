@@ -88,10 +88,7 @@ def by_size(
     sizes: Sequence[int],
     budget_seconds: float,
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
-    """Measures at ascending sizes while the budget lasts, and returns the sizes and a row for each.
-
-    A larger size is taken to last longer in proportion to it.
-    """
+    """Measures at ascending sizes while the budget lasts, and returns the sizes and a row for each."""
     amounts: list[float] = []
     rows: list[list[float]] = []
     elapsed, left = 0.0, budget_seconds

@@ -28,30 +28,22 @@ from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.host_topology import ClusterFacts
 
-#: sizes at which the work for dense parameters is timed: the smaller ones, as all of each is communicated
-_DENSE_SIZES = 3
 #: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
 _SPARSIFIERS_SHARES = 2
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured.
+    """How much is measured: 3 or more sizes of each kind, ascending."""
 
-    Attributes:
-        message_bytes: that a rank puts into a collective, ascending; 3 or more sizes.
-        bucket_elements: n of the buckets that are selected from, ascending; 3 or more sizes.
-        repetitions: of each size, beside one to warm up.
-        budget_seconds: for all, in shares for every collective and sparsifier; a share that does not suffice
-            leaves larger sizes out, but never the first 3.
-        summed_bytes: of gradients that a host sums, ascending: of buckets, not of what is selected.
-    """
-
+    #: that a rank puts into a collective
     message_bytes: tuple[int, ...]
+    #: n of the buckets that are selected from
     bucket_elements: tuple[int, ...]
+    #: of each size, beside one to warm up
     repetitions: int
+    #: in shares for every collective and sparsifier; one that does not suffice leaves out all but 3 sizes
     budget_seconds: float
-    summed_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24)
 
 
 #: during a training's warm-up; where the third message were short, a line through three would be noise
@@ -62,7 +54,6 @@ THOROUGH = Extent(
     (1 << 10, 1 << 16, 1 << 22, 1 << 24),  # the first three are measured whatever time they take
     15,
     60.0,
-    (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24),
 )
 
 
@@ -100,7 +91,9 @@ def calibration(
     watch = Stopwatch(where, clock, sleep, starting_seconds, extent.repetitions)
     found: dict[str, dict[str, Fit]] = {"all": {}, "host": {}, "across": {}}
     for level, kind in wanted:
-        sizes = extent.summed_bytes if kind == "reducescatter" else extent.message_bytes
+        sizes = extent.message_bytes
+        if kind == "reducescatter":  # a host sums buckets, and not what is selected
+            sizes = tuple(4 * num_elements for num_elements in extent.bucket_elements)
         group = range(where.size) if topology is None else topology.group(level, where.rank)
         make = functools.partial(_request, kind, level, group.index(where.rank), len(group))
         amounts, rows = yield from by_size(functools.partial(_timed, make, watch), watch, sizes, share)
@@ -116,8 +109,7 @@ def calibration(
             given = counts if sparsifier.has_density else None  # else n alone decides
             fits[sparsifier.name] = fit_time(amounts, took, given, what=f"work of {sparsifier.name}")
     if found["all"].get("allreduce"):
-        # what stays dense is worked for, too: under the name that `Profile.cost` looks for
-        elements = extent.bucket_elements[:_DENSE_SIZES]
+        elements = extent.bucket_elements[:3]  # the smaller ones, as all of each is communicated
         amounts, rows = yield from bucket_times(Dense(), watch, memory, elements, math.inf, dtype)
         both = [selecting + decoded for *_, selecting, decoded in rows]
         selection[DENSE] = fit_time(amounts, both, what="work for dense parameters")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.checks import check_seconds
 from horovod_sparse.collectives import COLLECTIVES
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 
 
@@ -23,10 +23,6 @@ class AffineTime:
     Of a collective, `fixed_seconds` is alpha, and `seconds_per_unit` is beta, per byte.
 
     Source: OMGS-SGD, Eq. (11).
-
-    Example:
-        >>> AffineTime(0.001, 1e-8).seconds(100_000)
-        0.002
     """
 
     fixed_seconds: float = 0.0
@@ -55,21 +51,15 @@ class AffineTime:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted time ``a + b * amount (+ c * selected)``, and how good it is.
-
-    Attributes:
-        fixed_seconds: a.
-        seconds_per_unit: b.
-        seconds_per_selected: c; 0 where it was not asked for.
-        num_points: distinct amounts that it stands on.
-        median_error: median of |model - measured| / measured.
-        largest_error: the largest of them.
-    """
+    """A fitted time ``a + b * amount (+ c * selected)``, and how good it is."""
 
     fixed_seconds: float
     seconds_per_unit: float
+    #: 0 where it was not asked for
     seconds_per_selected: float = 0.0
+    #: distinct amounts that it stands on
     num_points: int = 0
+    #: median of |model - measured| / measured, and the largest of them
     median_error: float = 0.0
     largest_error: float = 0.0
 
@@ -93,16 +83,8 @@ def fit_time(
 
     Repetitions of a size count as their median, so that slow ones do not pull. Least squares of relative
     errors go through the medians: small messages, which fix a, weigh as much as large ones, which fix b.
-    `what` names the measurement in errors.
-
-    Raises:
-        ArgumentError: fewer than 3 distinct sizes (4 with `selected`), k in proportion to n, or a time that
-            is not a positive number.
-
-    Example:
-        >>> fit = fit_time([1000, 1000, 1000, 2000, 4000], [1.5, 1.5, 900.0, 2.0, 3.0])
-        >>> round(fit.fixed_seconds, 6), round(fit.seconds_per_unit, 6)
-        (1.0, 0.0005)
+    `what` names the measurement in errors: of fewer than 3 distinct sizes (4 with `selected`), k in
+    proportion to n, or times that are no positive numbers.
     """
     given = (seconds, amounts) if selected is None else (seconds, amounts, selected)
     rows = [np.asarray(row, np.float64) for row in given]
@@ -146,24 +128,20 @@ def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
 class CostModel:
     """Times of what happens to a bucket or a dense parameter, for one sparsifier, density and cluster.
 
-    Args:
-        selection: of a bucket, by its elements n: what the thread that runs backward does for it.
-        communication: of a bucket, by its n: from the first message to the last one's arrival.
-        dense: allreduce of a parameter that stays dense, by its bytes.
-        dense_work: for a parameter that stays dense, by its elements: what that thread does for it.
-        fuse_dense: dense parameters that wait for the network together go as one allreduce, as Horovod
-            does it: all but one save `dense.fixed_seconds`.
-        fuse_sparse: the same for buckets. Horovod does this too for what waits at the same time; the
-            paper's model, and `optimal`'s proof, are without it.
-        fusion_bytes: at most so many bytes in one fused allreduce (HOROVOD_FUSION_THRESHOLD).
+    What waits for the network together may go as one, as Horovod does it: all but one save `fixed_seconds`.
+    The paper's model, and `optimal`'s proof, are without it for buckets.
     """
 
+    #: of a bucket, by its elements n: what the thread that runs backward does for it
     selection: AffineTime
+    #: of a bucket, by its n: from the first message to the last one's arrival
     communication: AffineTime
+    #: allreduce of a parameter that stays dense, by its bytes; and that thread's work, by its elements
     dense: AffineTime = AffineTime()
     dense_work: AffineTime = AffineTime()
     fuse_dense: bool = True
     fuse_sparse: bool = False
+    #: at most so many in one fused allreduce (HOROVOD_FUSION_THRESHOLD)
     fusion_bytes: int = 128 * 2**20
 
 
@@ -172,13 +150,11 @@ def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str
 
     What each round carries is the algorithm's own declaration (`Sparsifier.traffic`), read off at two
     bucket sizes; ranks are taken to select equally many. `collectives` has the time of every kind, by the
-    bytes that a rank puts in; an `UnknownNameError` names a kind that it lacks.
+    bytes that a rank puts in.
     """
     small, large = (bytes_by_round(sparsifier, size, n) for n in (2**20, 2**24))
     total = AffineTime()
     for (name, few), (_, many) in zip(small, large, strict=True):
-        if name not in collectives:
-            raise UnknownNameError("measured collective", name, collectives)
         per_element = (many - few) / (2**24 - 2**20)
         total += collectives[name].per(per_element, offset=max(0.0, few - per_element * 2**20))
     return total

@@ -25,18 +25,13 @@ class SegmentTables:
     ``x' = x + computation[i, j]`` and ``y' = max(y + network[i, j], x + path[i, j])``.
     """
 
-    #: backward and selection
+    #: backward and selection; communication; the longest way from the start of the one to the end of the
+    #: other
     computation: Array
-    #: communication of all its messages
     network: Array
-    #: the longest way through the segment from the start of its backward to the end of its communication
     path: Array
-    #: what comes after the last sparse parameter (dense ones), as (network, path)
+    #: (network, path) of what comes after the last sparse parameter
     tail: tuple[float, float]
-
-    @property
-    def num_sparse(self) -> int:
-        return self.computation.shape[0] - 1
 
     def seconds(self, segments: Sequence[int]) -> float:
         """Returns when everything is done if segments end at these positions, and backward begins at 0."""
@@ -118,13 +113,6 @@ def optimal(workload: Workload, cost: CostModel) -> Plan:
     Exact where all sparse parameters are of one kind, none is dense, and buckets are not fused on
     the network. Otherwise the search approximates the step, and what it finds is compared, by `predict`, with
     `omgs`, `layerwise`, `single` and `fixed`: it is never worse than those.
-
-    Example:
-        >>> from horovod_sparse.merging import AffineTime, ParameterFacts
-        >>> facts = tuple(ParameterFacts(name, 1000) for name in "abc")
-        >>> cost = CostModel(AffineTime(), AffineTime(0.5, 0.0005))
-        >>> optimal(Workload(facts, (1.6, 0.1, 0.1)), cost).buckets  # c and b are sent while a comes
-        (('c', 'b'), ('a',))
     """
     if not workload.sparse:
         return Plan((), workload.dense_names)
@@ -143,7 +131,7 @@ _SAME = 1e-12
 
 def best_segments(tables: SegmentTables) -> list[int]:
     """Returns where segments end, in backward order; keeps beginnings that no other beats in both ends."""
-    m = tables.num_sparse
+    m = len(tables.computation) - 1
     shares, rest, upper, segments = _bounds(tables)
     computation, communication = np.zeros(1), np.zeros(1)
     boundary, before = np.zeros(1, np.int64), [np.zeros(1, np.int64)]
@@ -178,7 +166,7 @@ def _bounds(tables: SegmentTables) -> tuple[Array, Array, float, list[int]]:
     ``end >= share * x + (1 - share) * y + rest[share, boundary]``, a shortest path over the boundaries; of
     the plans along these paths the time and the segments of the best are returned.
     """
-    m, shares = tables.num_sparse, np.linspace(0.0, 1.0, 9)[:, None]
+    m, shares = len(tables.computation) - 1, np.linspace(0.0, 1.0, 9)[:, None]
     network = np.where(np.isfinite(tables.network), tables.network, np.finfo(np.float64).max / 4)
     rest, follows = np.zeros((shares.size, m + 1)), np.zeros((shares.size, m + 1), np.int64)
     rest[:, m] = ((1.0 - shares) * tables.tail[0] + shares * tables.tail[1])[:, 0]

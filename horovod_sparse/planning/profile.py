@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from horovod_sparse.checks import check_count, check_seconds
 from horovod_sparse.collectives import COLLECTIVES
@@ -27,48 +27,30 @@ PROFILE_VERSION = 3
 #: bytes of an element that is summed within a host (half types as float32), and of an index with its value
 _VALUE_BYTES, _SELECTED_BYTES = 4, 8
 
-#: whether gradients are summed densely within hosts first ("host"), or all ranks are equal
-Levels: TypeAlias = Literal["flat", "host"]
-
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of one cluster, as a value. Host names are not part of it.
-
-    Attributes:
-        size: P, number of ranks it was measured with.
-        framework: "torch" or "tensorflow".
-        controller: Horovod's, "gloo" or "mpi", or the backend of torch.distributed.
-        cycle_seconds: Horovod's cycle time during the measurement (HOROVOD_CYCLE_TIME).
-        collectives: time by the bytes that a rank puts in; "allgather", "allreduce", "exchange",
-            "broadcast", "alltoall".
-        selection: time of fold and selection by n and k, by the sparsifier's name; "dense": of packing and
-            unpacking a parameter that stays dense, by n.
-        decoding: time of decoding and applying by n and by received elements, by the sparsifier's name.
-        backward_seconds: of every parameter, in the model's order, where a model was measured.
-        forward_seconds: of the rest of its step before backward.
-        device: what it was measured on, in words ("cpu", the name of a GPU).
-        per_host: L, ranks on every host, where two levels were measured.
-        levels: collectives by level, then: "host" (among the ranks of a host) and "across" (among one of each
-            host, all such groups at a time), by the bytes that a rank puts in.
-
-    Example:
-        >>> profile = Profile(4, "torch", "gloo", 0.001, {"allgather": Fit(1e-3, 1e-8)})
-        >>> Profile.from_json(profile.to_json()) == profile
-        True
-    """
+    """Measurements of one cluster of `size` ranks, as a value without names of hosts; see `ClusterFacts`."""
 
     size: int
     framework: str
     controller: str
     cycle_seconds: float
+    #: by kind ("allgather", ...): the time by the bytes that a rank puts in
     collectives: Mapping[str, Fit] = field(default_factory=dict)
+    #: by the sparsifier's name: the time of fold and selection, by n and k; "dense": of work for what stays
+    #: dense
     selection: Mapping[str, Fit] = field(default_factory=dict)
+    #: by the sparsifier's name: the time of decoding and applying, by n and received elements
     decoding: Mapping[str, Fit] = field(default_factory=dict)
+    #: of every parameter, in the model's order, where a model was measured; and of its step before backward
     backward_seconds: Mapping[str, float] = field(default_factory=dict)
     forward_seconds: float = 0.0
     device: str = "cpu"
+    #: L, ranks on every host, where two levels were measured
     per_host: int = 1
+    #: collectives by level: "host" (among the ranks of a host), "across" (among one of each host, all at a
+    #: time)
     levels: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -183,15 +165,19 @@ class Profile:
         return workload, self.cost(sparsifier, size, levels="host")
 
     def cost(
-        self, sparsifier: Sparsifier, size: int | None = None, *, levels: Levels = "flat", **options: Any
+        self,
+        sparsifier: Sparsifier,
+        size: int | None = None,
+        *,
+        levels: Literal["flat", "host"] = "flat",
+        **options: Any,
     ) -> CostModel:
         """Returns the cost model of a sparsifier among `size` ranks (as measured if left out).
 
         Decoding counts as selection: the thread that runs backward does it, in some later hook, or in the
-        end. (Only in the end does it come after communication, and then the sum of both is the same.)
-
-        With two levels a rank folds and selects from n / L elements, and decodes twice: the sum of its shard,
-        and that of all. Its messages go to single ranks, and none is sent together with another bucket's.
+        end. With two levels a rank folds and selects from n / L elements, and decodes twice: the sum of its
+        shard, and that of all. Its messages go to single ranks, and none is sent together with another
+        bucket's.
 
         `options` are further fields of `CostModel`. A `ProfileMismatchError` names what the sparsifier needs
         and was not measured; a rank alone sends nothing, and needs no collective.

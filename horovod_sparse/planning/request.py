@@ -65,11 +65,6 @@ def select_tensors(
     start-up time. So it keeps small tensors dense that, merged, would be sparsified.
 
     Source: DRAGONN, section 4.2, Eq. (1) and Algorithm 2.
-
-    Example:
-        >>> cost = CostModel(AffineTime(1.0), AffineTime(1.0), AffineTime(1.0, 0.25))
-        >>> sorted(select_tensors("cost", [ParameterFacts("a", 1), ParameterFacts("b", 2)], cost))
-        ['a']
     """
     if isinstance(rule, str):
         if rule == "all":
@@ -107,19 +102,13 @@ def _strategy(merging: Any) -> Strategy:
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan, and why it was taken.
-
-    Attributes:
-        plan: which parameters form which bucket, and which stay dense.
-        asked: what the optimizer was asked for.
-        predicted_seconds: of an iteration under this plan ("taken"), and under others.
-        profile: the measurements it stands on, backward times included: `save` it, and the next run can
-            begin with the plan.
-    """
+    """A plan, and why it was taken: what the optimizer was asked for, predictions and measurements."""
 
     plan: Plan
     asked: str
+    #: of an iteration under this plan ("taken"), and under others
     predicted_seconds: Mapping[str, float]
+    #: with backward times: `save` it, and the next run can begin with the plan
     profile: Profile
 
     def __str__(self) -> str:
@@ -131,20 +120,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A way to make plans, as the arguments of an optimizer ask for it.
+    """A way to make plans, as the arguments of an optimizer ask for it."""
 
-    Attributes:
-        asked: the arguments, in words.
-        strategy: merges parameters into buckets.
-        selection: says which parameters stay dense.
-        profile: the measurements that the user gave.
-        failure: why the profile could not be read: raised once all ranks know of it.
-    """
-
+    #: the arguments, in words
     asked: str
     strategy: Strategy
     selection: TensorSelection = "all"
     profile: Profile | None = None
+    #: why the profile could not be read: raised once all ranks know of it
     failure: HorovodSparseError | None = None
 
     @classmethod

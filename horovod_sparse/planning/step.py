@@ -23,15 +23,6 @@ class Workload:
         backward_seconds: as many; from the gradient before it (in backward order) to its own.
         forward_seconds: of the step before backward begins.
         dense: names of parameters that are not sparsified; their allreduce shares the network.
-
-    Raises:
-        ArgumentError: a time is missing, negative or not finite, or `dense` names no parameter.
-        ProfileMismatchError: all backward times are 0, so that nothing was measured.
-
-    Example:
-        >>> workload = Workload((ParameterFacts("a", 10), ParameterFacts("b", 20)), (0.002, 0.001))
-        >>> [parameter.name for parameter in workload.backward]
-        ['b', 'a']
     """
 
     parameters: tuple[ParameterFacts, ...]
@@ -73,15 +64,8 @@ class Workload:
 def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
     """Returns the plan that merges runs of neighbours; a run of several kinds becomes a bucket for each.
 
-    Args:
-        workload: gives the sparse parameters.
-        segments: where runs end: ascending positions in backward order among the sparse parameters,
-            the last one being their number.
-
-    Example:
-        >>> facts = tuple(ParameterFacts(name, 1) for name in "abc")
-        >>> plan_of_segments(Workload(facts, (1.0, 1.0, 1.0)), [1, 3]).buckets
-        (('c',), ('b', 'a'))
+    Runs end at `segments`: ascending positions in backward order among the sparse parameters, the last one
+    being their number.
     """
     backward, starts = workload.sparse[::-1], [0, *segments]
     merged = [by_kind(backward[start:stop]) for start, stop in itertools.pairwise(starts)]
@@ -136,15 +120,7 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     Computation: backward of one parameter after the other; when the last gradient of a bucket is there,
     its selection, and then backward goes on. Communication: in the order of readiness, one at a time,
     each not before it is ready. A dense parameter is ready with its gradient. What `cost` fuses and
-    waits together goes together. An `ArgumentError` refuses a plan of other parameters.
-
-    Example:
-        >>> from horovod_sparse.merging import AffineTime, layerwise
-        >>> workload = Workload((ParameterFacts("a", 100), ParameterFacts("b", 100)), (2.0, 1.0))
-        >>> cost = CostModel(AffineTime(0.5), AffineTime(3.0), AffineTime())
-        >>> timeline = predict(workload, layerwise(workload, cost), cost)
-        >>> timeline.computation_end, timeline.iteration_seconds  # b: 1, 1.5, 4.5; a: 3.5, 4.0, then 7.5
-        (4.0, 7.5)
+    waits together goes together.
     """
     plan.check(workload.parameters)
     elements = {parameter.name: parameter.num_elements for parameter in workload.parameters}

@@ -69,8 +69,6 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     last the plan is compared with no merging and with one bucket. So by `predict` it is never worse than
     either.
 
-    Where parameters of different kinds (dtype, device, parameter group) were merged, a bucket for each kind.
-
     Source: OMGS-SGD, section IV. Departures: a merged layer costs nothing, as Eq. (13) says; lines 18
     and 22 as printed would charge it alpha again, and line 16 log 0. The public program always merges
     the last two layers, and never l = 2 by test (its loop is off by one); this does neither.

@@ -30,18 +30,13 @@ _NUM_WARMUP, _NUM_STEPS = 1, 5
 
 @dataclass(frozen=True)
 class BackwardTimes:
-    """Medians over steps.
+    """Medians over steps."""
 
-    Attributes:
-        backward_seconds: by parameter, in the order in which gradients came; 0 for those that never came.
-        forward_seconds: from the end of one step to the first gradient of the next.
-        num_steps: that were measured.
-        step_seconds: forward and backward of each of them, where that is known.
-    """
-
+    #: by parameter, in the order in which gradients came; 0 for those that never came
     backward_seconds: Mapping[str, float]
+    #: from the end of one step to the first gradient of the next
     forward_seconds: float
-    num_steps: int
+    #: forward and backward of each step, where that is known
     step_seconds: tuple[float, ...] = ()
 
 
@@ -51,31 +46,17 @@ class BackwardRecorder:
     A stamp is what tells a time: seconds of a clock, or an event of a device. Between two gradients lies
     the time from where the work for the one ended to where that for the other begins: so folding and
     selecting are not counted as backward, but what a hook costs that starts nothing is.
-
-    Example:
-        >>> recorder = BackwardRecorder(["a", "b"], 0, lambda start, stop: stop - start)
-        >>> recorder.begin(10.0)
-        >>> recorder.arrived("b", 13.0, 14.0)  # one second of which passes in the hook
-        >>> recorder.arrived("a", 16.0, 16.0)
-        >>> recorder.end()
-        >>> recorder.times()
-        BackwardTimes(backward_seconds={'b': 0.0, 'a': 2.0}, forward_seconds=3.0, num_steps=1,
-                      step_seconds=(5.0,))
     """
 
     def __init__(self, names: Sequence[str], num_warmup: int, between: Callable[[Any, Any], float]) -> None:
         self._to_skip, self._between = num_warmup, between
         self._begun: Any = None
         self._stamps: list[tuple[str, Any, Any]] = []
-        self._forward: list[float] = []
+        #: of every step after the warm-up
+        self.forward_seconds: list[float] = []
         self._totals: list[float] = []
         #: by name: the seconds before its gradient, and its place, in every step
         self._rows: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
-
-    @property
-    def num_measured(self) -> int:
-        """The number of steps recorded after the warm-up."""
-        return len(self._forward)
 
     def begin(self, stamp: Any) -> None:
         """Begins a step; forward is next."""
@@ -103,7 +84,7 @@ class BackwardRecorder:
             total += seconds
             if place == 0:
                 # nobody tells where forward ends; nothing can be sent before, so nothing hangs on it
-                self._forward.append(seconds)
+                self.forward_seconds.append(seconds)
             self._rows[name].append((seconds if place else 0.0, place))
             before = left
         self._totals.append(total)
@@ -114,7 +95,7 @@ class BackwardRecorder:
         What delays another gradient in every step (a rank that had to leave its core to others) is in no
         gradient's median; so all are scaled by the same factor to the median of whole steps.
         """
-        if not self._forward:
+        if not self.forward_seconds:
             raise ProfileMismatchError("no step has been measured yet: train a few steps first")
         never = (0.0, len(self._rows))
         # parameters without a gradient are started in the end, as the model's first
@@ -123,11 +104,11 @@ class BackwardRecorder:
             for name, row in reversed(self._rows.items())
         }
         order = sorted(medians, key=lambda name: medians[name][1])
-        forward = statistics.median(self._forward)
+        forward = statistics.median(self.forward_seconds)
         found = forward + sum(seconds for seconds, _ in medians.values())
         scale = statistics.median(self._totals) / found if found else 1.0
         backward = {name: scale * medians[name][0] for name in order}
-        return BackwardTimes(backward, scale * forward, len(self._forward), tuple(self._totals))
+        return BackwardTimes(backward, scale * forward, tuple(self._totals))
 
 
 def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
@@ -136,13 +117,11 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
     of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
     """
-    line = None
-    if own is not None:
-        line = [own.num_steps, own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
+    line = own and [own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
     measured = [item for item in (yield from shared_lines(line)) if item is not None]
     if not measured:
         raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
-    steps, forward, rows, totals = zip(*measured, strict=True)
+    forward, rows, totals = zip(*measured, strict=True)
     ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
     slowest = statistics.median(ratios or [1.0])
     found: dict[str, list[tuple[int, float]]] = {}
@@ -152,7 +131,7 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     means = {name: list(map(statistics.fmean, zip(*rows, strict=True))) for name, rows in found.items()}
     order = sorted(means, key=lambda name: means[name][0])
     backward = {name: slowest * means[name][1] for name in order}
-    return BackwardTimes(backward, slowest * statistics.fmean(forward), min(steps))
+    return BackwardTimes(backward, slowest * statistics.fmean(forward))
 
 
 def decide(
@@ -208,14 +187,12 @@ Decide: TypeAlias = Callable[..., Synchronization[Decision]]
 
 
 class HostStamps:
-    """The host's clock. On the CPU a hook runs when its gradient is there: it waits for nothing."""
+    """The host's clock. On the CPU a hook runs when its gradient is there, so it waits for nothing."""
 
     def now(self) -> Any:
-        """Returns a stamp without waiting for the device."""
         return time.perf_counter()
 
     def seconds_between(self, start: Any, stop: Any) -> float:
-        """Returns the seconds from one stamp to another; may wait for the device."""
         return float(stop - start)
 
 
@@ -224,16 +201,7 @@ class WarmUp:
 
     Ranks count synchronizations, which are the same on all of them; so all decide after the same one,
     whatever each has measured. In elastic training, where a worker that joins counts anew, and in graphs,
-    whose buckets are fixed, `decide_now` has to be called, by all ranks together.
-
-    Args:
-        request: what was asked for.
-        parameters: in the model's order.
-        sparsifier: what the buckets are for.
-        carry_out: runs the coroutine that a `Decide` makes, with all ranks.
-        stamps: the clock.
-        decision: one that was made by a profile; nothing is measured then.
-        automatic: decides by itself once steps are measured.
+    whose buckets are fixed (not `automatic`), `decide_now` has to be called, by all ranks together.
     """
 
     def __init__(
@@ -344,6 +312,6 @@ class WarmUp:
 
     def _keep(self) -> None:
         """Takes the medians and stops recording."""
-        if self._recorder is not None and self._recorder.num_measured > 0:
+        if self._recorder is not None and self._recorder.forward_seconds:
             self._own = self._recorder.times()
         self._recorder, self._left = None, 0

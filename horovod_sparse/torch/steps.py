@@ -13,7 +13,7 @@ import torch
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, DeadlineError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans import Plan, explicit_groups, fixed_bytes, num_buckets
+from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding, new_facts
 from horovod_sparse.tensors.own_steps import feedback_for
@@ -113,13 +113,10 @@ class StepSynchronizer(Binding):
         self.engine.driver.begin(self)
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        parameters, size = [fact for fact, _ in facts.values()], self.settings.bucket_bytes
-        if self._groups is None or self.facts:
-            return fixed_bytes(parameters) if size is None else fixed_bytes(parameters, size)
-        if isinstance(self._groups, int):
-            return num_buckets(parameters, self._groups)
-        name_of = {id(one): name for name, (_, one) in facts.items()}
-        return explicit_groups(parameters, [[name_of[id(one)] for one in group] for group in self._groups])
+        groups = None if self.facts else self._groups  # they are of the parameters that were there
+        return make_plan(
+            facts, groups=groups, bucket_bytes=self.settings.bucket_bytes if groups is None else None
+        )
 
     def _after_saving(self, optimizer: Any, saved: dict[str, Any]) -> None:
         super()._after_saving(optimizer, saved)

@@ -30,7 +30,7 @@ TIMES = {"a": 2e-3, "b": 1e-3, "c": 5e-3, "d": 4e-3}
 PROFILE = dataclasses.replace(
     profile_of_two({"topk": Fit(1e-5, 1e-9, 1e-8)}, TIMES, 3e-3), decoding={"topk": Fit(1e-5, 0.0, 1e-8)}
 )
-BACKWARD = BackwardTimes(dict(reversed(TIMES.items())), 3e-3, 5)
+BACKWARD = BackwardTimes(dict(reversed(TIMES.items())), 3e-3)
 EXTENT = Extent((64, 256, 1024), (500, 1000, 2000), 1, 1e9)
 TOPK = TopK(density=0.01)
 
@@ -231,7 +231,7 @@ def test_a_plan_is_held_against_all_plans_in_the_model_of_two_levels(merging, se
 
 def test_the_warm_up_measures_both_levels_and_all_ranks_take_one_plan():
     extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=1, budget_seconds=1e9)
-    times = BackwardTimes(dict.fromkeys([fact.name for fact in reversed(NINE)], 1e-4), 1e-3, 5)
+    times = BackwardTimes(dict.fromkeys([fact.name for fact in reversed(NINE)], 1e-4), 1e-3)
     ranks = [
         decide(asked(merging="optimal"), on_hosts(rank=rank), NINE, TOPK, times, extent=extent)
         for rank in range(4)
