@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.cli.launch import FRAMEWORKS, Launch, start
-from horovod_sparse.cli.options import count, density, read_recipe, time
+from horovod_sparse.cli.options import count, time
 from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback.recipe import parse_arguments, parse_recipe
 from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
 from horovod_sparse.planning.cost_model import Fit
 from horovod_sparse.planning.profile import Profile
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"may stand several times, or all (default: {', '.join(_DEFAULT)})"
     add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
     text = "kept fraction; four times that is measured, too (default: 0.001)"
-    add("--density", type=density, default=0.001, help=text)
+    add("--density", type=float, default=0.001, help=text)
     add("--device", choices=("cpu", "cuda"), help="where selection is (default: cuda where PyTorch has it)")
     add("--out", default="profile.json", metavar="FILE", help="written by rank 0 (default: %(default)s)")
     add("--quick", action="store_true", help="fewer sizes and repetitions: about 10 s")
@@ -61,7 +62,7 @@ def _asked(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
     """Returns what to measure, and how much of it; refuses before ranks are connected."""
     texts = options.sparsifier or list(_DEFAULT)
     texts = list(ALGORITHMS) if texts == ["all"] else texts
-    sparsifiers = [read_recipe(text, options.density).sparsifier for text in texts]
+    sparsifiers = [_sparsifier(text, options.density) for text in texts]
     names = [sparsifier.name for sparsifier in sparsifiers]
     if len(set(names)) < len(names):
         raise ArgumentError("--sparsifier", names, "every name once: profiles keep times by name")
@@ -69,6 +70,15 @@ def _asked(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
     given = {"repetitions": options.repetitions, "budget_seconds": options.budget}
     changes = {name: value for name, value in given.items() if value is not None}
     return sparsifiers, dataclasses.replace(extent, **changes)
+
+
+def _sparsifier(text: str, density: float) -> Sparsifier:
+    """Reads a sparsifier as users write it, with the command line's density where it names none."""
+    name, _, arguments = text.partition(":")
+    has_density = name not in ALGORITHMS or ALGORITHMS[name].has_density
+    if has_density and "density" not in parse_arguments(arguments):
+        arguments = f"density={density!r}" + ("," if arguments else "") + arguments
+    return parse_recipe(f"{name}:{arguments}").sparsifier
 
 
 def _device(options: argparse.Namespace, launch: Launch) -> str:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE
-from horovod_sparse.cli.launch import FRAMEWORKS, bindings, start, usable_framework
-from horovod_sparse.cli.launcher import launcher
+from horovod_sparse.cli.launch import FRAMEWORKS, bindings, launcher, start, usable_framework
 from horovod_sparse.errors import HorovodMissingError
 
 Facts: TypeAlias = Mapping[str, Any]
@@ -38,7 +37,7 @@ _LEVELS = ("problem", "advice", "good")
 
 
 class Finding(NamedTuple):
-    """A finding of level "problem", "advice" or "good", and the reason with the remedy."""
+    """A finding of level "problem", "advice" or "good", and what to do about it."""
 
     level: str
     topic: str
@@ -128,9 +127,8 @@ def examine(everyone: Sequence[Facts], asked: str | None = None) -> Iterator[Fin
         yield from _settings(first["settings"])
     for name in first["settings"]:
         if name.startswith("HOROVOD_SPARSE_") and name.removeprefix("HOROVOD_SPARSE_") not in _OURS:
-            yield Finding(
-                "advice", "settings", f"{name} is set", f"Nobody reads it; known are {', '.join(_OURS)}"
-            )
+            do = f"Nobody reads it; known are {', '.join(_OURS)}"
+            yield Finding("advice", "settings", f"{name} is set", do)
     yield from _hosts(everyone)
     yield from _differences(everyone)
 
@@ -157,28 +155,24 @@ def _horovod(facts: Facts, asked: str | None) -> Iterator[Finding]:
 
 def _settings(settings: Mapping[str, str]) -> Iterator[Finding]:
     """Yields what Horovod takes without a word."""
-    numbers = {
-        "CYCLE_TIME": 1.0,
-        "AUTOTUNE": 0.0,
-        "STALL_CHECK_DISABLE": 0.0,
-        "STALL_SHUTDOWN_TIME_SECONDS": 1.0,
-    }
-    for name in numbers:
+
+    def number(name: str, default: float) -> float:
         try:
-            numbers[name] = float(settings.get(f"HOROVOD_{name}") or numbers[name])
+            return float(settings.get(f"HOROVOD_{name}") or default)
         except ValueError:
-            numbers[name] = 0.0  # as Horovod reads it
-    cycle, tuned, off, after = numbers.values()
+            return 0.0  # as Horovod reads it
+
+    cycle = number("CYCLE_TIME", 1.0)
     if cycle <= 0.0:
         do = "A thread then polls on every rank: HOROVOD_CYCLE_TIME=0.5, or unset it"
         yield Finding("problem", "settings", "HOROVOD_CYCLE_TIME is 0 or no number", do)
     elif cycle >= 0.5:
         do = "Each round waits for the next cycle: try HOROVOD_CYCLE_TIME=0.2 if steps are short, and measure"
         yield Finding("advice", "cycle time", f"{cycle:g} ms", do)
-    if tuned:
+    if number("AUTOTUNE", 0.0):
         do = "It tunes for the bytes of allreduces, of which few are left: unset it"
         yield Finding("advice", "settings", "HOROVOD_AUTOTUNE", do)
-    if off or after <= 0.0:
+    if number("STALL_CHECK_DISABLE", 0.0) or number("STALL_SHUTDOWN_TIME_SECONDS", 1.0) <= 0.0:
         do = "Ranks wait for ever for one that is gone: unset HOROVOD_STALL_*"
         yield Finding("advice", "settings", "no stall check", do)
 
@@ -191,9 +185,7 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
         cores = len({core for facts in ranks for core in facts["cores"]})
         threads, do = sum(facts["threads"] for facts in ranks), ""
         if len(ranks) > cores:
-            do = (
-                "Ranks that wait take the cores of others: start fewer; Open MPI: --mca mpi_yield_when_idle 1"
-            )
+            do = "Ranks that wait take others' cores: start fewer; Open MPI: --mca mpi_yield_when_idle 1"
         elif 1 < len(ranks) <= cores < threads:
             do = f"{cores // len(ranks)} each would fit: OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS"
         if do:

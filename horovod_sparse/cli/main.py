@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from horovod_sparse import __version__
-from horovod_sparse.cli.launcher import rank_words
 from horovod_sparse.errors import HorovodSparseError
 
 #: name -> (module, one line); a module is imported only if it is the one that runs
@@ -54,5 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(command: str, reason: str) -> int:
     """Prints what is wrong, with the rank under a launch, and returns the exit code."""
+    from horovod_sparse.cli.launch import rank_words  # which help does without
+
     print(f"{rank_words()}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
     return 2

@@ -1,4 +1,4 @@
-"""Quantities that subcommands read from the command line: times, bandwidths, counts, sparsifiers."""
+"""Quantities that subcommands read from the command line: times, bandwidths, counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import re
 from functools import partial
 
 from horovod_sparse.checks import whole_number
-from horovod_sparse.feedback import Recipe, parse_recipe
-from horovod_sparse.feedback.recipe import parse_arguments
-from horovod_sparse.sparsifiers import ALGORITHMS
 
 _POWERS = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -42,23 +39,7 @@ def bits_per_second(text: str) -> float:
     return _quantity(text, _BITS, "kbit, mbit, gbit or tbit behind it, as in 25gbit or 25Gbps")
 
 
-def density(text: str) -> float:
-    value = _quantity(text, {"": 1.0}, "a kept fraction in (0, 1]")
-    if value > 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no kept fraction in (0, 1]")
-    return value
-
-
 def count(text: str) -> int:
     if whole_number(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
     return whole_number(text)
-
-
-def read_recipe(text: str, density: float) -> Recipe:
-    """Reads a sparsifier as users write it, with the command line's density where it names none."""
-    name, _, arguments = text.partition(":")
-    has_density = name not in ALGORITHMS or ALGORITHMS[name].has_density
-    if has_density and "density" not in parse_arguments(arguments):
-        arguments = f"density={density!r}" + ("," if arguments else "") + arguments
-    return parse_recipe(f"{name}:{arguments}")

@@ -61,7 +61,7 @@ def rows_of(case: Case) -> list[Row]:
     less_latency = (message - case.latency_seconds) + case.latency_seconds / 4
     return [
         Row(
-            "dense", case.seconds(4 * n / case.nodes, 2 * others), "nothing: DistributedDataParallel is dense"
+            "dense", case.seconds(4 * n / case.nodes, 2 * others), "nothing: that is DistributedDataParallel"
         ),
         Row("fp16", case.seconds(2 * n / case.nodes, 2 * others), _FP16),
         Row("sparse", message, _SPARSE.format(DENSITY, "")),
@@ -84,17 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "horovod-sparse worth-it --params 124M --step-ms 180 --nodes 4 --bandwidth 10gbit"
     add("--params", type=num_parameters, required=True, metavar="N", help="parameters, as in 124M")
     add(
-        "--step-ms",
-        type=positive,
-        required=True,
-        metavar="MS",
-        help="forward, backward and update on one rank",
+        "--step-ms", type=positive, required=True, metavar="MS", help="of a step on one rank, computing alone"
     )
     add("--nodes", type=count, required=True, metavar="P", help="nodes, from 2; one rank on each")
     add("--bandwidth", type=bits_per_second, required=True, metavar="RATE", help="of a node, as in 10gbit")
-    add(
-        "--latency", type=time, default=50e-6, metavar="TIME", help="of a message, as in 20ms (default: 50us)"
-    )
+    text = "of a message, as in 20ms (default: 50us)"
+    add("--latency", type=time, default=50e-6, metavar="TIME", help=text)
     add("--optimizer", choices=tuple(_OPTIMIZERS), default="adamw", help="default: %(default)s")
 
 
