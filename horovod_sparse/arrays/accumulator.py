@@ -248,12 +248,15 @@ class Accumulator:
             return np.arange(start, stop, dtype=np.int32)
         if num_selected == 0:
             return np.empty(0, np.int32)
-        return self._kernels.largest(self._values, self._exact_maxima(), num_selected, start, stop)
+        maxima = self._exact_maxima()
+        return self._found(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
         """Exactly the largest magnitudes of every chunk, as many as its quota (its length, at most)."""
         self._settle()
-        indices, values = self._kernels.largest_of_each(self._values, chunk, quotas)
+        return self._found(*self._kernels.largest_of_each(self._values, chunk, quotas))
+
+    def _found(self, indices: Indices, values: Memory | None) -> Indices:
         self._journal.found = None if values is None else (indices.copy(), values)
         return indices
 

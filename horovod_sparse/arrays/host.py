@@ -18,6 +18,7 @@ from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
 from horovod_sparse.kernels.host import scatter, select, statistics
+from horovod_sparse.kernels.host.kth import Candidates
 from horovod_sparse.kernels.layout import Layout, bits_dtype, block_size
 from horovod_sparse.kernels.quantization import Quantization, encode
 
@@ -69,8 +70,6 @@ class HostKernels(Kernels):
     to_host: Callable[..., Array] = staticmethod(np.asarray)
     checked: Callable[..., Array | gradients.GradientParts]
     places: Callable[..., Indices]
-    largest: Callable[..., Indices]
-    kth: Callable[..., np.unsignedinteger[Any]]
     at_least: Callable[..., Indices]
 
     def __init__(self, layout: Layout, kind: type[np.floating[Any]]) -> None:
@@ -78,8 +77,7 @@ class HostKernels(Kernels):
         n = layout.num_elements
         self.checked = functools.partial(_checked, num_elements=n, dtype=self.dtype)
         self.places = functools.partial(scatter.checked, num_elements=n)
-        self.largest = functools.partial(select.largest, layout=layout)
-        self.kth = functools.partial(select.kth, layout=layout)
+        self._candidates = Candidates(n, self.dtype)
         self.at_least = functools.partial(select.at_least, layout=layout)
 
     def zeros(self) -> Array:
@@ -107,8 +105,11 @@ class HostKernels(Kernels):
             parts = gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm), keep=kept)
         elif isinstance(gradient, gradients.MovedParts) and companion is None:
             parts = gradient.pairs(block)
-        both = (companion, None) if rule.moment is None else (None, companion)
-        folded = folding.fold(values, parts, maxima, self.layout, factors, *both, keep_gradient=kept)
+        velocity, moment = (companion, None) if rule.moment is None else (None, companion)
+        folded = folding.fold(
+            *(values, parts, maxima, self.layout, factors, velocity, moment, self._candidates),
+            keep_gradient=kept,
+        )
         carried = float(factors[0]) ** 2 * norm
         return FoldReport(*folded, carried, step), folded.square_norm
 
@@ -147,10 +148,33 @@ class HostKernels(Kernels):
     def empty_maxima(self) -> Array:
         return np.empty(self.layout.num_blocks, bits_dtype(self.dtype))
 
+    def largest(
+        self, values: Array, maxima: Array, k: int, start: int, stop: int
+    ) -> tuple[Indices, Array | None]:
+        whole = stop - start == values.size
+        if whole and (known := self._candidates.largest(k)) is not None:
+            return known
+        indices = select.largest(values, maxima, k, start, stop, self.layout)
+        if not whole:
+            return indices, None
+        found = scatter.taken(values, indices)
+        self._candidates.learn(k, np.abs(found).min().view(maxima.dtype))
+        return indices, found
+
+    def kth(self, values: Array, maxima: Array, k: int, start: int, stop: int) -> Any:
+        if stop - start < values.size:
+            return select.kth(values, maxima, k, start, stop, self.layout)
+        known = self._candidates.kth(k)
+        bits = select.kth(values, maxima, k, start, stop, self.layout) if known is None else known[0]
+        self._candidates.learn(k, bits)
+        return bits
+
     def scan_maxima(self, values: Array, maxima: Array) -> None:
+        self._candidates.forget()
         folding.scan_maxima(values, maxima, self.layout.block)
 
     def refresh_maxima(self, values: Array, maxima: Array, where: Indices) -> None:
+        self._candidates.forget()
         folding.refresh_maxima(values, maxima, self.layout.block, where)
 
     def count_at_least(self, values: Array, maxima: Array, bits: list[Any]) -> NDArray[np.int64]:

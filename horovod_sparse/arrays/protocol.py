@@ -226,16 +226,18 @@ class Kernels(Protocol):
     def refresh_maxima(self, values: Memory, maxima: Memory, where: Memory) -> None:
         """Exact maxima of the blocks that hold these elements."""
 
-    def largest(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Indices:
-        """Of exact maxima: the k largest, 0 < k < stop - start, ascending; ties go to the lowest index."""
+    def largest(
+        self, values: Memory, maxima: Memory, k: int, start: int, stop: int
+    ) -> tuple[Indices, Memory | None]:
+        """Of exact maxima: the k largest, 0 < k < stop - start, ascending; ties go to the lowest index.
+
+        What stands there, too, if that was in cache.
+        """
 
     def largest_of_each(
         self, values: Memory, chunk: int, quotas: NDArray[np.int64]
     ) -> tuple[Indices, Memory | None]:
-        """As many of the largest of every chunk as its quota says, ascending; ties go to the lowest index.
-
-        What stands there, too, if that was in cache.
-        """
+        """As `largest`, of every chunk, as many as its quota says."""
 
     def kth(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Any:
         """Of exact maxima: magnitude bits of the k-th largest, 1 <= k <= stop - start."""

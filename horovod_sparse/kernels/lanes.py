@@ -155,9 +155,12 @@ def broadcast(builder: Any, scalar: Any) -> Any:
 
 
 def bits_in(builder: Any, value: Any) -> Any:
-    """Emits the bits of a float, or of float lanes, as integers."""
+    """Emits the bits of a float, or of float lanes, as integers; integers are bits already."""
     lanes = isinstance(value.type, ir.VectorType)
-    word = ir.IntType(64 if isinstance(value.type.element if lanes else value.type, ir.DoubleType) else 32)
+    kind = value.type.element if lanes else value.type
+    if isinstance(kind, ir.IntType):
+        return value
+    word = ir.IntType(64 if isinstance(kind, ir.DoubleType) else 32)
     return builder.bitcast(value, ir.VectorType(word, LANES) if lanes else word)
 
 
@@ -223,6 +226,12 @@ def root(builder: Any, lanes: Any) -> Any:
 def magnitudes(builder: Any, lanes: Any) -> Any:
     """The bits without the sign, unsigned: they order like the magnitudes, Inf and NaN on top."""
     return size_in(builder, lanes)
+
+
+@emitting(lambda lanes: Lanes(_bits_type(lanes.element))(lanes))
+def words(builder: Any, lanes: Any) -> Any:
+    """The bits of float lanes as unsigned integers."""
+    return bits_in(builder, lanes)
 
 
 @emitting(lambda lanes: lanes.element(lanes))

@@ -233,14 +233,14 @@ class TensorKernels(Kernels):
     def refresh_maxima(self, values: Tensor, maxima: Tensor, where: Tensor) -> None:
         self._bodies.refresh_maxima(values, maxima, self.layout, where)
 
-    def largest(self, values: Tensor, maxima: Tensor, k: int, start: int, stop: int) -> Indices:
+    def largest(self, values: Tensor, maxima: Tensor, k: int, start: int, stop: int) -> tuple[Indices, None]:
         for dense in (False, True):
             report, found = self._bodies.largest(values, maxima, self.layout, k, start, stop, dense)
             (bits, overflow), indices = PendingCopy(report, found).arrays()
             # Where fewer than k are not 0, zeros are selected too, and the block maxima do not say where.
             if bits and not overflow:
                 break
-        return indices
+        return indices, None
 
     def largest_of_each(self, values: Tensor, chunk: int, quotas: NDArray[np.int64]) -> tuple[Indices, None]:
         indices = plain_kernels.largest_of_each(values, chunk, to_device(quotas, self._device))

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.lanes import as_key, infinity, magnitude, read
+from horovod_sparse.kernels.host.kth import Candidates, note
+from horovod_sparse.kernels.lanes import as_key, infinity, magnitude, mask_at_least, read
 from horovod_sparse.kernels.layout import Layout
 
 Array = NDArray[Any]
@@ -82,7 +83,7 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
 
 @kernel
 def fold_piece(  # type: ignore[no-untyped-def]
-    values, velocity, moment, gradient, more, weights, maxima, block, factors, report, kept
+    values, velocity, moment, gradient, more, weights, maxima, block, factors, report, kept, noted
 ):
     """values = decay * values + step; velocity = momentum * velocity + gradient; gradient = 0; maxima.
 
@@ -97,7 +98,8 @@ def fold_piece(  # type: ignore[no-untyped-def]
     Where velocity, moment, more, weights or kept are None, it is compiled as if the question were not there.
     With `weights` the gradient is multiplied by weights[0] first, and weights[1] * more is added where there
     is `more`; kept = True leaves both as they are. `report` is added to: how many elements were not finite,
-    position of the first (set if it is < 0), sum of squares of the new values.
+    position of the first (set if it is < 0), sum of squares of the new values. `noted` are the arrays of
+    `Candidates`, which get the elements that reach its bound.
     """
     n = values.size
     if n == 0:
@@ -115,6 +117,8 @@ def fold_piece(  # type: ignore[no-untyped-def]
     if weights is not None:
         of_one, of_other = v.splat(weights[0]), v.splat(weights[1])
     limit = infinity(maxima[0])
+    limits = v.splat(limit)
+    bound, count, places, words = noted
     whole = n // GRANULE * GRANULE
     per_tile = max(TILE // block, 1) * block
     for tile in range(0, whole, per_tile):
@@ -124,7 +128,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
         slow = False
         for start in range(tile, tile_stop, block):
             stop = min(start + block, tile_stop)
-            top = as_key(limit, 0)
+            tops = v.splat(as_key(limit, 0))
             for i in range(start, stop, GRANULE):
                 j = i + v.LANES
                 a, b = v.load(gradient, i), v.load(gradient, j)
@@ -138,20 +142,23 @@ def fold_piece(  # type: ignore[no-untyped-def]
                     ub = v.add(v.multiply(momentum, v.load(velocity, j)), b)
                     a = v.add(v.multiply(from_gradient, a), v.multiply(from_velocity, ua))
                     b = v.add(v.multiply(from_gradient, b), v.multiply(from_velocity, ub))
-                overflow = False
                 if moment is not None:
                     ua = v.add(v.multiply(lasting, v.load(moment, i)), v.multiply(fresh, v.multiply(a, a)))
                     ub = v.add(v.multiply(lasting, v.load(moment, j)), v.multiply(fresh, v.multiply(b, b)))
-                    overflow = v.top_of(v.larger(v.magnitudes(ua), v.magnitudes(ub))) >= limit
                     a = v.divide(v.multiply(rate, a), v.add(v.root(ua), eps))
                     b = v.divide(v.multiply(rate, b), v.add(v.root(ub), eps))
                 a = v.add(v.multiply(decay, v.load(values, i)), a)
                 b = v.add(v.multiply(decay, v.load(values, j)), b)
-                high = v.top_of(v.larger(v.magnitudes(a), v.magnitudes(b)))
-                if high >= limit or overflow:
+                high = v.larger(v.magnitudes(a), v.magnitudes(b))
+                highest = high
+                if moment is not None:
+                    highest = v.larger(high, v.larger(v.magnitudes(ua), v.magnitudes(ub)))
+                if mask_at_least(highest, limits) != 0:
                     end = i + GRANULE
-                    high = _fold_slowly(
-                        values, velocity, moment, gradient, more, weights, i, end, factors, report, kept
+                    high = v.splat(
+                        _fold_slowly(
+                            values, velocity, moment, gradient, more, weights, i, end, factors, report, kept
+                        )
                     )
                     slow = True
                 else:
@@ -167,9 +174,12 @@ def fold_piece(  # type: ignore[no-untyped-def]
                         v.store(gradient, i, v.zeros_like(a))
                         v.store(gradient, j, v.zeros_like(a))
                     squares = v.add(squares, v.add(v.multiply(a, a), v.multiply(b, b)))
-                top = max(top, high)
+                tops = v.larger(tops, high)
+            top = v.top_of(tops)
             maxima[start // block] = top
             tile_top = max(tile_top, top)
+        if tile_top >= bound[0]:
+            note(values, tile, tile_stop, maxima, block, bound, count, places, words)
         total = v.sum_of(squares)
         if tile_top > as_key(limit, 0) and (slow or not 1e-30 < total < math.inf):
             total = squares_of(values, tile, tile_stop)
@@ -179,6 +189,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)
+        note(values, whole, n, maxima, block, bound, count, places, words)
 
 
 @kernel
@@ -238,10 +249,12 @@ def fold(
     factors: Array,
     velocity: Array | None = None,
     moment: Array | None = None,
+    candidates: Candidates | None = None,
     *,
     keep_gradient: bool = False,
 ) -> Folded:
     """values = decay * values + gradient (or what velocity or moment make of it); gradient = 0; maxima."""
+    noted = (candidates or Candidates(values.size, values.dtype)).begin()
     count, first, square_norm = 0, -1, 0.0
     block, kept = layout.block, True if keep_gradient else None
     for start, piece in pieces:
@@ -251,7 +264,11 @@ def fold(
         tops = maxima[start // block : -(-stop // block)]
         speed = None if velocity is None else velocity[start:stop]
         square = None if moment is None else moment[start:stop]
-        fold_piece(values[start:stop], speed, square, one, other, weights, tops, block, factors, report, kept)
+        noted[1][1] = start
+        fold_piece(
+            *(values[start:stop], speed, square, one, other, weights, tops, block, factors, report, kept),
+            noted,
+        )
         if first < 0 <= report[1]:
             first = start + int(report[1])
         count += int(report[0])
