@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Sequence
 
 
@@ -230,3 +232,9 @@ class CheckpointError(HorovodSparseError, RuntimeError):
 
 class ProfileMismatchError(HorovodSparseError, ValueError):
     """A saved profile of measurements cannot be applied here: it lacks something, or is another's."""
+
+
+@functools.cache
+def warn_once(words: str, *arguments: object) -> None:
+    """Logs a warning, once in this process for equal words and arguments."""
+    logging.getLogger("horovod_sparse").warning(words, *arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -10,10 +9,8 @@ from typing import ClassVar
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import LARGEST, check_number, out_of_range
 from horovod_sparse.collectives import SCALED
+from horovod_sparse.errors import warn_once
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
-
-_log = logging.getLogger(__name__)
-_hinted: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,10 @@ class HardThreshold(SelectAndGather):
             return 0.0
         if self.threshold is not None:
             return self.threshold * state.scale
-        guess = 1.0 / (2.0 * math.sqrt(k))
-        if info.rank == 0 and info.name not in _hinted:
-            _hinted.add(info.name)
-            _log.warning(
-                "hard_threshold without threshold: guessed %.3g for %s; set threshold= to steer the density",
-                guess,
-                info.name,
-            )
-        return guess * state.scale
+        if info.rank == 0:
+            words = "hard_threshold guesses 1 / (2 sqrt(k)) for %s: give threshold= to steer the density"
+            warn_once(words, info.name)
+        return state.scale / (2.0 * math.sqrt(k))
 
     def select(
         self, accumulator: Accumulator, k: int, state: HardThresholdState, info: BucketInfo

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import UnsupportedError, warn_once
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow._horovod import is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import not_folded
@@ -65,7 +65,6 @@ class DropIn:
                 "scale_residual=True changes nothing in horovod.tensorflow's own tapes and optimizers: they "
                 "do not tell the learning rate; use those of horovod_sparse.tensorflow"
             )
-        self._has_warned = False
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Puts the synchronization into the graph, if it is the first gradient of its call; gives the sum."""
@@ -75,7 +74,12 @@ class DropIn:
         if not _is_sparsifiable(tensor) or not takes_part(call.process_set):
             return tensor, None
         if int(call.process_set.size()) == 1 and not is_elastic():
-            self._warn()
+            warn_once(
+                "with one rank horovod.tensorflow leaves gradients as they are: nothing is sparsified, and "
+                "%s does not act. The tapes and optimizers of horovod_sparse do with one rank what they do "
+                "with many",
+                self.recipe.feedback,
+            )
             return tensor, None
         if self._frame is not call.frame:
             self._frame, self._sums = call.frame, self._synchronized(call)
@@ -85,16 +89,6 @@ class DropIn:
             self._frame, self._sums = None, {}  # the frame holds all tensors of the call
         # as a constant it would be allreduced when a graph is optimized, which other ranks may not do now
         return not_folded(tf.ones([1], tf.float64)), sum_
-
-    def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "with one rank horovod.tensorflow leaves gradients as they are: nothing is sparsified, and "
-                "%s does not act. The tapes and optimizers of horovod_sparse do with one rank what they do "
-                "with many",
-                self.recipe.feedback,
-            )
 
     def _synchronized(self, call: StockCall) -> dict[int, tf.Tensor]:
         if call.optimizer is not None:

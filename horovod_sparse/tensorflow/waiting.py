@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.errors import DeadlineError
+from horovod_sparse.errors import DeadlineError, warn_once
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions, run_independently
 from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros
@@ -197,7 +197,7 @@ class _Thread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._runs = self._has_warned = False
+        self._runs = False
 
     def look_after(self, watch: Watch) -> None:
         if watch.deadline.seconds == math.inf:
@@ -220,20 +220,14 @@ class _Thread:
             try:
                 error = watch.look(time.perf_counter())
             except Exception as problem:  # Horovod was shut down meanwhile, or a process set is no more
-                self._tell(problem)
+                # a thread that ended here would leave all that comes later without a deadline
+                words = "what waits for other ranks could not be looked at, which is tried again: %s"
+                warn_once(words, str(problem))
                 continue
             if error is not None:
                 _give_up(watch, error, watches)
         shares = [_LOOK_SHARE * watch.deadline.seconds for watch in watches]
         return max(_LOOK_SECONDS, min([_LONGEST_LOOK_SECONDS, *shares]))
-
-    def _tell(self, problem: Exception) -> None:
-        """Once: a thread that ended here would leave all that comes later without a deadline."""
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "what waits for other ranks could not be looked at, which is tried again: %s", problem
-            )
 
 
 def _give_up(watch: Watch, error: DeadlineError, watches: list[Watch]) -> None:

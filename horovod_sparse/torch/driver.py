@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from horovod_sparse import collectives
 from horovod_sparse.carriers.exchanges import Handle, Rounds, alone, among, as_alltoall, inbox, known
 from horovod_sparse.carriers.mpi import MpiCarrier, transport_asked, why_not_mpi
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError, warn_once
 from horovod_sparse.tensors.driver import Driver, answer_alone
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
@@ -152,7 +151,11 @@ def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callabl
         return readable_tensor(buffer), _array
     if buffer.device.type == "cpu" or _reduces(buffer):
         return buffer, lambda total: total
-    _say_once(buffer.device.type)
+    warn_once(
+        "Horovod is built without operations on %s: dense parameters are summed on the host. To sum them on "
+        "the device, build it with HOROVOD_GPU_OPERATIONS=NCCL (scripts/setup --gpu)",
+        buffer.device.type,
+    )
     return buffer.cpu(), lambda total: total.to(buffer.device)
 
 
@@ -160,15 +163,6 @@ def _reduces(tensor: torch.Tensor) -> bool:
     """Whether this build of Horovod takes the tensor, by the name of the function that it would call."""
     function = "horovod_torch_allreduce_async_" + tensor.type().replace(".", "_")
     return hasattr(hvd.mpi_ops.mpi_lib, function)
-
-
-@functools.cache
-def _say_once(device: str) -> None:
-    _log.warning(
-        "Horovod is built without operations on %s: dense parameters are summed on the host. To sum them on "
-        "the device, build it with HOROVOD_GPU_OPERATIONS=NCCL (scripts/setup --gpu)",
-        device,
-    )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError, warn_once
 from horovod_sparse.feedback import (
     FEEDBACKS,
     BestFeedback,
@@ -211,16 +210,11 @@ def feedback_for(feedback: Any, own: type | None, optimizer: type, momentum: flo
         line = f"{library}.{_OPTIMIZERS.get(name, 'SGD')}, whose steps feedback={name!r} makes"
         raise ArgumentError("optimizer", optimizer.__name__, f"{line}; or feedback='error'")
     if momentum:
-        _say_left_out(momentum)
+        warn_once(
+            "momentum %g is left out, and the rate is lr / (1 - momentum): error feedback is one itself",
+            momentum,
+        )
     return feedback
-
-
-@functools.cache
-def _say_left_out(momentum: float) -> None:
-    _log.warning(
-        "momentum %g is left out, and the rate is lr / (1 - momentum): error feedback is a momentum itself",
-        momentum,
-    )
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:

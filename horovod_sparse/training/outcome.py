@@ -10,7 +10,7 @@ import enum
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard, TypeVar
+from typing import TypeVar
 
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
 from horovod_sparse.telemetry import Telemetry
@@ -73,12 +73,15 @@ class NonFinitePolicy:
         return Verdict(Outcome.SKIPPED if self._skips(errors) else Outcome.RAISE, error, drop)
 
     def _skips(self, errors: Sequence[BaseException]) -> bool:
-        if self.on_nonfinite == RAISE or not _about_numbers(errors):
+        if self.on_nonfinite == RAISE or not errors:
+            return False
+        findings = [error.finding for error in errors if isinstance(error, NonFiniteGradientError)]
+        if len(findings) < len(errors):
             return False
         count = self._telemetry.num_skipped = self._telemetry.num_skipped + 1
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a training that has blown up fills no disk
             words = "%s; all ranks skip this step, as on_nonfinite='skip' asks (%d so far)"
-            _log.warning(words, worst(errors).finding, count)
+            _log.warning(words, findings[0], count)
         return True
 
 
@@ -86,8 +89,3 @@ def worst(failures: Iterable[Failure]) -> Failure:
     """Of a step's errors the one to look at: what stands on this rank alone, or else an edit."""
     kinds = (EditedGradientError, NonFiniteGradientError)
     return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)
-
-
-def _about_numbers(errors: Sequence[BaseException]) -> TypeGuard[Sequence[NonFiniteGradientError]]:
-    """Whether all ranks have these errors, and no rank another one."""
-    return bool(errors) and all(isinstance(error, NonFiniteGradientError) for error in errors)

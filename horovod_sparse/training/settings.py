@@ -87,8 +87,7 @@ class Settings:
             facts that says yes or no. If nothing is said of buckets either, buckets of fewer than 65,536
             elements stay dense, which one warning tells.
         profile: a `horovod_sparse.merging.Profile`, or the path of a saved one, the same on all ranks: what
-        it
-            holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
+            it holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
         synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
             `synchronize` is called, and nothing overlaps: whatever was done to a rank's own gradients until
             then counts (Lightning's ``gradient_clip_val``, clipping by Hugging Face's Trainer).
