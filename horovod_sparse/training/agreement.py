@@ -42,7 +42,7 @@ _BEGINS_ANEW = (
 
 
 def declaration(compression: object, engine: str, **arguments: object) -> dict[str, str]:
-    """What has to be equal on all ranks, in words, by argument."""
+    """Returns what has to be equal on all ranks, in words, by argument."""
     if hasattr(compression, "describe"):
         words = compression.describe()
     else:  # one of Horovod's own, which are classes
@@ -77,18 +77,17 @@ class RankStatus:
     #: (rank, size) that the states were made for
     made_for: tuple[int, int]
     plan: Plan = field(default_factory=lambda: Plan(()))
-    #: how far this rank has come with what all measure together, before all plan anew together
+    #: how far this rank has come with what all ranks measure together
     measuring: str = ""
-    #: by which the rank tells the names of this training's collectives from those of another that has
-    #: parameters of the same names; need not be equal
+    #: tells the collectives of this training from those of another with the same names; may differ
     label: str = ""
-    #: what others have to know to start anew where this rank stands, by bucket, in plain values
+    #: progress by bucket, in plain values, for ranks that start anew where this rank stands
     told: Mapping[str, Any] = field(default_factory=dict)
-    #: with two levels, whose states have to be equal to this rank's: those of its column
+    #: with two levels, states have to be equal within a column
     column: int = 0
-    #: whether it holds residuals of whole parameters, which may be of others' shards
+    #: True if the rank holds residuals of whole parameters, which may be of others' shards
     loose: bool = False
-    #: whether it has nothing of a training yet
+    #: True if the rank has nothing of a training yet
     fresh: bool = False
     #: see `started_again`
     again: bool = False
@@ -96,26 +95,24 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class AgreedStatus:
-    """What all ranks go on with."""
+    """The state that all ranks go on with: that of the first of the furthest ranks."""
 
-    #: whether the sparsifiers' states start anew, on all ranks
+    #: True if the sparsifiers' states start anew, on all ranks
     anew: bool
-    #: of the training: the furthest of all
     step: int
-    #: of the first rank that is furthest, as is what it has `told`, where states start anew
     plan: Plan
     reason: str = ""
     #: of the first rank
     label: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
-    #: whether what is measured may go on, since all have come equally far
+    #: True if all ranks have measured equally far
     measures: bool = True
-    #: whether a rank may hold something of others' shards
+    #: True if a rank may hold something of others' shards
     loose: bool = False
 
 
 def started_again(rank: int) -> bool:
-    """Whether a launcher's variables say that ranks of this job have ended; of a process' rank among all.
+    """True if a launcher's variables say that ranks of this job have ended; `rank` is that among all.
 
     torchrun counts restarts. A worker that Horovod's driver starts later gets a rank behind all that live,
     and another one when they end.
@@ -157,7 +154,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
 
 
 def kept_share(old_size: int, size: int) -> float:
-    """What a rank that goes on multiplies its residuals by: ``Q / P``, from P ranks to Q.
+    """Returns the factor of a rank's residuals from P ranks to Q: ``Q / P``.
 
     A gradient that waits in a residual is applied with the weight it was computed for, 1 / P: so the mean
     over ranks stays, but for what ranks that are gone have taken with them. Newcomers hold zeros.
@@ -166,7 +163,7 @@ def kept_share(old_size: int, size: int) -> float:
 
 
 def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str, str]:
-    """By name, in words: what ranks do not have alike; `missing` stands for what one has not."""
+    """Returns words about all that differs between ranks, by name; `missing` stands for a missing value."""
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     values = {name: [theirs.get(name, missing) for theirs in everyone] for name in names}
     apart = {name: each for name, each in values.items() if len(set(each)) > 1}
@@ -174,16 +171,13 @@ def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str
 
 
 def ranks_apart(words: str, values: Sequence[object]) -> str:
-    """The different values, each with its ranks: ``ranks [0, 2] have 7, ranks [1] 0``."""
+    """Returns the different values, each with its ranks: ``ranks [0, 2] have 7, ranks [1] 0``."""
     ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     first, *others = ranks
-    told = [
-        f"ranks {ranks[first]} {words.format(first)}",
-        *(f"ranks {ranks[item]} {item}" for item in others),
-    ]
-    return ", ".join(told)
+    told = [words.format(first), *others]
+    return ", ".join(f"ranks {where} {one}" for where, one in zip(ranks.values(), told, strict=True))
 
 
 def _digest(value: object) -> str:
@@ -191,7 +185,7 @@ def _digest(value: object) -> str:
 
 
 def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
-    """What must be equal of every parameter, in words; devices may differ where every rank has its own.
+    """Returns what must be equal of every parameter, in words; devices may differ.
 
     Example:
         >>> model_of([ParameterFacts("weight", 6, shape=(2, 3))])
@@ -205,19 +199,18 @@ def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
 
 
 def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
-    """The first rank's plan, after a comparison of all ranks' models, which raises where they differ."""
+    """Returns the first rank's plan, or raises where ranks' models differ."""
     yield from compared({}, parameters)
     return Plan.from_dict((yield from shared_lines(plan.to_dict()))[0])
 
 
-#: how often a name was taken. Where something is communicated first, which all ranks do: a rank may make
-#: optimizers, tapes and models for itself alone, and counting those where they are made would give the next
-#: ones of this rank other names than the other ranks' have, and all would wait for ever
+#: how often a name was taken where something was communicated first, which all ranks do. Counting where
+#: optimizers are made would give those of a rank that makes some for itself alone other names
 _taken: Counter[tuple[str, str]] = Counter()
 
 
 def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
-    """A name for collectives that no other one of this process has, and others of the same model do not get.
+    """Returns a name for collectives, unique in this process, from the model's shapes and dtypes.
 
     Names of parameters are not in it: Keras counts layers, so a second model of a process has other ones.
     """
@@ -231,7 +224,7 @@ def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
 def common_names(
     label: str, parameters: Sequence[ParameterFacts]
 ) -> Synchronization[tuple[str, dict[str, str]]]:
-    """The first rank's label and names, where only names differ: sparsifiers draw random numbers by these."""
+    """Returns the first rank's label, and its names where only names differ: random numbers go by these."""
     own = [(item.name, item.num_elements, item.dtype) for item in parameters]
     everyone = yield from shared_lines([label, own])
     common_label, first = everyone[0]

@@ -42,7 +42,7 @@ def raise_together(failure: Exception | None) -> Synchronization[None]:
 
 
 def error_of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
-    """Another rank's error, of the same type where that can be made of its message."""
+    """Returns another rank's error, of the same type where that can be made of its message."""
     if name in _TEXT_ALONE:
         kind: type[errors.HorovodSparseError] = getattr(errors, name)
         return kind(f"on rank {rank}: {text}")
@@ -50,7 +50,7 @@ def error_of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
 
 
 def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
-    """The worst failure of any rank, of one kind on all ranks; one small collective where none has failed."""
+    """Returns the worst failure of any rank, of one kind on all; one small collective if none has failed."""
     total = yield AllReduce(np.array([failure is not None], np.float32))
     if not np.array(total)[0]:
         return None
@@ -75,7 +75,6 @@ def _again(rank: int, name: str, text: str, placed: list[Any] | None) -> errors.
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first few of many names."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
@@ -140,7 +139,7 @@ _END_SECONDS = 5.0
 
 
 class ConstructionErrors:
-    """What one binding of Horovod, or one group of torch.distributed, tells and hears of such errors.
+    """Tells the ranks of one binding of Horovod, or group of torch.distributed, of such errors.
 
     `ranks` gives, of a process set, this rank and all as they are counted in the world (None outside of it);
     `check` refuses what this rank would find out in its first step only.
@@ -159,7 +158,7 @@ class ConstructionErrors:
 
     @classmethod
     def of_horovod(cls, hvd: Any) -> ConstructionErrors:
-        """Of a binding, through the store of `horovodrun`."""
+        """Tells through the store of `horovodrun`."""
 
         def ranks(process_set: Any) -> tuple[int, list[int]] | None:
             if not hvd.is_initialized():
@@ -177,7 +176,7 @@ class ConstructionErrors:
         return cls(ranks, check=check)
 
     def tell(self, error: Exception, process_set: Any) -> None:
-        """Lets the others know, where there are others; waits for none of them."""
+        """Tells the others of an error, without waiting for them."""
         found = self._ranks(process_set)
         if found is None or len(found[1]) == 1:
             return
@@ -188,13 +187,13 @@ class ConstructionErrors:
             atexit.register(self._end)
 
     def got_over(self) -> None:
-        """What was told of this rank is no more."""
+        """Takes back what was told of this rank."""
         if self._told is not None:
             self._put(str(self._told[0]), None)
             self._told = None
 
     def looking(self, process_set: Any) -> Callable[[], None]:
-        """What is to be called again and again while this rank waits for all others to agree with it."""
+        """Returns a function to call again and again while this rank waits for all others to agree."""
         self.got_over()
         found = self._ranks(process_set)
         next_look = time.monotonic() + _PATIENCE_SECONDS
@@ -219,7 +218,7 @@ class ConstructionErrors:
         return look
 
     def telling(self, function: Function, *, is_last: bool = True) -> Function:
-        """Has a function that makes something tell the others of its errors."""
+        """Wraps a function that makes something, so that it tells the others of its errors."""
 
         @functools.wraps(function)
         def told(*arguments: Any, **named: Any) -> Any:
@@ -236,7 +235,7 @@ class ConstructionErrors:
         return told  # type: ignore[return-value]
 
     def _end(self) -> None:
-        """Before the process ends: who waits is to read of the error, and not that this rank has gone."""
+        """Delays the end of the process until ranks that wait have read of the error."""
         end = time.monotonic() + _END_SECONDS
         if self._told is None:
             return

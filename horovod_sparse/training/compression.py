@@ -37,7 +37,7 @@ class Algorithms(type):
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_arguments: Any) -> Any:
-        """A class as any other; `__init__` has a use for the arguments."""
+        """Makes the class; `__init__` reads the arguments."""
         return super().__new__(cls, name, bases, body)
 
     def __init__(
@@ -100,7 +100,7 @@ def _factory(name: str, make_compressor: type, help_text: str) -> Callable[..., 
 
 
 def recipe_of(text: str) -> Recipe | None:
-    """The recipe that `Compression.parse` is given as text; None for one of Horovod's own, by name."""
+    """Reads a recipe from text; None for one of Horovod's own, by name."""
     if text in _STOCK:
         return None
     if text.partition(":")[0].strip() not in (*PRESETS, *ALGORITHMS):
@@ -121,7 +121,7 @@ def check_compression(given: object) -> None:
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """The call of `Compression` that makes it; arguments at their default are left out."""
+    """Returns the call of `Compression` that makes a recipe, without arguments at their default."""
     sparsifier, feedback = recipe.sparsifier, recipe.feedback
     own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
     arguments = {name: getattr(sparsifier, name) for name in own}
@@ -198,7 +198,7 @@ _OPTIMIZERS = {"adam": "AdamW(...)", "rmsprop": "RMSprop(...)", "best": "AdamW(.
 
 
 def feedback_for(feedback: Any, own: type | None, optimizer: type, momentum: float, library: str) -> Any:
-    """The feedback behind which an optimizer leaves its work to it, or a refusal.
+    """Returns the feedback that makes an optimizer's steps, or refuses the optimizer.
 
     `own` makes the steps of such an optimizer, or is that of SGD; None for one without. `momentum` is what
     the optimizer would have, `library` whose optimizers these are.
@@ -218,6 +218,6 @@ def feedback_for(feedback: Any, own: type | None, optimizer: type, momentum: flo
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
-    """As `refuse_double_momentum`, for what groups have come to have since (a checkpoint, a schedule)."""
+    """Refuses momentum that groups have got since (by a checkpoint, a schedule)."""
     if any(group.get("momentum") for group in groups):
         refuse_double_momentum(recipe, lambda: groups)

@@ -32,7 +32,7 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def deadline_of(given: float | None = None) -> float:
-    """Seconds, Inf for none."""
+    """Returns the deadline in seconds, by the argument or by the environment; Inf for none."""
     value: Any = given
     name = "deadline_seconds"
     if value is None:
@@ -47,26 +47,25 @@ def deadline_of(given: float | None = None) -> float:
 
 
 def let_horovod_give_up() -> None:
-    """Before Horovod starts: has it end on all ranks where a collective waits too long for one of them.
+    """Has Horovod, before it starts, end on all ranks where a collective waits too long for one of them.
 
-    For what no coroutine of ours waits for. What the user has set stays. Horovod 0.28.1 does so on MPI alone;
-    on Gloo it sees no rank missing, and waits for ever.
+    What the user has set stays. Horovod 0.28.1 does so on MPI alone; on Gloo it waits for ever.
     """
     if seconds := seconds_of_horovod():
         os.environ.setdefault(_STALL_VARIABLE, str(seconds))
 
 
 def seconds_of_horovod() -> int:
-    """After how long Horovod is told to give up, where the user says nothing of it; 0 for never."""
+    """Returns after how long Horovod gives up where the user says nothing of it; 0 for never."""
     seconds = deadline_of()
     return math.ceil(seconds) + _LATER_SECONDS if math.isfinite(seconds) else 0
 
 
 class Deadline:
-    """Of one driver: told how long it has been waiting, and for what.
+    """Raises `DeadlineError` when one driver has waited too long.
 
-    Those that wait for long tell the launcher's store for what: so the others' error can say who does not.
-    Time in which this process was stopped (a job that a scheduler suspends, Ctrl-Z) is no waiting.
+    A rank that waits for long tells the launcher's store what for, so that errors can name the ranks that do
+    not. Time in which this process was stopped (a suspended job, Ctrl-Z) does not count.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Deadline:
         self._looked = self._stopped = 0.0
 
     def check(self, waited: float, name: str, number: int) -> None:
-        """Called again and again while nothing moves."""
+        """Takes the seconds waited so far; called again and again while nothing moves."""
         if waited < self._looked:  # another wait
             self._stopped = 0.0
         else:
@@ -95,7 +94,7 @@ class Deadline:
             raise DeadlineError(name, number, self.seconds, self._missing(what))
 
     def moved(self) -> None:
-        """What was waited for has come."""
+        """Ends a wait."""
         self._looked = self._stopped = 0.0
         if self._told:
             self._told = ""
@@ -106,7 +105,7 @@ class Deadline:
         self._store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
 
     def _missing(self, what: str) -> dict[int, str] | None:
-        """Ranks that do not wait for it, and what for; None where there is no store to ask."""
+        """Returns the ranks that do not wait for it, and what for; None where there is no store."""
         rank, ranks = self._place()
         missing = {}
         for number, key in enumerate(ranks):
@@ -120,7 +119,7 @@ class Deadline:
 
 
 def asked_store(scope: str, key: str, value: bytes | None = None) -> bytes | None:
-    """Puts a value into the launcher's store, or gets it; None where there is none."""
+    """Puts a value into the launcher's store, or gets one; None where there is none."""
     address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
     if not address or checks.whole_number(port) < 0:
         return None

@@ -29,7 +29,7 @@ _WORD_BYTES = 8
 
 
 class Entry(Protocol):
-    """Numbers that have to be equal on all ranks, their name, and in words their dtype and shape."""
+    """Numbers that have to be equal on all ranks; `kind` is their dtype and shape, in words."""
 
     @property
     def name(self) -> str: ...
@@ -38,15 +38,15 @@ class Entry(Protocol):
     def kind(self) -> str: ...
 
     def sums(self) -> NDArray[np.uint64]:
-        """What `word_sums` gives of its bytes, on whatever device they are."""
+        """Returns the `word_sums` of its bytes, on whatever device they are."""
 
     def read(self) -> NDArray[np.uint8]:
-        """Its bytes, in C order: a view, or a copy."""
+        """Returns its bytes, in C order: a view, or a copy."""
 
 
 @dataclass(frozen=True)
 class HostEntry:
-    """An `Entry` of an array in the host's memory."""
+    """Implements `Entry` for an array in the host's memory."""
 
     name: str
     array: np.ndarray
@@ -63,7 +63,7 @@ class HostEntry:
 
 
 def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Sums of every 512th of 64-bit words, modulo 2**64: one pass over the memory.
+    """Returns sums of every 512th of 64-bit words, modulo 2**64: one pass over the memory.
 
     One changed bit always shows; several do, unless they cancel out within 512 words' distance to the bit.
     """
@@ -78,27 +78,23 @@ def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 class DriftCheck:
-    """When one training compares; where ranks differ, `DriftError` on all names what does, and the ranks.
-
-    Attributes:
-        next_step: of the training, after which all compare; Inf for never.
-    """
+    """Says when a training compares, and raises `DriftError` on all ranks where they differ."""
 
     def __init__(self, settings: Settings) -> None:
         self.every = settings.check_every or 0
+        #: of the training, after which all compare; Inf for never
         self.next_step = math.inf
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Ranks go on together from this step, and compare after the next: beginnings may differ."""
+        """Has ranks compare after the next step, since they begin anew together: beginnings may differ."""
         self.next_step = step + 1 if self.every else math.inf
 
     def postpone(self, step: int) -> None:
-        """All ranks stand at this step of the training: by it alone they know when to compare next."""
+        """Sets the next comparison by the step alone, which is equal on all ranks."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
     def run(self, step: int, entries: Sequence[Entry]) -> Synchronization[None]:
-        """Compares, between two steps; all ranks together."""
         self.postpone(step)
         if differing := (yield from differing_entries(entries)):
             more = f"; {len(differing)} differ: {some_of(list(differing))}" if len(differing) > 1 else ""
@@ -106,7 +102,7 @@ class DriftCheck:
 
 
 def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str]]:
-    """What differs, in words, by name: one message, and one more where something does."""
+    """Returns what differs, in words, by name: one message, and one more where something does."""
     digests = {entry.name: _digest(entry.kind.encode(), entry.sums()) for entry in entries}
     total = _digest(*(f"{name}={digest};".encode() for name, digest in sorted(digests.items())))
     own = np.frombuffer(bytes.fromhex(total), np.int32)

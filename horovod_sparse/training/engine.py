@@ -79,51 +79,51 @@ class Task:
 
 
 class Starter(Protocol):
-    """Who runs coroutines together with the other ranks."""
+    """Runs coroutines together with the other ranks."""
 
     idle_seconds: float
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Starts one under a name that is the same on all ranks; does not wait."""
+        """Starts a coroutine under a name that is the same on all ranks; does not wait."""
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Waits until these are done; what a coroutine raises stays in its task."""
+        """Waits for tasks; what a coroutine raises stays in its task."""
 
 
 class Engine(Protocol):
-    """What one framework and its collectives give to a training."""
+    """One framework and its collectives, as a training needs them."""
 
     #: for messages, and for ranks to compare
     name: str
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Rank and size of this process among those that synchronize; in elastic training they change."""
+        """Returns rank and size among those that synchronize; in elastic training they change."""
 
     def ranks(self) -> Ranks:
-        """The same, and the host it is on: asked where gradients are summed within hosts first."""
+        """Returns the same, and the host, for two levels."""
 
     def start_token(self) -> object:
-        """Another one after every start of the collectives, compared by ``is``: ranks agree anew then."""
+        """Returns a token, a new one after every start of the collectives: ranks agree anew then."""
 
     def facts(self, known: Facts) -> Facts:
-        """The parameters to synchronize that are not known yet, in the order of the model."""
+        """Returns the parameters to synchronize that are not known yet, in the order of the model."""
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Any]:
-        """Fresh parts at a rank and size, whose residuals are zeros; gradients stay what they are."""
+        """Returns fresh parts, with residuals of zeros, for a rank and size; leaves gradients alone."""
 
     def carry_out(self, coroutine: Synchronization[Result], topology: Topology | None) -> Result:
-        """What a coroutine returns that all ranks run now, with the ranks that share a host."""
+        """Runs a coroutine with all ranks and returns its result; `topology` says who shares a host."""
 
     def move_to(self, topology: Topology | None) -> None:
-        """From now on these ranks share hosts."""
+        """Adopts a topology after ranks have agreed on one."""
 
     def declared(self) -> Mapping[str, object]:
-        """What has to be equal on all ranks beside recipe and settings, by argument."""
+        """Returns what has to be equal on all ranks beside recipe and settings, by argument."""
 
     def to_array(self, array: np.ndarray) -> Any:
-        """A copy of a sparsifier's array, of the kind that checkpoints hold."""
+        """Copies a sparsifier's array into the kind that checkpoints hold."""
 
 
 def carry_out(coroutine: Synchronization[Result], execute: Callable[[Request], Any]) -> Result:

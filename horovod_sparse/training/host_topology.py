@@ -54,22 +54,20 @@ def cycle_seconds() -> float:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where one rank stands: among those that synchronize, among all that were launched, and on its host.
-
-    What a host is called is the same on all of its ranks.
-    """
+    """Where one rank stands: among those that synchronize, among all that were launched, and on its host."""
 
     rank: int
     size: int
     world_rank: int
     world_size: int
+    #: the same name on all of its ranks
     host: str
     host_rank: int
     host_size: int
 
     @classmethod
     def of_horovod(cls, hvd: Any, process_set: Any) -> Ranks:
-        """As a binding of Horovod tells, which has been started."""
+        """Returns the place of a rank of a binding of Horovod that has been started."""
         # where hosts are of different sizes, a cross rank counts those that have a rank at this place only
         host = hvd.cross_rank() if _are_alike(hvd) else os.environ.get("HOROVOD_HOSTNAME") or platform.node()
         own = int(process_set.rank()), int(process_set.size()), int(hvd.rank()), int(hvd.size())
@@ -77,7 +75,7 @@ class Ranks:
 
 
 def own_place(ranks: Ranks) -> tuple[str, int]:
-    """This rank's host, and its place on it."""
+    """Returns a rank's host, and its place on it."""
     asked = os.environ.get(RANKS_VARIABLE, "").strip()
     if not asked:
         return f"host {ranks.host}", ranks.host_rank
@@ -89,7 +87,7 @@ def own_place(ranks: Ranks) -> tuple[str, int]:
 
 
 def _are_alike(hvd: Any) -> bool:
-    """Whether all hosts have as many ranks; the same on all ranks."""
+    """True if all hosts have as many ranks; the same on all ranks."""
     asked = getattr(hvd, "is_homogeneous", None) or getattr(hvd.mpi_ops, "is_homogeneous", None)
     return asked is None or bool(asked())
 

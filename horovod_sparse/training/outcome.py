@@ -22,20 +22,19 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class Outcome(enum.IntEnum):
-    """What becomes of a step."""
+    """The end of a step; no rank applies it unless all do."""
 
     APPLIED = 0
-    #: no rank applies it
     SKIPPED = 1
-    #: no rank applies it, and a loss scaler shall find Inf in the gradients of every rank
+    #: a loss scaler shall find Inf in the gradients of every rank
     OVERFLOW = 2
-    #: no rank applies it, and every rank raises the error
+    #: every rank raises the error
     RAISE = 3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a step, on all ranks, and why; `drop`: gradients leave the residuals."""
+    """The end of a step, on all ranks, and why; with `drop` gradients leave the residuals."""
 
     outcome: Outcome
     error: BaseException | None = None
@@ -43,7 +42,7 @@ class Verdict:
 
 
 class NonFinitePolicy:
-    """What one training does about gradients that are not finite on some rank.
+    """Decides what happens to a step with gradients that are not finite on some rank.
 
     * "raise": `NonFiniteGradientError` on every rank. Nothing is applied.
     * "skip": nothing is applied, and nothing raised: no rank's optimizer steps.
@@ -62,7 +61,7 @@ class NonFinitePolicy:
         scaled: bool = False,
         failure: BaseException | None = None,
     ) -> Verdict:
-        """What becomes of a step; counts it where it is skipped."""
+        """Returns the verdict on a step, and counts it if it is skipped."""
         if not errors and failure is None:
             return Verdict(Outcome.APPLIED)
         error = worst(errors) if failure is None else failure
@@ -86,6 +85,6 @@ class NonFinitePolicy:
 
 
 def worst(failures: Iterable[Failure]) -> Failure:
-    """Of a step's errors the one to look at: what stands on this rank alone, or else an edit."""
+    """Returns the error of a step to look at: one that stands on this rank alone, or else an edit."""
     kinds = (EditedGradientError, NonFiniteGradientError)
     return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)

@@ -38,26 +38,26 @@ class Part(Protocol):
     def places(self) -> Sequence[tuple[int, int]]: ...
 
     def held(self) -> tuple[np.ndarray, ...]:
-        """What waits here, [n] each, to be read only: residual and companions; nothing if nothing waits."""
+        """Returns residual and companions, [n] each, to be read only; nothing where there are none."""
 
     def blank(self) -> list[np.ndarray]:
-        """Zeros for all that may wait here: [n] each, in the order of `held`."""
+        """Returns zeros in place of what `held` returns."""
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
-        """Replaces what `held` gives."""
+        """Replaces what `held` returns."""
 
     def restart(self, progress: Progress | None = None) -> None:
-        """Nothing waits any more, and the sparsifier's state is a new one; see `Bucket.restart`."""
+        """Clears the residual and resets the sparsifier's state; see `Bucket.restart`."""
 
     def shaped(self, number: int, values: np.ndarray) -> Any:
-        """A copy of the elements of a parameter, by its number: as checkpoints hold them, in its shape."""
+        """Copies the elements of a parameter, by its number, into its shape, as checkpoints hold them."""
 
     def flat(self, number: int, values: Any) -> np.ndarray:
-        """The inverse of `shaped`."""
+        """Returns the inverse of `shaped`."""
 
 
 class ArrayLayout:
-    """Parameters of a part that lie one behind the other in a NumPy array: `Part`'s share in that."""
+    """Implements `Part` for parameters that lie one behind the other in a NumPy array."""
 
     shapes: list[tuple[int, ...]]
 
@@ -75,12 +75,11 @@ class ArrayLayout:
 
 
 class BucketPart:
-    """What a part holds back; each front end's is derived from it."""
+    """Implements what parts of all front ends have in common."""
 
     bucket: Bucket
 
     def held(self) -> tuple[np.ndarray, ...]:
-        """See `Part.held`: views, where the accumulator is on the host."""
         return self.bucket.held()
 
     def blank(self) -> list[np.ndarray]:
@@ -104,7 +103,7 @@ def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -
 
 
 def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
-    """Names of dense parameters that are summed together: neighbours of one kind, up to a size.
+    """Returns names of dense parameters that are summed together: neighbours of one kind, up to a size.
 
     A collective for every bias takes the thread that computes longer than it takes the network. Where
     much has come together it is sent, so that it is under way while backward goes on.
@@ -125,7 +124,7 @@ def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
 
 
 def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str, Any]]:
-    """Residuals, then each companion of the feedback: copies by parameter, in its shape."""
+    """Copies residuals, then each companion of the feedback, by parameter, in its shape."""
     arrays: list[dict[str, Any]] = [{} for _ in range(1 + num_companions)]
     for part in parts:
         for by_name, values in zip(arrays, part.held(), strict=False):
@@ -167,13 +166,13 @@ def _filled(
 
 
 def _moved(part: Part, progress: Progress) -> float:
-    """What a companion is multiplied by that comes from a bucket of another age."""
+    """Returns the factor of a companion that comes from a bucket of another age."""
     age = progress.age if progress.summed == part.bucket.summed else 0
     return part.bucket.feedback.moved(age, part.bucket.progress.age)
 
 
 def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
-    """Residuals, and companions that add up like them, times a factor of another number of ranks."""
+    """Multiplies residuals, and companions that add up, by a factor of another number of ranks."""
     return [
         {name: values * factor for name, values in by_name.items()}
         if factor != 1.0 and (number == 0 or feedback.adds_up)
@@ -183,9 +182,9 @@ def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedb
 
 
 def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:
-    """Of a new bucket, from that of its parameters in other buckets.
+    """Returns a new bucket's progress, from that of its parameters, or else of all others, in other buckets.
 
-    Schedules go on at the largest step number; that of all others, where no parameter has one itself.
+    Schedules go on at the largest step number.
     """
     found = [known[name] for name in names if name in known]
     step = max((one.step for one in found or known.values()), default=0)
@@ -194,7 +193,7 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
-    """Where all ranks start a bucket's state anew at one step of the training.
+    """Returns the progress of a bucket whose state all ranks reset at one step of the training.
 
     Example:
         >>> from horovod_sparse.training.encoding import to_plain

@@ -40,13 +40,13 @@ class CommonOptions(TypedDict, total=False):
 
 
 class WaitingOptions(CommonOptions, total=False):
-    """And those of front ends that wait with a deadline: torch.distributed's."""
+    """The settings of front ends that wait with a deadline: torch.distributed's."""
 
     deadline_seconds: float | None
 
 
 class PlannedOptions(WaitingOptions, total=False):
-    """And those of front ends that make plans: TensorFlow's."""
+    """The settings of front ends that make plans: TensorFlow's."""
 
     bucket_bytes: int | None
     merging: Any
@@ -55,7 +55,7 @@ class PlannedOptions(WaitingOptions, total=False):
 
 
 class SettingsOptions(PlannedOptions, total=False):
-    """All of them: what PyTorch's front end over Horovod takes."""
+    """All settings: PyTorch's front end over Horovod takes them."""
 
     synchronize_at: str
     max_grad_norm: float | None
@@ -67,7 +67,7 @@ _HARMLESS = {"levels": ("flat",), "on_nonfinite": (RAISE,), "synchronize_at": ("
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What may be said of a training beside its sparsifier. Front ends take these as keyword arguments.
+    """A training's settings beside its sparsifier. Front ends take these as keyword arguments.
 
     All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
     `synchronize_at` and `max_grad_norm`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`, `check_every`,
@@ -164,7 +164,7 @@ class Settings:
     def of(
         cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
     ) -> Settings:
-        """Of a front end's keyword arguments; one that is not in `taken` is refused, with the nearest one."""
+        """Reads a front end's keyword arguments; refuses one that is not in `taken`, with the nearest one."""
         for name, given in options.items():
             if name in _GONE:
                 raise ArgumentError(name, given, _GONE[name])
@@ -174,12 +174,11 @@ class Settings:
 
     @property
     def planning(self) -> dict[str, Any]:
-        """What is said of buckets."""
         names = "plan", "bucket_bytes", "merging", "tensor_selection", "profile"
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, object]:
-        """What has to be equal on all ranks, by argument; what is asked of plans they compare themselves."""
+        """Returns what has to be equal on all ranks, by argument; ranks compare plans themselves."""
         names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "levels"
         return {name: getattr(self, name) for name in names}
 
@@ -203,7 +202,7 @@ def _unknown(front_end: str, given: str, known: Collection[str]) -> UnknownNameE
 
 
 def _steps_of(check_every: int | None) -> int:
-    """How often ranks compare, by the argument or by the environment."""
+    """Returns how often ranks compare, by the argument or by the environment."""
     name, every = "check_every", check_every
     if every is None:
         name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip()

@@ -37,21 +37,18 @@ _log = logging.getLogger("horovod_sparse")
 
 @dataclass(frozen=True)
 class _Head:
-    """The numbers and names of an entry.
-
-    Attributes:
-        feedback: says what the companions are.
-        hosts: how many ranks each has, then the ranks of all, host by host; empty for one level.
-        resized: whether residuals are those of another number of ranks already, which no state fits.
-    """
+    """The numbers and names of an entry."""
 
     algorithm: str = ""
     recipe: str = ""
+    #: says what the companions are
     feedback: str = ""
     rank: int = 0
     size: int = 1
     step: int = 0
+    #: how many ranks each has, then the ranks of all, host by host; empty for one level
     hosts: tuple[int, ...] = ()
+    #: True if residuals are those of another number of ranks already, which no state fits
     resized: bool = False
 
     def flaw(self, _fresh: _Head) -> str:
@@ -80,7 +77,7 @@ class Holder(Protocol):
 
 
 def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
-    """The entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
+    """Returns the entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
     (rank, size), recipe = engine.rank_and_size, engine.recipe
     (residuals, *companions), topology = engine.held()[0], engine.topology_for(None)
     names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
@@ -100,7 +97,7 @@ def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **
 
 
 def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
-    """Refuses what was saved of another algorithm or feedback, by another version, or is damaged."""
+    """Refuses an entry of another algorithm, feedback or version, and a damaged one."""
     try:
         _check(entry, recipe, advice)
     except StateMismatchError:
@@ -165,7 +162,7 @@ def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None:
-    """The sparsifiers' states of an entry, made and checked; nothing is changed."""
+    """Returns the sparsifiers' states of an entry, checked, or None if they do not fit; changes nothing."""
     (rank, size), plan = engine.rank_and_size, Plan.from_dict(entry["plan"])
     if plan != engine.plan or entry["size"] != size or entry["resized"]:
         return None
@@ -193,7 +190,7 @@ def topology_of(entry: Mapping[str, Any]) -> Topology | None:
 
 
 def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
-    """Continues from an entry that fits. Needs no collective."""
+    """Continues from an entry that fits, without a collective."""
     size, plan = engine.rank_and_size[1], Plan.from_dict(entry["plan"])
     states = checked_states(engine, entry)
     forgotten = {"leans": (0.0, 0.0)} if entry["size"] != size or entry["resized"] else {}
@@ -219,7 +216,7 @@ def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
 
 
 def share_factor(old_rank: int, old_size: int, size: int) -> float:
-    """What a holder of an old rank's residual multiplies it by, so that the mean over ranks is kept.
+    """Returns the factor of an old rank's residual on each of its holders, which keeps the mean over ranks.
 
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
     r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new
@@ -230,7 +227,7 @@ def share_factor(old_rank: int, old_size: int, size: int) -> float:
 
 
 def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """The entry for one rank of another number of ranks, so that the mean residual is kept exactly."""
+    """Returns the entry for one rank of another number of ranks; keeps the mean residual exactly."""
     by_rank = {entry["rank"]: entry for entry in entries}
     old_size = len(entries)
     if sorted(by_rank) != list(range(old_size)) or any(entry["size"] != old_size for entry in entries):
@@ -242,7 +239,7 @@ def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) ->
 
 
 def old_ranks_of(rank: int, old_size: int, size: int) -> range:
-    """Whose entries a rank goes on with at another number of ranks.
+    """Returns the ranks whose entries a rank goes on with at another number of ranks.
 
     Example:
         >>> list(old_ranks_of(0, 5, 2)), list(old_ranks_of(3, 2, 4))
@@ -254,7 +251,7 @@ def old_ranks_of(rank: int, old_size: int, size: int) -> range:
 
 
 def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """The entry for one rank of another number of ranks, of those of `old_ranks_of` alone, in their order."""
+    """Joins entries of `old_ranks_of`, in their order, into that of one rank of another number of ranks."""
     old_size = entries[0]["size"]
     if old_size == size:
         return dict(entries[0])
@@ -276,7 +273,7 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
 
 
 def _sum(shares: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
-    """Sums of factor times array, by name."""
+    """Returns sums of factor times array, by name."""
     total: dict[str, Any] = {}
     for arrays, factor in shares:
         for name, values in arrays.items():

@@ -44,19 +44,6 @@ class Training:
     """Parts, plan, step number, hosts and label of one training, and under which start ranks agreed on them.
 
     A front end derives from it: it knows when gradients are there, starts the parts, and waits for them.
-
-    Attributes:
-        policy: what is done about gradients that are not finite.
-        drift: when ranks compare whether they train the same model still.
-        step: synchronizations done, those that were given up not counted.
-        facts: of every parameter that is synchronized, by name, and the parameter.
-        parts: buckets and dense parameters, in the order in which they were planned.
-        topology: which ranks share a host, where gradients are summed within hosts first; else None.
-        label: goes before the names of collectives, which two trainings may otherwise have in common; the
-            first rank's, once all have agreed.
-        made_for: the rank and size that states are made for.
-        sizes: all numbers of ranks that there have been.
-        joined: parameters that have come since the training began.
     """
 
     def __init__(self, engine: Engine, recipe: Recipe, settings: Settings, label: str = "") -> None:
@@ -64,13 +51,18 @@ class Training:
         self.telemetry = Telemetry()
         self.policy = NonFinitePolicy(settings.on_nonfinite, self.telemetry)
         self.drift = DriftCheck(settings)
+        #: synchronizations that were not cancelled
         self.step, self.plan = 0, Plan(())
         self.facts: dict[str, tuple[ParameterFacts, Any]] = {}
+        #: buckets and dense parameters, in the order of the plan
         self.parts: list[Any] = []
+        #: which ranks share a host, where gradients are summed within hosts first; else None
         self.topology: Topology | None = None
+        #: goes before the names of collectives: the first rank's, once all have agreed
         self.label, self._own_label = "", label
-        self.made_for = (0, 1)
-        self.sizes: set[int] = set()
+        #: the rank and size that states are made for, and all sizes that there have been
+        self.made_for, self.sizes = (0, 1), set[int]()
+        #: parameters that have come since the training began
         self.joined: set[str] = set()
         #: the start of the collectives under which ranks have agreed; None where they have to
         self._agreed_under: object = None
@@ -79,17 +71,14 @@ class Training:
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
-        """Rank and size of this process among those that synchronize."""
         return self.engine.rank_and_size()
 
     @property
     def rank(self) -> int:
-        """Of this process among those that synchronize."""
         return self.rank_and_size[0]
 
     @property
     def size(self) -> int:
-        """How many ranks synchronize."""
         return self.rank_and_size[1]
 
     @property
@@ -99,18 +88,17 @@ class Training:
 
     @property
     def parameters(self) -> list[ParameterFacts]:
-        """What a plan looks at."""
         return [fact for fact, _ in self.facts.values()]
 
     @property
     def is_agreed(self) -> bool:
-        """Whether ranks have agreed since the last start of the collectives, and the last load."""
+        """True if ranks have agreed since the last start of the collectives, and the last load."""
         return self._agreed_under is not None and self._agreed_under is self.engine.start_token()
 
     # what a front end may add
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """The plan of parameters that have come, without any times."""
+        """Returns the plan of parameters that have come, without any times."""
         return fixed_bytes([fact for fact, _ in facts.values()])
 
     def _compare_plans(self) -> Synchronization[None]:
@@ -119,24 +107,24 @@ class Training:
 
     @property
     def _measured(self) -> str:
-        """How far this rank has come with what all measure together."""
+        """How far this rank has come with what all ranks measure together, as text."""
         return ""
 
     @property
     def _is_fresh(self) -> bool:
-        """Whether this rank has nothing of a training yet."""
+        """True if this rank has nothing of a training yet."""
         return self.step == 0
 
     def _stop_measuring(self) -> None:
-        """Some rank has not measured what the others have."""
+        """Stops measuring, because some rank has not measured what the others have."""
 
     def _entered(self, parts: Sequence[Any]) -> None:
-        """There are further parts."""
+        """Called with parts that were made."""
 
     # parts and plans
 
     def begin(self, facts: Facts, plan: Plan) -> None:
-        """The first parts. No collective: ranks agree before these are synchronized."""
+        """Makes the first parts. No collective: ranks agree before these are synchronized."""
         self.facts = dict(facts)
         self._take_place(None)
         self.build(plan)
@@ -161,14 +149,14 @@ class Training:
         return topology_of(entry) if entry is not None and fits else None
 
     def build(self, plan: Plan) -> None:
-        """Fresh parts for a plan of all parameters. Gradients stay what they are."""
+        """Makes fresh parts for a plan of all parameters. Gradients stay what they are."""
         plan.check(self.parameters)
         parts = self._made(plan, self.facts)
         self.plan, self.parts = plan, list(parts)
         self._entered(parts)
 
     def _made(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
-        """Parts of a plan: its buckets, the first of which has this number, then what stays dense."""
+        """Returns the parts of a plan: buckets, numbered from `first` on, then what stays dense."""
         recipe, specs = self.recipe, []
         for number, names in enumerate(plan.buckets, first):
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
@@ -199,14 +187,14 @@ class Training:
             self._loose, self._agreed_under = (held, progress) if is_any else None, None
 
     def replan(self, plan: Plan) -> None:
-        """Another plan, between two steps, on all ranks: residuals are kept, sparsifiers start anew."""
+        """Takes another plan between two steps, on all ranks: keeps residuals, resets sparsifiers."""
         plan.check(self.parameters)
         held = self.held()
         self.build(plan)
         self.put(*held)
 
     def follow(self, facts: Facts, what: str) -> None:
-        """Parts of the types and on the devices that parameters have now; residuals are converted."""
+        """Makes parts of the types and on the devices that parameters have now; converts residuals."""
         before, self.facts = self.facts, dict(facts)
         try:
             self.replan(self.plan)
@@ -218,10 +206,7 @@ class Training:
             ) from error
 
     def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """Parts of their own for parameters that have come since; all ranks alike. Gives these.
-
-        A gradient that they have already belongs to this step.
-        """
+        """Makes parts for parameters that have come since, on all ranks alike, and returns their facts."""
         new = dict(self.engine.facts(self.facts))
         if not new:
             return new
@@ -229,10 +214,8 @@ class Training:
         plan = self.first_plan_of(new)
         together = self.is_agreed
         if together and self.size > 1:
-            _log.warning(
-                "%s joined the optimizer: waiting for all ranks to have the same parameters join",
-                ", ".join(new),
-            )
+            words = "%s joined the optimizer: waiting for all ranks to have the same parameters join"
+            _log.warning(words, ", ".join(new))
             plan = self._together(agreement.plan_of_first_rank(plan, parameters))
         parts = self._made(plan, new, first=len(self.plan.buckets))
         before = self.plan
@@ -247,7 +230,7 @@ class Training:
     # what ranks agree upon
 
     def agree(self) -> None:
-        """All ranks together, before their first parts after a start or a load: what they go on with."""
+        """Agrees on where to go on, before the first parts after a start or a load; all ranks together."""
         if self.is_agreed:
             return
         under = self.engine.start_token()
@@ -266,7 +249,7 @@ class Training:
         return self.engine.carry_out(coroutine, self.topology)
 
     def declared(self) -> dict[str, str]:
-        """What has to be equal on all ranks, in words, by argument."""
+        """Returns what has to be equal on all ranks, in words, by argument."""
         given = {**self.engine.declared(), **self.settings.describe()}
         return agreement.declaration(self.recipe, self.engine.name, **given)
 
@@ -298,13 +281,12 @@ class Training:
         )
 
     def start_anew(self, start: agreement.AgreedStatus) -> None:
-        """Fresh states, as all ranks have agreed; residuals are kept, and so is their mean."""
+        """Resets states, as all ranks have agreed; keeps residuals, and their mean over ranks."""
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
         if self.rank == 0 and start.step > 0:
-            _log.warning(
-                "sparsifier states start anew at step %d, residuals are kept: %s", start.step, start.reason
-            )
+            words = "sparsifier states start anew at step %d, residuals are kept: %s"
+            _log.warning(words, start.step, start.reason)
         held, known = self.held()
         progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
@@ -318,7 +300,7 @@ class Training:
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """This rank's entry of a checkpoint, between two steps: residuals, states, plan; `more` beside it."""
+        """Returns this rank's entry of a checkpoint, between two steps, with `more` beside it."""
         return saved_entry(self, self.engine.to_array, **more)
 
     def check_fits(self, entry: Mapping[str, Any], needed: Iterable[str], known: Mapping[str, Any]) -> None:
@@ -357,7 +339,7 @@ class Training:
 
 
 def _of_compiled(names: Iterable[str]) -> str:
-    """A remedy, where names differ since one of two models was compiled."""
+    """Returns a remedy where names differ because one of two models was compiled."""
     found = any(name.startswith("_orig_mod.") for name in names)
     remedy = "named_parameters of the module that it was given (model._orig_mod.named_parameters())"
     return f". torch.compile puts _orig_mod. before every name: give {remedy}" if found else ""
