@@ -32,7 +32,7 @@ def _noted(init: Any) -> Any:
 
 
 def present_start() -> object:
-    """A token of Horovod's present start: compare it with ``is``, and hold it to compare with later."""
+    """Returns a token of Horovod's present start, to be compared with ``is``."""
     return _start
 
 
@@ -51,7 +51,7 @@ def takes_part(process_set: Any) -> bool:
 
 
 def is_elastic() -> bool:
-    """Whether ranks may come and go, as Horovod's launcher says."""
+    """True if ranks may come and go, as Horovod's launcher says."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 

@@ -23,7 +23,7 @@ from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_wi
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Arguments:
-    """What a tape or optimizer is made with: Horovod's arguments, and `options` for `Settings`."""
+    """The arguments of a tape or optimizer: Horovod's, and `options` for `Settings`."""
 
     name: str | None = None
     use_locking: bool = False
@@ -44,7 +44,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], front_end: Callable[..., Any]) -> Arguments:
-        """Those of a public function, which gives its ``locals()`` before there are others."""
+        """Reads the arguments of a public function from its ``locals()``."""
         name = f"{front_end.__module__.rpartition('.')[0]}.{front_end.__name__}"
         beside = [one for one in _parameters(front_end) if one != "options"]
         for one in ("name", "device_dense", "device_sparse"):  # the second argument, by its place
@@ -59,7 +59,7 @@ class Arguments:
         return cls(settings=settings, **{name: given[name] for name in _NAMES if name in given})
 
     def taken_by(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Those that a function takes, by name: of Horovod's, or of ours, which take options, too."""
+        """Returns the arguments that a function takes, with options if it is one of ours."""
         taken = {name: getattr(self, name) for name in _parameters(function) if name in _NAMES}
         options = taken.pop("options", {})
         return {**taken, **options}
@@ -69,13 +69,13 @@ class Arguments:
         return isinstance(self.compression, SparseCompressor)
 
     def parsed(self) -> Arguments:
-        """With the compression that a text stands for, where it is one."""
+        """Replaces the text of a compression by the compression."""
         if not isinstance(self.compression, str):
             return self
         return dataclasses.replace(self, compression=Compression.parse(self.compression))
 
     def checked(self) -> Arguments:
-        """With the groups, by whichever name they came, in `groups` alone."""
+        """Checks values, and puts groups, by whichever name they came, into `groups` alone."""
         refuse_adasum(self.op)
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
@@ -99,7 +99,7 @@ class Arguments:
         refuse_without_sparsifier(self.options, self.compression)
 
     def synchronizer(self) -> GradientSynchronizer:
-        """Of the gradients, with a sparsifier: made at the first call with a compression, and kept by it."""
+        """Returns the compression's synchronizer, which its first call makes."""
         bound: GradientSynchronizer = self.compression.bind(
             process_set=self.process_set,
             average=self.op == hvd.Average,
@@ -111,7 +111,7 @@ class Arguments:
         return bound
 
     def declared(self) -> dict[str, object]:
-        """Those that change what is applied, in words: ranks compare them."""
+        """Returns the arguments that ranks have to share, in words."""
         return {
             "op": op_name(self.op),
             "gradient_predivide_factor": float(self.gradient_predivide_factor),

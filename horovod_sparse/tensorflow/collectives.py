@@ -47,7 +47,7 @@ def known_to_elastic() -> Any:
 
 
 def not_folded(gradient: Any) -> Any:
-    """A gradient, but no constant: TensorFlow carries operations on those out once, when it optimizes."""
+    """Hides a gradient from constant folding, which would run its collective only once."""
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = not_folded(gradient.values), not_folded(gradient.indices)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -64,12 +64,11 @@ def not_folded(gradient: Any) -> Any:
 
 
 def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that a request of this kind has in the graph."""
     return np.dtype(value_dtype if kind in (collectives.AllReduce, collectives.ReduceScatter) else np.int32)
 
 
 def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
-    """What a rank sends that has failed: empty messages, so that no rank waits, and each one notices."""
+    """Returns the empty messages of a rank that has failed: no rank waits, and each one notices."""
     splits = np.zeros(size, np.int32) if kind in (collectives.Exchange, collectives.AllToAll) else NO_SPLITS
     return np.empty(0, wire_dtype(kind, value_dtype)), splits
 
@@ -112,7 +111,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
 def carry_out(
     kind: type[Request], buffer: tf.Tensor, splits: tf.Tensor, name: str, process_set: Any
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The operation for a round. Asynchronous: no thread waits for it."""
+    """Makes the asynchronous operation of a round."""
     common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
     with known_to_elastic():
         if kind is collectives.AllReduce:
@@ -125,7 +124,7 @@ def carry_out(
 
 
 def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) -> Any:
-    """The sum or average over ranks, of the kind of the gradient."""
+    """Sums or averages a gradient over ranks, without a sparsifier."""
     if gradient.dtype.is_complex:
         raise UnsupportedError(
             f"a gradient of {gradient.dtype.name}: Horovod sums real numbers. Keep real and imaginary parts "
@@ -183,7 +182,7 @@ def carry_out_together(
 
 
 def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
-    """What a function gives that waits within TensorFlow, in a thread: this one looks around meanwhile."""
+    """Runs a function that waits within TensorFlow in a thread, and calls `look` meanwhile."""
     given: list[Any] = []
     failed: list[BaseException] = []
 
@@ -213,7 +212,7 @@ def _alone(request: Request) -> Any:
 
 
 def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
-    """What all ranks run when they see gradients first; alone in elastic training, and with one rank."""
+    """Runs a coroutine when ranks see gradients first; alone in elastic training, and with one rank."""
     if process_set.size() == 1 or is_elastic():
         return engine.carry_out(coroutine, _alone)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
@@ -229,7 +228,7 @@ def compare_densely(compression: Any, process_set: Any, **arguments: object) -> 
 
 
 def ranks_of(process_set: Any) -> str:
-    """A process set, in words that are the same on all of its ranks."""
+    """Returns a process set in words that are the same on all of its ranks."""
     return "all" if process_set is hvd.global_process_set else str(list(process_set.ranks))
 
 
@@ -238,6 +237,6 @@ def op_name(op: Any) -> str:
 
 
 def label_of(prefix: str, process_set: Any, variables: Sequence[Any]) -> str:
-    """A name for collectives about these variables, taken when the first of them is due: see `next_label`."""
+    """Returns a name for collectives about these variables: see `next_label`."""
     model = [(variable.shape, tf.as_dtype(variable.dtype).name) for variable in variables]
     return next_label(f"{prefix}.{process_set.process_set_id}", model)

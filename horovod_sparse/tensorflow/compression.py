@@ -60,13 +60,13 @@ class SparseCompressor(WithState, Compressor):
 
     @property
     def telemetry(self) -> Telemetry:
-        """What happened in the last step, and on average; empty before the first."""
+        """The last step and means; empty before the first."""
         inner = None if self._dropin is None else self._dropin.synchronizer
         return super().telemetry if inner is None else inner.telemetry
 
     @property
     def synchronizer(self) -> GradientSynchronizer | None:
-        """What `bind` has made; None before, and in stock Horovod's tapes and optimizers."""
+        """The synchronizer that `bind` has made; None in stock Horovod's tapes and optimizers."""
         return self._keeper.synchronizer
 
     def serve(self, optimizer: Any, recipe: Recipe) -> None:
@@ -94,7 +94,7 @@ class SparseCompressor(WithState, Compressor):
         groups: Any = None,
         **options: Unpack[PlannedOptions],
     ) -> GradientSynchronizer:
-        """The synchronizer for a tape or optimizer of ours, made once and checked later."""
+        """Returns the synchronizer for a tape or optimizer of ours; later calls check their arguments."""
         if self._dropin is not None:
             raise UnsupportedError(
                 f"{self!r} is at work in a tape or optimizer of horovod.tensorflow: make another compressor "
@@ -125,7 +125,7 @@ class SparseCompressor(WithState, Compressor):
         return synchronizer
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and sparsifier states; empty before the first step.
+        """Returns this rank's residuals and sparsifier states; empty before the first step.
 
         Raises:
             UnsupportedError: if it is at work in one of stock Horovod's, which save nothing.
@@ -138,7 +138,7 @@ class SparseCompressor(WithState, Compressor):
         return super().state_dict()
 
     def checkpointed(self) -> CheckpointedState:
-        """For `tf.train.Checkpoint`: ``Checkpoint(model=..., residuals=compression.checkpointed())``."""
+        """Returns a state for ``tf.train.Checkpoint(model=..., residuals=compression.checkpointed())``."""
         return CheckpointedState(self._keeper)
 
     @tf.autograph.experimental.do_not_convert

@@ -71,7 +71,7 @@ class Driver:
         finish: Callable[[], list[np.ndarray]],
         like: Sequence[tuple[tf.DType, Any]],
     ) -> list[tf.Tensor]:
-        """What comes of several synchronizations, when all have ended; errors are raised here alone."""
+        """Returns the results of several synchronizations at their end, or raises their errors."""
 
         def call(*_tokens: np.ndarray) -> list[np.ndarray]:
             return finish()
@@ -81,7 +81,7 @@ class Driver:
         return _shaped(results, [shape for _, shape in like])
 
     def _beginning(self, part: Part) -> Callable[..., Wire]:
-        """What begins a part's step on the host: gives what the first collective takes."""
+        """Returns the host function that begins a part's step."""
         # by its position: a graph shall not keep the memory of buckets that there are no more
         version, position, task = self._training.version, self._training.parts.index(part), part.task
 
@@ -108,7 +108,7 @@ class Driver:
         waiting: Waiting,
         batch: int,
     ) -> list[tf.Tensor]:
-        """The operations of parts with the same kinds of requests: between two rounds one call for all."""
+        """Makes the operations of parts with the same kinds of requests: one host call between two rounds."""
         tasks, kinds = [part.task for part in parts], parts[0].task.kinds
         sizes = [len(tensors) for tensors in gradients]
         inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
@@ -150,7 +150,7 @@ class Driver:
     def _looped(
         self, part: Part, gradients: Sequence[tf.Tensor], rate: tf.Tensor, waiting: Waiting, batch: int
     ) -> list[tf.Tensor]:
-        """The operations of a part, of as many rounds as `task.kinds` has when the graph runs.
+        """Makes the operations of a part, of as many rounds as `task.kinds` has when the graph runs.
 
         In elastic training a function is traced once, and ranks come and go: the host says after every round
         whether there is another one. All requests are all-to-alls then.
@@ -185,7 +185,7 @@ class Driver:
 
 
 def _shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
-    """What a host function gives, of whose shapes a graph knows nothing."""
+    """Gives results of a host function their shapes, of which a graph knows nothing."""
     for tensor, shape in zip(tensors, shapes, strict=True):
         tensor.set_shape(shape)
     return tensors

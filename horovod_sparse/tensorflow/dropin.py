@@ -44,7 +44,7 @@ class _Slot:
 
 
 class DropIn:
-    """What a `SparseCompressor` does in stock Horovod's tapes and optimizers.
+    """Runs a `SparseCompressor` in stock Horovod's tapes and optimizers.
 
     Variables are known by identity. One whose gradient is None for once gets None; what the others in its
     bucket make the ranks send of its residual returns there. Gradients without elements or of an integer type
@@ -138,7 +138,7 @@ class DropIn:
         return self.synchronizer
 
     def _slot(self, call: StockCall, position: int, taken: Sequence[_Slot]) -> _Slot:
-        """Of a gradient's variable, which may come twice; where that is not known, of its position."""
+        """Returns the slot of a gradient's variable, or of its position where the variable is not known."""
         gradient, variable = call.gradients[position], call.variable(position)
         like = tuple(gradient.shape), gradient.dtype
         free = [slot for slot in self._slots if slot not in taken]

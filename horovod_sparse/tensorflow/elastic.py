@@ -39,7 +39,7 @@ class _Variables:
 
 
 class TensorFlowKerasState(_StockKerasState):
-    """A model and its optimizer, as a state for ``hvd.elastic.run``.
+    """Holds a model and its optimizer for ``hvd.elastic.run``.
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
     a worker that joins has as many as the others; states of random generators stay each rank's own, and

@@ -78,7 +78,7 @@ class Replicas:
         self._checks: dict[frozenset[str], DriftCheck] = {}
 
     def check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
-        """Of these variables; None where there is none, or nobody to compare with."""
+        """Returns the check of these variables; None without one, or with nobody to compare with."""
         known = map(self._training.name_of, variables)
         names = frozenset(name for name in known if name is not None)
         check = self._checks.get(names)
@@ -90,7 +90,7 @@ class Replicas:
         return None if alone or not check.every else check
 
     def restart(self) -> None:
-        """All ranks go on alike, from the step that is theirs now."""
+        """Restarts comparisons after all ranks have agreed on a step."""
         for check in self._checks.values():
             check.restart(self._training.step)
 
@@ -170,7 +170,7 @@ class ScaledReduction:
         return [next(results) if i in given else None for i in range(len(gradients))]
 
     def _num_bad(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
-        """On how many ranks a gradient is not finite."""
+        """Counts the ranks on which a gradient is not finite."""
         if not self._name:
             every = [as_variable(variable) for variable in variables]
             self._name = label_of("horovod_sparse.finite", self._process_set, every)
@@ -213,7 +213,7 @@ class Reduction:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
     ) -> tuple[list[Any], tf.Tensor | None]:
-        """One gradient per variable, reduced, or local; and whether all ranks are to skip the step."""
+        """Returns a gradient per variable, reduced or local, and whether all ranks skip the step."""
         results, skipped = list(gradients), None
         shared = [i for i, variable in enumerate(variables) if not self.is_local(variable)]
         if shared:
@@ -235,7 +235,7 @@ class Reduction:
         scale: Any,
         skips: bool = True,
     ) -> list[Any]:
-        """As `reduce`, for gradients of a scaled loss: see `ScaledReduction`."""
+        """Reduces gradients of a scaled loss: see `ScaledReduction`."""
         if not self.reducer.is_needed:
             return list(gradients)
 

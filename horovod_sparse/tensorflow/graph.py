@@ -116,7 +116,7 @@ _SUMS, _GRADIENTS = "HorovodSparseSums", "HorovodSparseGradients"
 
 
 def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The sums, in the graph that is being traced; an error where a gradient goes through them."""
+    """Returns the sums, which raise an error where a gradient goes through them."""
     sources = list(gradients)
     graph = tf.compat.v1.get_default_graph()
     smallest = min(range(len(sources)), key=lambda i: sources[i].shape.num_elements() or 0)
@@ -161,7 +161,7 @@ def refuse_synchronized(gradients: Sequence[Any]) -> None:
 
 
 def is_synchronized(gradient: Any) -> bool:
-    """Whether a distributed tape has made it, as far as can be told."""
+    """True if a distributed tape is known to have made the gradient."""
     if hasattr(gradient, _MARK) or tf.executing_eagerly():
         return hasattr(gradient, _MARK)
     waiting = [gradient]
@@ -214,13 +214,13 @@ class Order:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def behind(self) -> Any:
-        """A context: what is made in it runs after what was noted last."""
+        """Returns a context whose operations run after what was noted last."""
         graph = tf.compat.v1.get_default_graph()
         name = self._last.get(graph)
         return tf.control_dependencies([] if name is None else [graph.get_tensor_by_name(name)])
 
     def note(self, token: tf.Tensor) -> None:
-        """The next ones run after this one."""
+        """Has later operations run after this one."""
         self._last[tf.compat.v1.get_default_graph()] = token.name
 
 
@@ -284,7 +284,7 @@ def gate_callers(graph: Any) -> None:
 
 @contextlib.contextmanager
 def ungated() -> Iterator[None]:
-    """What is made in it need not wait for gates: it updates nothing."""
+    """Exempts operations that update nothing from gates."""
     graph: Any = tf.compat.v1.get_default_graph()
     every = graph._control_dependencies_stack
     graph._control_dependencies_stack = [one for one in every if not isinstance(one, _Gate)]

@@ -28,7 +28,7 @@ from horovod_sparse.training.engine import Facts, PartSpec
 
 
 def _collective(label: str, name: str, names: Sequence[str]) -> str:
-    """Of a part's collectives: the same on all ranks, and another one for what another plan sends."""
+    """Names a part's collectives, alike on all ranks, and differently under another plan."""
     return f"{label}.{zlib.crc32(repr((name, names)).encode()):08x}"
 
 
@@ -148,7 +148,7 @@ class DenseOutput:
     def write(
         self, indices: np.ndarray | None, values: np.ndarray, scale: float
     ) -> tuple[list[np.ndarray], int]:
-        """A sum and zeros."""
+        """Writes scale times a sum among zeros; returns arrays by parameter, and the size of the union."""
         memory = self._free_memory()
         flat = native_bits(memory.flat).view(self._computable)
         if indices is None:
@@ -179,5 +179,5 @@ class DenseOutput:
 
 
 def _computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that scattering knows: bfloat16 as its bits."""
+    """Returns the dtype that scattering knows: bfloat16 as its bits."""
     return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype

@@ -38,7 +38,7 @@ _LIMIT = 60
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that have called it, the nearest ones."""
+    """Yields a frame and its nearest callers."""
     for _ in range(_LIMIT):
         if frame is None:
             return
@@ -62,19 +62,18 @@ class StockCall:
     optimizer: Any = None
 
     def name(self, position: int) -> str:
-        """Of a variable, for messages."""
         variable = self.variables[position] if self.variables is not None else None
         return str(getattr(variable, "name", f"gradient{position}")).split(":")[0]
 
     def variable(self, position: int) -> Any:
-        """A variable, where it is known by identity: a function's argument stands for any of its shape."""
+        """Returns a variable that is known by identity: a function's argument stands for any of its shape."""
         variable = self.variables[position] if self.variables is not None else None
         is_known = isinstance(getattr(variable, "handle", None), tf.__internal__.EagerTensor)
         return variable if is_known else None
 
 
 def stock_call(tensor: tf.Tensor) -> StockCall:
-    """Who calls `compress`, and what for."""
+    """Returns who calls `compress`, and what for."""
     inner: FrameType | None = None
     for frame in _frames(sys._getframe(1)):
         name = frame.f_code.co_name.removeprefix(_CONVERTED)
@@ -112,7 +111,7 @@ def _described(tensor: tf.Tensor, inner: FrameType, outer: FrameType) -> StockCa
 
 
 def _optimizer(frame: FrameType) -> Any:
-    """The Keras optimizer for which gradients are synchronized; None for a tape."""
+    """Returns the Keras optimizer for which gradients are synchronized; None for a tape."""
     callers = (caller.f_locals.get("self") for caller in _frames(frame))
     return next(
         (one for one in callers if hasattr(one, "_allreduce_grads") and hasattr(one, "get_config")), None
@@ -120,7 +119,7 @@ def _optimizer(frame: FrameType) -> Any:
 
 
 def scaler_of(optimizer: Any) -> Any:
-    """The LossScaleOptimizer of tf-keras that sets an attribute of the optimizer that it takes, now."""
+    """Returns the LossScaleOptimizer of tf-keras that is taking the optimizer now."""
     for frame in itertools.islice(_frames(sys._getframe(1)), 10):
         caller = frame.f_locals.get("self")
         inner = getattr(caller, "__dict__", {}).get("_optimizer")
@@ -173,7 +172,7 @@ class _Functions(dict[Any, Any]):
 
 
 def _of_compressor(key: Any) -> tuple[dict[Any, Any] | None, Any]:
-    """What the compressor in a key of Horovod's keeps, and the key without it."""
+    """Returns what the compressor in a key of Horovod's keeps, and the key without it."""
     arguments, eagerly = key
     for i, argument in enumerate(arguments):
         own = getattr(argument, "stock_functions", None)

@@ -36,7 +36,7 @@ class Replanning:
 
     @property
     def is_measured(self) -> bool:
-        """Whether backward times wait for `replan`: from the same step on, on all ranks."""
+        """True if backward times wait for `replan`: from the same step on, on all ranks."""
         return self._warmup is not None and self._warmup.is_measured
 
     def planned(self) -> None:
@@ -53,7 +53,7 @@ class Replanning:
             self._warmup = WarmUp(training.request, parameters, sparsifier, self._decided, stamps, **more)
 
     def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int], host: HostFunctions) -> list[Any]:
-        """The gradients (or None), given on when all are there if times are wanted."""
+        """Returns the gradients (or None); while times are measured, once all have come."""
         given = list(gradients)
         warmup = self._warmup
         if warmup is None or not warmup.recording:

@@ -42,7 +42,7 @@ class StateKeeper:
         synchronizer.on_planned = self._put
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's entry, arrays in the variables' shapes; empty before the first step."""
+        """Returns this rank's entry, arrays in the variables' shapes; empty before the first step."""
         if self._waiting is not None:
             return dict(self._waiting)
         synchronizer = self.synchronizer
@@ -87,7 +87,7 @@ class StateKeeper:
 
 
 class WithState:
-    """What a user may ask of a compressor, and of an optimizer, which has a compressor."""
+    """The state of a compressor, and of an optimizer that has one, as users see it."""
 
     _horovod_sparse_keeper: StateKeeper | None = None
 
@@ -98,12 +98,12 @@ class WithState:
 
     @property
     def telemetry(self) -> Telemetry:
-        """What happened in the last step, and on average; empty before the first."""
+        """The last step and means; empty before the first."""
         return Telemetry() if self._bound is None else self._bound.telemetry
 
     @property
     def plan(self) -> Plan | None:
-        """Which variables form which bucket; None before the first step, and without a sparsifier."""
+        """The plan of buckets; None before the first step, and without a sparsifier."""
         return self._bound.plan if self._bound is not None and self._bound.parts else None
 
     @property
@@ -113,7 +113,7 @@ class WithState:
 
     @property
     def is_measured(self) -> bool:
-        """Whether backward times wait for `replan`: from the same step on, on all ranks."""
+        """True if backward times wait for `replan`: from the same step on, on all ranks."""
         return self._bound is not None and self._bound.replanning.is_measured
 
     def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
@@ -136,7 +136,7 @@ class WithState:
             self._bound.plan_anew(plan, measure_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and sparsifier states; empty before the first step."""
+        """Returns this rank's residuals and sparsifier states; empty before the first step."""
         return {} if self._horovod_sparse_keeper is None else self._horovod_sparse_keeper.state_dict()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
@@ -146,7 +146,7 @@ class WithState:
 
 
 def distributed_in(optimizer: Any) -> Any:
-    """An optimizer of ours: itself, or what a LossScaleOptimizer of tf-keras scales; None without one."""
+    """Returns our optimizer, also from within a LossScaleOptimizer of tf-keras, or None."""
     every = (optimizer, getattr(optimizer, "inner_optimizer", None))
     return next((one for one in every if hasattr(one, "_horovod_sparse_keeper")), None)
 
@@ -167,7 +167,7 @@ class CheckpointedState(tf.train.experimental.PythonState):
 
 
 def _check(entry: Any, recipe: Recipe | None) -> None:
-    """What can be said of an entry without variables."""
+    """Checks an entry as far as it goes without variables."""
     advice = (
         "now {} is used: use the same algorithm, or load without the state of horovod_sparse to start with "
         "no residual"
@@ -180,7 +180,7 @@ def _check(entry: Any, recipe: Recipe | None) -> None:
 
 
 def _fitting(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry, by the names that its variables have here."""
+    """Returns the entry by the names that its variables have here."""
     _check(entry, synchronizer.recipe)
     known = _shapes_of(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
@@ -209,7 +209,7 @@ def _fitting(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> Ma
 
 
 def _shapes_of(synchronizer: GradientSynchronizer) -> dict[str, tuple[int, ...]]:
-    """Of the variables that have a bucket, by name, in the order in which they were seen."""
+    """Returns shapes of the variables that have a bucket, by name, in the order in which they came."""
     return {name: tuple(variable.shape) for name, (_, variable) in synchronizer.facts.items()}
 
 
@@ -271,7 +271,7 @@ def load(
 
 
 def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
-    """Whether any rank sees a checkpoint; all ranks of the source ask together."""
+    """True if any rank sees a checkpoint; all ranks of the source ask together."""
     _, process_set = _keeper_of(source)
     found: bool = carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME)
     return found
@@ -284,7 +284,7 @@ def save_more(
     variables: Sequence[Any],
     more: Mapping[str, Any],
 ) -> int:
-    """As `save`, with further numbers and strings."""
+    """Saves as `save` does, with further numbers and strings."""
     keeper, process_set = _keeper_of(source)
 
     def entry() -> dict[str, Any]:
@@ -302,7 +302,7 @@ def save_more(
 def load_more(
     directory: str | os.PathLike[str], source: Any, step: int | None, variables: Sequence[Any]
 ) -> tuple[int, dict[str, Any]]:
-    """As `load`; with what `save_more` saved besides."""
+    """Loads as `load` does, and returns what `save_more` saved besides."""
     keeper, process_set = _keeper_of(source)
 
     def check(entry: Mapping[str, Any]) -> None:
@@ -325,7 +325,7 @@ def load_more(
 
 
 def _keeper_of(source: Any) -> tuple[Any, Any]:
-    """What has the state, a `StateKeeper` or LocalSteps, and the ranks."""
+    """Returns the `StateKeeper` or LocalSteps with the state, and the ranks."""
     source = distributed_in(source) or source
     keeper = getattr(source, "_horovod_sparse_keeper", None)
     if keeper is None:

@@ -84,7 +84,7 @@ class GradientSynchronizer(VariablesTraining):
 
     @property
     def is_needed(self) -> bool:
-        """Whether this rank takes part. One rank alone does what each of many does."""
+        """True if this rank takes part. One rank alone does what each of many does."""
         return takes_part(self.process_set)
 
     def plan_anew(self, plan: Plan | None = None, measure_steps: int | None = None) -> None:
@@ -122,14 +122,14 @@ class GradientSynchronizer(VariablesTraining):
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> list[Gradient]:
-        """The gradients alone that `synchronize_or_skip` gives: zeros in a step that is skipped."""
+        """Returns the gradients alone of `synchronize_or_skip`: zeros in a step that is skipped."""
         return self.synchronize_or_skip(gradients, variables, learning_rate)[0]
 
     @tf.autograph.experimental.do_not_convert
     def synchronize_or_skip(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """The sums (or averages) over ranks, and whether all ranks are to skip the step."""
+        """Returns the sums (or averages) over ranks, and whether all ranks skip the step."""
         refuse_graphs()
         variables = [as_variable(variable) for variable in variables]
         if len({variable.ref() for variable in variables}) < len(variables):
@@ -151,11 +151,11 @@ class GradientSynchronizer(VariablesTraining):
             raise
 
     def _apart(self, results: list[Any]) -> tuple[list[Gradient], tf.Tensor | None]:
-        """What `_build` gives: the gradients, and whether to skip."""
+        """Splits what `_build` returns into gradients, and whether to skip."""
         return (results, None) if self.settings.on_nonfinite == RAISE else (results[:-1], results[-1])
 
     def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> list[Any]:
-        """The operations of one synchronization, in the graph that is being traced."""
+        """Makes the operations of one synchronization, in the graph that is being traced."""
         with ungated():
             results, end = self._ended(gradients, variables, rate)
         if end is not None:
@@ -165,7 +165,7 @@ class GradientSynchronizer(VariablesTraining):
     def _ended(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Any], tf.Tensor | None]:
-        """What `_build` gives, and what is there when it ends; None where no part takes part."""
+        """Returns what `_build` returns, and a tensor of its end; None without any part."""
         absent = self.absent(variables)
         every = [*gradients, *(None for _ in absent)]
         results, by_name, parts, tokens = self._started(every, [*variables, *absent.values()], rate)
@@ -209,7 +209,7 @@ class GradientSynchronizer(VariablesTraining):
     def _started(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
-        """All up to the last round's end: gradients, positions by name of those in buckets, parts, tokens."""
+        """Starts all rounds; returns gradients, positions by name of those in buckets, parts and tokens."""
         with self.watch.together(f"{self.engine.label or 'horovod_sparse'}.plan"):
             added = self.add(gradients, variables)
         if added:

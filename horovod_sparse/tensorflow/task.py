@@ -50,7 +50,7 @@ class Task:
 
     @property
     def under_way(self) -> bool:
-        """Whether a coroutine waits for a collective: also where a failed step has left one behind."""
+        """True while a coroutine waits for a collective, also one of a failed step."""
         return self._coroutine is not None
 
     @property
@@ -60,7 +60,7 @@ class Task:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether a round is left: also where the coroutine has failed, since the others go on."""
+        """True if a round is left, also where the coroutine has failed, since the others go on."""
         return self._round < len(self.kinds)
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
@@ -69,7 +69,7 @@ class Task:
         return self._advance(None)
 
     def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
-        """As `start`, where there is no coroutine because making it failed."""
+        """Starts a task whose coroutine could not be made."""
         self._begin(place)
         self.error = error
         return self._nothing()
@@ -149,7 +149,7 @@ class Task:
 
 
 def idle_seconds(tasks: Sequence[Task], now: float) -> float:
-    """How long this rank has had nothing to do but wait for collectives, since the last one of them began."""
+    """Returns how long this rank has only waited for collectives since the last one of them began."""
     since = max((task.legs[0][1] for task in tasks if task.legs), default=now)
     later = [leg for task in tasks for leg in task.legs if leg[1] > since]
     busy = sum(end - max(begin, since) for begin, end in later)
@@ -157,7 +157,7 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
 
 
 def is_looped(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
-    """Whether a bucket's rounds are to be in a loop: in elastic training, where their number may change."""
+    """True if a bucket's rounds have to be a loop: in elastic training their number may change."""
     if not is_elastic() or two_levels:
         return is_elastic()
     kinds = set()

@@ -24,19 +24,18 @@ def dtype_name(dtype: tf.DType) -> str | None:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of arrays that TensorFlow gives and takes for a dtype's name."""
     return np.dtype(tf.as_dtype(name).as_numpy_dtype)
 
 
 def as_variable(variable: Any) -> Any:
-    """The `tf.Variable` in a variable of Keras 3; any other as it is."""
+    """Returns the `tf.Variable` in a variable of Keras 3; any other as it is."""
     if not hasattr(variable, "ref") and isinstance(getattr(variable, "value", None), tf.Variable):
         return variable.value
     return variable
 
 
 def checked_variable(argument: str, given: Any) -> Any:
-    """The `tf.Variable` of a variable that a user gives; refuses what is none."""
+    """Returns the `tf.Variable` of a variable that a user gives; refuses what is none."""
     variable = as_variable(given)
     if not hasattr(variable, "ref"):
         raise ArgumentError(argument, given, "variables of TensorFlow or Keras")
@@ -44,7 +43,7 @@ def checked_variable(argument: str, given: Any) -> Any:
 
 
 def is_comparable(variable: Any) -> bool:
-    """Whether it is a variable of numbers, which can be compared with that of other ranks."""
+    """True for a variable of numbers, which can be compared with that of other ranks."""
     if not hasattr(variable, "read_value"):
         return False
     return bool(variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
@@ -65,12 +64,11 @@ def variables_of(optimizer: Any) -> list[Any]:
 
 
 def as_dense(gradient: Any) -> Any:
-    """A gradient with its `tf.IndexedSlices` added up in a tensor; any other as it is."""
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def as_rate(learning_rate: Any) -> tf.Tensor:
-    """A learning rate as float64 [1] on the host, [0] where it is None: not known."""
+    """Returns a learning rate as float64 [1] on the host, or [0] for None."""
     with tf.device("/cpu:0"):
         if learning_rate is None:
             return tf.zeros([0], tf.float64)
@@ -78,14 +76,14 @@ def as_rate(learning_rate: Any) -> tf.Tensor:
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer of Keras is set to, by name; of one that scales the loss, the one in it."""
+    """Returns an optimizer's settings by name; of one that scales the loss, those of the one in it."""
     with tf.init_scope():  # settings may be variables, and this be a graph
         settings: dict[str, Any] = getattr(optimizer, "inner_optimizer", optimizer).get_config()
         return settings
 
 
 def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[str]:
-    """A name for every variable, for messages and checkpoints: its own, numbered where several share it.
+    """Returns a name for every variable: its own, numbered where several share it.
 
     Example:
         >>> unique_names([tf.Variable(0.0, name="w"), tf.Variable(0.0, name="w"), tf.Variable(0.0)])
@@ -105,18 +103,18 @@ def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[st
 
 
 def divided_by_ranks(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
-    """A tensor divided by the number of ranks, which in elastic training is asked for in every step."""
+    """Divides a tensor by the number of ranks, which may change in elastic training."""
     number = hvd.size_op(process_set_id=process_set.process_set_id) if is_elastic() else process_set.size()
     return tensor / tf.cast(number, tensor.dtype)
 
 
 def scaled_locally(gradient: Any, process_set: Any) -> Any:
-    """The gradient divided by the number of ranks, as the average of the others' losses would have it."""
+    """Divides a local gradient by the number of ranks, as the average of losses would."""
     return _changed(gradient, lambda values: divided_by_ranks(values, process_set))
 
 
 def times(gradient: Any, factor: Any) -> Any:
-    """A gradient (or None, or `tf.IndexedSlices`) times a number."""
+    """Multiplies a gradient (or None, or `tf.IndexedSlices`) by a number."""
     return _changed(gradient, lambda values: values * tf.cast(factor, values.dtype))
 
 

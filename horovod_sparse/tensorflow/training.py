@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class VariablesEngine:
-    """An `Engine` for the variables of one tape or optimizer."""
+    """Implements `Engine` for the variables of one tape or optimizer."""
 
     start_token = staticmethod(present_start)
 
@@ -53,7 +53,7 @@ class VariablesEngine:
         return Ranks.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:
-        """None: variables come with their first gradients."""
+        """Returns no facts: variables come with their first gradients."""
         return {}
 
     def make_parts(
@@ -123,19 +123,19 @@ class VariablesTraining(Training):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the variables that have their bucket, in the order in which they were seen."""
+        """Names of the variables that have a bucket, in the order in which they came."""
         return tuple(self._names.values())
 
     @property
     def under_way(self) -> bool:
-        """Whether a step has begun that has not come to its end."""
+        """True while a step has begun that has not come to its end."""
         return any(part.task.under_way for part in self.parts)
 
     def name_of(self, variable: Any) -> str | None:
         return self._names.get(variable.ref())
 
     def absent(self, variables: Sequence[Any]) -> dict[str, Any]:
-        """By name, the variables that share a bucket with some of these and are not among them."""
+        """Returns, by name, the other variables in the buckets of these."""
         given = {self.name_of(variable) for variable in variables} - {None}
         return {
             name: self.facts[name][1]
@@ -221,7 +221,7 @@ class VariablesTraining(Training):
         return facts, (yield from plan_of_first_rank(plan, parameters))
 
     def _given_for(self, new: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of `make_plan`; of groups, the variables that are there."""
+        """Returns the arguments of `make_plan`, with the variables of groups that have come."""
         groups = self._given["groups"]
         if not isinstance(groups, list):
             return self._given
@@ -291,7 +291,7 @@ def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRul
 
 
 def is_sparsifiable(gradient: Any, variable: Any) -> bool:
-    """Whether a bucket can take a gradient: floating point, dense, not empty, and of a variable."""
+    """True if a bucket can take a gradient: floating point, dense, not empty, and of a variable."""
     return (
         gradient is not None
         and not isinstance(gradient, tf.IndexedSlices)

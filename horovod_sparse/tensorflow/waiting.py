@@ -45,7 +45,7 @@ _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Waiting:
-    """One synchronization in a graph, in every step anew."""
+    """Watches one synchronization of a graph, in every step anew."""
 
     def __init__(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> None:
         self._begun: list[weakref.ref[np.ndarray] | None] = [None] * num_begins
@@ -89,7 +89,7 @@ class Watch:
         self._error: DeadlineError | None = None
 
     def waiting(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> Waiting:
-        """A synchronization that is looked after from now on; as long as the caller keeps it."""
+        """Watches a synchronization as long as the caller keeps what this returns."""
         made = Waiting(num_begins, awaited)
         self._waiting.add(made)
         _thread.look_after(self)
@@ -131,7 +131,7 @@ class Watch:
 
     @contextlib.contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """In it this thread runs collectives eagerly, one after the other."""
+        """Watches collectives that this thread runs eagerly in this context."""
         self._error, waiting = None, self.waiting(1, lambda: (name, 0))
         held = waiting.begun(0)
         try:
@@ -144,7 +144,7 @@ class Watch:
             del held
 
     def around(self, given: tf.Tensor, name: str, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """One collective of a number, in a graph or eagerly."""
+        """Watches one collective of a number, in a graph or eagerly."""
         if tf.executing_eagerly():
             with self.together(name):
                 return collective(given)
@@ -164,7 +164,7 @@ class Watch:
         return result
 
     def look(self, now: float) -> DeadlineError | None:
-        """Whether something has waited for too long."""
+        """Returns an error if something has waited for too long."""
         if not hvd.is_initialized():
             return None
         overdue = [found for one in list(self._waiting) if (found := one.waited(now)) is not None]

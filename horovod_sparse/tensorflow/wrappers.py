@@ -173,7 +173,7 @@ def DistributedOptimizer(
 
 
 class _Methods(tf.GradientTape):
-    """What differs from the user's tape; copied into a class made for each tape, as Horovod does it."""
+    """Methods that are copied into a class made for each tape, as Horovod does it."""
 
     #: bool [], after `gradient`: whether all ranks are to skip the step; None unless `on_nonfinite` asks
     skipped: tf.Tensor | None = None
@@ -184,7 +184,7 @@ class _Methods(tf.GradientTape):
 
     @property
     def telemetry(self) -> Telemetry:
-        """What happened in the last step, and means."""
+        """The last step, and means."""
         return self._reduction.reducer.telemetry
 
     @tf.autograph.experimental.do_not_convert
@@ -256,7 +256,7 @@ class _Methods(tf.GradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """As `gradient`: pairs (variable, gradient), those of local variables apart."""
+        """Returns pairs (variable, gradient), those of local variables apart."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         local: list[tuple[Any, Any]] = []
         shared: list[tuple[Any, Any]] = []
@@ -270,7 +270,7 @@ _compared_under: dict[Any, object] = {}
 
 
 def _comparing(tape: Any, arguments: Arguments) -> Any:
-    """A tape of Horovod's own, with the first of which ranks compare their arguments: it lives for a step."""
+    """Has ranks compare the arguments of Horovod's own tapes with the first of them."""
     cls = type(tape)  # which Horovod has made for this tape alone
     gradient = cls.gradient
 
@@ -292,7 +292,7 @@ _COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "_
 
 
 def _distributed(gradtape: tf.GradientTape, synchronizer: GradientSynchronizer, scale_local: bool) -> Any:
-    """A tape of a class derived from that of the user's tape, which it goes on recording with."""
+    """Returns a tape of a class derived from that of the user's tape, which goes on recording."""
     user: Any = gradtape
     cls: Any = type(type(user).__name__, (type(user),), dict(_COPIED))
     tape = cls(user._persistent, user._watch_accessed_variables)

@@ -48,19 +48,19 @@ def adopted_class(optimizer: Any, recipe: Recipe) -> tuple[type, Recipe]:
 
 
 def _settings(optimizer: Any) -> dict[str, float]:
-    """What a feedback is told of an optimizer; RMSprop adds its epsilon within the root."""
+    """Returns an optimizer's settings for a feedback; RMSprop adds its epsilon within the root."""
     if hasattr(optimizer, "rho"):
         return {"beta2": float(optimizer.rho), "eps": math.sqrt(optimizer.epsilon)}
     return {"beta2": float(optimizer.beta_2), "eps": float(optimizer.epsilon)}
 
 
 def own_class(kind: Any) -> Any:
-    """The user's, of one that `adopted_class` has given."""
+    """Returns the user's class behind one of `adopted_class`."""
     return vars(kind).get("_horovod_sparse_base", kind)
 
 
 def no_local_variables() -> UnsupportedError:
-    """For variables that are each rank's own, whose gradients no feedback sees."""
+    """Refuses variables that are each rank's own: no feedback sees their gradients."""
     return UnsupportedError(
         "local variables cannot be combined with a feedback that makes the optimizer's steps: give "
         "feedback='error', or the local variables an optimizer of their own"

@@ -246,7 +246,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """The variables that hold past learning rates: of optimizers that have a momentum."""
+    """Returns the variables of a momentum, which hold past learning rates."""
     if not getattr(optimizer, "momentum", None):
         return []
     for name in ("momentums", "_momentums"):
@@ -348,7 +348,6 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
             self.model._training_state = _Resumed(self._epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """The next training begins where it is told to."""
         if hasattr(self.model, "_initial_epoch"):
             self.model._initial_epoch = None
         elif isinstance(getattr(self.model, "_training_state", None), _Resumed):

@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow.elastic import run as run
 
 
 class KerasState(TensorFlowKerasState):
-    """A model and its optimizer: see `TensorFlowKerasState`.
+    """Holds a model and its optimizer: see `TensorFlowKerasState`.
 
     Args:
         model: of Keras, built.

@@ -132,7 +132,7 @@ def _config_of(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[
 
 
 def _emptied(helper: Any, gradients: Sequence[Any]) -> list[Any]:
-    """The sums of several passes, taken out of Horovod's helper: after an error it would not count anew."""
+    """Takes the sums of several passes out of Horovod's helper, which would not count anew after an error."""
     with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
         sums = helper.locally_aggregated_grads.values()
         done = [helper.counter.assign(0), *(sum_.assign(tf.zeros_like(sum_)) for sum_ in sums)]
@@ -149,7 +149,7 @@ def _scaled(optimizer: Any, _value: bool) -> None:
 
 
 def _learning_rate(optimizer: Any) -> Any:
-    """Of this step, None where there is none: a schedule is asked in the graph."""
+    """Returns the rate of this step, or None; asks a schedule in the graph."""
     rate = getattr(optimizer, "learning_rate", None)
     if callable(rate) and not hasattr(rate, "dtype"):
         return rate(optimizer.iterations)

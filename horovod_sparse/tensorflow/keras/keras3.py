@@ -33,7 +33,7 @@ def wrap(
     name: str | None,
     again: Again,
 ) -> Any:
-    """The optimizer, of a class derived from its own, of the same name: a model can be loaded anywhere."""
+    """Gives the optimizer a derived class of the same name, so that its model can be loaded anywhere."""
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
@@ -84,14 +84,14 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
 
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
-            """Another optimizer with the same settings, distributed in the same way, with no residual."""
+            """Makes another optimizer with the same settings, distributed alike, with no residual."""
             return again.from_config(own, config, **arguments)
 
         def __reduce__(self) -> Any:
             return again.from_config, (own, super().get_config())
 
         def get_config(self) -> dict[str, Any]:
-            """The settings; also called where a file is written."""
+            """Returns the settings; also called where a file is written."""
             refuse_copies(keras.Model.__reduce__)
             return super().get_config()
 

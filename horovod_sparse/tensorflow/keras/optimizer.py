@@ -145,7 +145,7 @@ def DistributedOptimizer(
 
 
 def is_keras3(optimizer: Any) -> bool:
-    """Whether it is an optimizer of Keras 3: Keras 2 has no `stateless_apply`."""
+    """True for an optimizer of Keras 3: Keras 2 has no `stateless_apply`."""
     return hasattr(optimizer, "stateless_apply")
 
 
