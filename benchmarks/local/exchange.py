@@ -13,10 +13,10 @@ from benchmarks.common.timing import Work
 from horovod_sparse.arrays import FoldReport
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
+from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in
 from horovod_sparse.training.engine import Task, carry_out
 from horovod_sparse.training.host_topology import Ranks
-from horovod_sparse.training.local_settings import RoundSettings
+from horovod_sparse.training.local_settings import LocalSchedule
 from horovod_sparse.wire import pack
 
 _ROW = 1024
@@ -27,8 +27,8 @@ class _AloneEngine(LocalEngine):
 
     name, idle_seconds = "alone", 0.0
 
-    def __init__(self, rounds: RoundSettings, named: dict[str, torch.Tensor], size: int) -> None:
-        self.rounds, self.named, self.starter, self._size = rounds, named, self, size
+    def __init__(self, schedule: LocalSchedule, named: dict[str, torch.Tensor], size: int) -> None:
+        self.schedule, self.named, self._size = schedule, named, size
         self.others: dict[str, list[np.ndarray]] = {}
 
     def rank_and_size(self) -> tuple[int, int]:
@@ -45,8 +45,9 @@ class _AloneEngine(LocalEngine):
 
     def start(self, name: str, coroutine: Any) -> Task:
         def gather(request: Request) -> Any:
-            if isinstance(request, AllGather) and name in self.others:
-                return np.concatenate([request.buffer, *self.others[name]])
+            if others := self.others.get(name.partition(".")[2]):
+                assert isinstance(request, AllGather)
+                return np.concatenate([request.buffer, *others])
             return answer([request] * self._size)[0]
 
         task = Task(name)
@@ -56,8 +57,19 @@ class _AloneEngine(LocalEngine):
     def wait(self, tasks: Any) -> None:
         """All have ended."""
 
+    def move_to(self, topology: Any) -> None:
+        """Nothing is on hosts."""
+
     def to_array(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
+
+
+class _Training(LocalBinding):
+    engine: _AloneEngine
+
+    @property
+    def starter(self) -> _AloneEngine:
+        return self.engine
 
 
 class ExchangeWorks:
@@ -70,19 +82,19 @@ class ExchangeWorks:
 
     def __init__(self, source: np.ndarray, num_ranks: int) -> None:
         self._source, self._ranks = torch.from_numpy(source), num_ranks
-        self._made: dict[bool, LocalTraining] = {}
+        self._made: dict[bool, LocalBinding] = {}
 
-    def _training(self, offload: bool) -> LocalTraining:
+    def _training(self, offload: bool) -> LocalBinding:
         if offload not in self._made:
             rows = self._source.split(_ROW * _ROW)
             shaped = [one.view(-1, _ROW) if one.numel() % _ROW == 0 else one for one in rows]
             model = torch.nn.ParameterList([torch.nn.Parameter(one.clone()) for one in shaped])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            rounds, settings = RoundSettings.of(
+            schedule, settings = LocalSchedule.of(
                 1, {"compression": "sparseloco", "offload": offload, "check_every": 0}, "LocalSteps"
             )
-            engine = _AloneEngine(rounds, named_in(optimizer, model), self._ranks)
-            self._made[offload] = made = LocalTraining(optimizer, model, engine, settings)
+            engine = _AloneEngine(schedule, named_in(optimizer, model), self._ranks)
+            self._made[offload] = made = _Training(optimizer, model, engine, settings)
             made.before_step()
             for part in made.parts:
                 generator = np.random.default_rng(0)

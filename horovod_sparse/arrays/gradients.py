@@ -1,9 +1,9 @@
-"""Gradients as a host accumulator folds them: arrays, parts of a bucket, displacements; and their scaling."""
+"""Gradients as a host accumulator folds them: arrays, parts of a bucket, weighted sums; and their scaling."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,8 @@ Array = NDArray[Any]
 
 #: elements from which an array is read in place, where its start and end are at hand of whole blocks
 _LARGE = 1 << 16
-#: elements of two arrays whose difference is folded at once
-_AT_ONCE = 1 << 20
 #: elements that are widened for a norm at a time: they stay in the cache between their uses
 _WIDENED = 1 << 16
-#: elements of a difference that are computed at a time: they stay in the cache until they are folded
-_SUBTRACTED = 1 << 17
 
 
 class GradientParts:
@@ -162,47 +158,6 @@ class WeightedParts(GradientParts):
             yield start, Pair(piece, None if others is None else next(others)[1], weights)
 
 
-class MovedParts(GradientParts):
-    """``start - array``, where arrays lie one behind the other; nothing of n elements is written for it.
-
-    Args:
-        start: [n], float32 or float64. To arrays of a half type it counts as it would be rounded.
-        arrays: gives them in their order, as kernels get them; asked anew for each reading.
-
-    Example:
-        >>> parts = MovedParts(np.array([3.0, 3.0]), lambda: iter([np.array([1.0, 2.0])]))
-        >>> [(start, piece.tolist()) for start, piece in parts.pieces(8)]
-        [(0, [2.0, 1.0])]
-    """
-
-    def __init__(self, start: Array, arrays: Callable[[], Iterator[Array]]) -> None:
-        self.dtype, self.size = start.dtype, start.size
-        self._start, self._arrays = start, arrays
-
-    def _beside(self, size: int, block: int) -> Iterator[tuple[int, Array, Array]]:
-        """Position of each piece, of at most so many elements, its start, and what leaves it."""
-        first = next(self._arrays())
-        chunk = max(1, size // block) * block
-        for at, piece in joined_pieces(self._arrays(), first.dtype, chunk, block):
-            for begin in range(0, piece.size, chunk):
-                one = piece[begin : begin + chunk]
-                common = self._start[at + begin :][: one.size]
-                if one.dtype != self.dtype:
-                    common, one = wide(narrow(common, one.dtype)), wide(one)
-                yield at + begin, common, one
-
-    def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
-        buffer = np.empty(min(size, self.size), self.dtype)
-        for at, common, one in self._beside(min(size, _SUBTRACTED), block):
-            yield at, np.subtract(common, one, out=buffer[: one.size])
-
-    def pairs(self, block: int) -> Iterator[tuple[int, Pair]]:
-        """As `pieces`, but the difference is left to who folds it: memory is read once, by all."""
-        signs = np.array([1, -1], self.dtype)
-        for at, common, one in self._beside(_AT_ONCE, block):
-            yield at, Pair(common, one, signs)
-
-
 def accumulating(dtype: Any) -> type[np.floating[Any]]:
     """The type in which gradients of a type, as its name or as NumPy or PyTorch know it, accumulate."""
     name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
@@ -221,7 +176,7 @@ def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterable[
     if isinstance(array, GradientParts):
         parts = array.pieces(size, block)
         # of a small gradient one piece, in a buffer of its own
-        return list(parts) if array.size <= min(size, _SUBTRACTED, _LARGE - 1) // block * block else parts
+        return list(parts) if array.size <= min(size, _LARGE - 1) // block * block else parts
     if array.flags.carray and array.dtype.isnative:
         return [(0, native_bits(array))]
     return _copied(array, size)

@@ -103,8 +103,6 @@ class HostKernels(Kernels):
             parts = gradient.pairs(self.dtype, block, rule.clip_norm)
         elif rule.clip_norm is not None:
             parts = gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm), keep=kept)
-        elif isinstance(gradient, gradients.MovedParts) and companion is None:
-            parts = gradient.pairs(block)
         velocity, moment = (companion, None) if rule.moment is None else (None, companion)
         folded = folding.fold(
             *(values, parts, maxima, self.layout, factors, velocity, moment, self._candidates),

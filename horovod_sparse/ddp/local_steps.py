@@ -8,35 +8,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.ddp.collectives import Carrier, Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, digests_of, named_in, plain
-from horovod_sparse.training.collective_errors import some_of, worst_of_all
+from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in, plain, stepping
+from horovod_sparse.training.collective_errors import worst_of_all
 from horovod_sparse.training.engine import carry_out
-from horovod_sparse.training.local_settings import LocalOptions, RoundSettings
+from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule
 from horovod_sparse.training.outcome import worst
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-#: parameters that some LocalSteps exchanges
-_have_local_steps: Any = WeakTensorKeyDictionary()
-
-
 class _Engine(LocalEngine, DistributedEngine):
-    @property
-    def starter(self) -> Communicator:
-        return self.running()
-
-    def advance(self) -> None:
-        """A thread carries on what is under way."""
+    pass
 
 
-class LocalSteps(LocalTraining):
+class LocalSteps(LocalBinding):
     """Lets every rank train alone, and exchanges how far all have come every so many steps.
 
         model = DistributedDataParallel(net)
@@ -45,7 +35,7 @@ class LocalSteps(LocalTraining):
 
     ``theta_r``: what H steps of the optimizer make of ``theta`` on rank r. Then
     ``theta <- theta - lr (mean + momentum v)``, the mean over ranks of ``theta - theta_r``, or of what a
-    compression sends of it. See `horovod_sparse.training.rounds`.
+    compression sends of it. See `horovod_sparse.training.local_steps`.
 
     The training loop stays as it is. Hooks count the steps that the optimizer has really taken, so passes
     that are accumulated, and steps that a `torch.amp.GradScaler` skips, do not count. Moments stay with their
@@ -79,6 +69,8 @@ class LocalSteps(LocalTraining):
     Source: Douillard et al. 2023 (DiLoCo); Sarfi et al. 2025 (SparseLoCo).
     """
 
+    engine: _Engine
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -89,42 +81,38 @@ class LocalSteps(LocalTraining):
         **options: Unpack[LocalOptions],
     ) -> None:
         with told_to_others(process_group):
-            rounds, settings = RoundSettings.of(every, options, "horovod_sparse.ddp.LocalSteps")
+            schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
+            optimizer = stepping(optimizer)
             named = named_in(optimizer, model, partial(_shard, process_group))
-            for inner in model.modules():  # torch.compile gives a module that has it
-                if isinstance(inner, DistributedDataParallel):
-                    process_group = process_group or inner.process_group
-                    _keep_local(inner)
-            engine = _Engine(rounds.recipe, None, named, process_group, settings.deadline_seconds)
-            engine.named, engine.rounds = named, rounds
+            #: torch.compile gives a module that has one
+            self._wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+            for inner in self._wrapped:
+                process_group = process_group or inner.process_group
+                _keep_local(inner)
+            engine = _Engine(schedule.recipe, None, named, process_group, settings.deadline_seconds)
+            engine.named, engine.schedule = named, schedule
             sharded: list[Any] = [one for one in model.parameters() if hasattr(one, "device_mesh")]
             #: ranks that have the other shards of the same parameters
             self._within = Carrier(sharded[0].device_mesh.get_group()) if sharded else None
             super().__init__(optimizer, model, engine, settings)
-            trained = [one for name, one in model.named_parameters() if name in named]
-            _have_local_steps.update(dict.fromkeys(trained, True))
-            #: what others may train; and what that is, where training begins
-            others = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-            self._others = {name: one for name, one in others if one not in _have_local_steps}
 
-    def agree(self, *, as_first: bool = False) -> None:
-        super().agree(as_first=as_first)
-        self._known = digests_of(self._others)
+    @property
+    def starter(self) -> Communicator:
+        return self.engine.running()
 
-    def _of_all(self, errors: list[BaseException]) -> list[BaseException]:
-        if self._within is None:
-            return errors
-        failure = carry_out(worst_of_all(worst(errors) if errors else None), self._within)
-        return [] if failure is None else [failure]
-
-    def _begin(self, *, finishing: bool = False) -> None:
-        others = {name: one for name, one in self._others.items() if one not in _have_local_steps}
-        if moved := [name for name, digest in digests_of(others).items() if digest != self._known[name]]:
+    def before_step(self) -> None:
+        if any(inner._join_config.enable for inner in self._wrapped):
             raise UnsupportedError(
-                f"another optimizer trains {some_of(moved)}, whose gradients stay on their ranks: give it "
-                f"LocalSteps, too: LocalSteps(other_optimizer, model, every={self.rounds.every})"
+                "DistributedDataParallel.join() waits for gradients that local steps do not exchange: leave "
+                "it out, and end the loop with finish(), which meets ranks that have more batches"
             )
-        super()._begin(finishing=finishing)
+        super().before_step()
+
+    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
+        if self._within is None:
+            return failures
+        failure = carry_out(worst_of_all(worst(failures) if failures else None), self._within)
+        return [] if failure is None else [failure]
 
 
 def _shard(group: dist.ProcessGroup | None, name: str, parameter: torch.Tensor) -> torch.Tensor:

@@ -147,15 +147,6 @@ def silence(model: torch.nn.Module) -> None:
             inner.require_backward_grad_sync = inner.require_forward_param_sync = False
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer of PyTorch within a wrapper: Accelerate's, torchft's, ZeRO's."""
-    for name in ("optimizer", "optim"):
-        inner = getattr(optimizer, name, None)
-        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
-            return inner
-    return optimizer
-
-
 def group_of(model: torch.nn.Module, replicas: Any) -> dist.ProcessGroup | None:
     """The ranks that have the same parameters: given, or those of the model's DistributedDataParallel."""
     sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]

@@ -18,9 +18,10 @@ from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, told_to_others
 from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
-from horovod_sparse.ddp.steps import Synchronized, group_of, silence, unwrapped
+from horovod_sparse.ddp.steps import Synchronized, group_of, silence
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.loss_scale import pass_number
 from horovod_sparse.tensors.own_steps import feedback_for, leaves_work_to_optimizer
 from horovod_sparse.training.compression import recipe_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -63,18 +62,6 @@ class KeptTensor:
     """A gradient that is folded and left as it is: what `GradientParts` are on the host."""
 
     tensor: Tensor
-
-
-class MadeTensor(KeptTensor):
-    """One that is made anew whenever it is read, and held by nobody."""
-
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        object.__setattr__(self, "_make", make)
-
-    @property
-    def tensor(self) -> Tensor:
-        made: Tensor = self._make()  # type: ignore[attr-defined]
-        return made
 
 
 def accumulating(dtype: Any) -> torch.dtype:

@@ -179,6 +179,15 @@ class StepBucket(common.BucketPart):
         return [view_into(one, one.storage_offset(), like) for one in self._flat_memory(number)]
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Returns the optimizer of PyTorch within a wrapper: Accelerate's, torchft's, ZeRO's."""
+    for name in ("optimizer", "optim"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            return inner
+    return optimizer
+
+
 def new_facts(
     optimizer: Any, known: Facts, names: Mapping[torch.Tensor, str], rules: ParameterRules
 ) -> Facts:

@@ -19,7 +19,6 @@ from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.accumulator import (
     KeptTensor,
-    MadeTensor,
     TorchAccumulator,
     accumulating,
     kernels_for,
@@ -37,9 +36,6 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 class DeviceMemory(GradientMemory):
-    #: a gradient that is made whenever it is read, as the accumulator folds it
-    made = MadeTensor
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

@@ -10,10 +10,10 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensors.driver import Driver
-from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
+from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in, stepping
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, construction_errors
-from horovod_sparse.training.local_settings import LocalOptions, RoundSettings
+from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule
 from horovod_sparse.training.local_settings import OuterStep as OuterStep
 
 if TYPE_CHECKING:
@@ -21,16 +21,10 @@ if TYPE_CHECKING:
 
 
 class _Engine(LocalEngine, HorovodEngine):
-    @property
-    def starter(self) -> Driver:
-        return self.driver
-
-    def advance(self) -> None:
-        """Each round of a coroutine is begun in a step of the optimizer."""
-        self.driver.advance()
+    pass
 
 
-class LocalSteps(LocalTraining):
+class LocalSteps(LocalBinding):
     """As `horovod_sparse.ddp.LocalSteps`, over Horovod: give it PyTorch's own optimizer.
 
         optimizer = torch.optim.AdamW(model.parameters())
@@ -77,15 +71,24 @@ class LocalSteps(LocalTraining):
         process_set: Any = hvd.global_process_set,
         **options: Unpack[LocalOptions],
     ) -> None:
-        rounds, settings = RoundSettings.of(every, options, "horovod_sparse.torch.LocalSteps")
+        schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.torch.LocalSteps")
+        optimizer = stepping(optimizer)
         named = named_in(optimizer, model)
         if any(isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in model.modules()):
             allowed = "its module, or horovod_sparse.ddp.LocalSteps"
             raise ArgumentError("model", "a DistributedDataParallel", allowed)
         owner = SimpleNamespace(_adopted=False, process_set=process_set)
-        engine = _Engine(owner, [], rounds.recipe, settings.deadline_seconds)
-        engine.named, engine.rounds = named, rounds
+        engine = _Engine(owner, [], schedule.recipe, settings.deadline_seconds)
+        engine.named, engine.schedule = named, schedule
         super().__init__(optimizer, model, engine, settings)
+
+    @property
+    def starter(self) -> Driver:
+        return self.engine.driver
+
+    def _advance(self) -> None:
+        """Begins each round of a coroutine in a step of the optimizer."""
+        self.engine.driver.advance()
 
     def agree(self, *, as_first: bool = False) -> None:
         super().agree(as_first=as_first)

@@ -1,20 +1,60 @@
-"""What a user may say of local steps: `LocalOptions`, and what they are once checked, `RoundSettings`."""
+"""Arguments of local steps: `LocalOptions` as a user gives them, `LocalSchedule` once they are checked."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, TypedDict
 
+import numpy as np
+
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import ErrorFeedback, NoFeedback, Recipe, parse_recipe
+from horovod_sparse.kernels.host.scatter import RankSums
+from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.steps import Schedule
 
-#: what a mean is over: all ranks, or at each position those that have sent it
+#: the ranks that a mean is over: all, or at each position those that have sent it
 COMBINES = "ranks", "senders"
+
+
+def mean_over_senders(sum_: SparseSum, num_elements: int) -> SparseSum:
+    """Returns the mean at each position over the ranks that have sent it.
+
+    Example:
+        >>> indices, counts = np.array([2, 5, 2], np.int32), np.array([2, 1])
+        >>> mean = mean_over_senders(SparseSum(indices, np.array([1.0, 4.0, 3.0]), counts), 8)
+        >>> mean.indices.tolist(), mean.values.tolist()
+        ([2, 5], [2.0, 4.0])
+    """
+    ones = np.ones_like(sum_.values)
+    (indices, totals), (_, senders) = (
+        RankSums(sum_.indices, values, num_elements).within(0, num_elements) for values in (sum_.values, ones)
+    )
+    return dataclasses.replace(sum_, indices=indices, values=totals / senders)
+
+
+def clipped_to_median(sum_: SparseSum) -> SparseSum:
+    """Scales what each rank has sent down to the median of the ranks' norms.
+
+    Example:
+        >>> sum_ = SparseSum(np.arange(3, dtype=np.int32), np.array([9.0, 1.0, 2.0]), np.array([1, 1, 1]))
+        >>> clipped_to_median(sum_).values
+        array([2., 1., 2.])
+    """
+    pieces = np.split(sum_.values, np.cumsum(sum_.counts)[:-1])
+    norms = [float(np.linalg.norm(piece.astype(np.float64))) for piece in pieces]
+    most = float(np.median(norms))
+    clipped = [
+        piece * piece.dtype.type(most / norm) if norm > most else piece
+        for piece, norm in zip(pieces, norms, strict=True)
+    ]
+    return dataclasses.replace(sum_, values=np.concatenate(clipped))
 
 
 @dataclass(frozen=True)
@@ -55,7 +95,7 @@ class OuterStep:
 
 
 class LocalOptions(TypedDict, total=False):
-    """What local steps take by keyword beside `every`: see `RoundSettings`, of the last four `Settings`."""
+    """Keywords of local steps beside `every`: see `LocalSchedule`, and `Settings` for the last three."""
 
     compression: str | Recipe | None
     outer: str | OuterStep
@@ -69,26 +109,24 @@ class LocalOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundSettings:
-    """What may be said of local steps: see `LocalSteps` of the front ends.
+class LocalSchedule(Schedule):
+    """When ranks exchange, in local steps, and how: see `LocalSteps` of the front ends.
 
     Raises:
         ArgumentError: for a value that is not allowed, or values that do not go together.
         UnknownNameError: for a name that there is not.
 
     Example:
-        >>> RoundSettings(every=30, compression="sparseloco", outer="nesterov")
+        >>> LocalSchedule(every=30, compression="sparseloco", outer="nesterov")
         Traceback (most recent call last):
         horovod_sparse.errors.ArgumentError: outer=OuterStep(lr=0.7, momentum=0.9) is not allowed: give \
 'sgd' with a compression: a residual is a momentum already, and two overshoot (compression=None takes any)
     """
 
-    every: int
     compression: InitVar[Any] = None
     recipe: Recipe = field(init=False)
     outer: OuterStep = OuterStep()
     combine: str | None = None
-    delay: int = 0
     clip: str | None = None
     offload: bool = False
 
@@ -128,13 +166,26 @@ class RoundSettings:
         object.__setattr__(self, "combine", combine)
 
     @classmethod
-    def of(cls, every: int, options: Mapping[str, Any], front_end: str) -> tuple[RoundSettings, Settings]:
+    def of(cls, every: int, options: Mapping[str, Any], front_end: str) -> tuple[LocalSchedule, Settings]:
         """Of a front end's arguments: `LocalOptions`, as the user gave them."""
         own = LocalOptions.__annotations__.keys() - {one.name for one in fields(Settings)}
         others = {name: value for name, value in options.items() if name not in own}
         settings = Settings.of(others, front_end, LocalOptions, ("every",))
         return cls(every=every, **{name: options[name] for name in own & options.keys()}), settings
 
-    def describe(self) -> dict[str, object]:
-        """What has to be equal on all ranks, by argument; of the recipe they hear anyway."""
-        return {name: getattr(self, name) for name in ("every", "outer", "combine", "delay", "clip")}
+    @property
+    def moves_alone(self) -> bool:
+        return True
+
+    def check(self, recipe: Recipe, settings: Settings) -> None:
+        """Allows any sparsifier: selections need other ranks in an exchange alone."""
+
+    def describe(self) -> dict[str, str]:
+        return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay", "clip")}
+
+    def combined(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float | None]:
+        """Returns a sum over ranks and the factor of its mean; None for the mean over senders."""
+        if not isinstance(sparsifier, SelectAndGather):
+            return sum_, 1.0 / size
+        sum_ = clipped_to_median(sum_) if self.clip else sum_
+        return sum_, None if self.combine == "senders" else 1.0 / size

@@ -88,6 +88,11 @@ class OwnMoves:
         #: numbers of moves and messages that were in flight in a checkpoint
         self._resumed: deque[tuple[int, np.ndarray]] = deque()
 
+    @property
+    def task(self) -> Task:
+        """The oldest exchange's collective."""
+        return self.in_flight[0].task
+
     def select(self, report: BucketStep) -> None:
         """Moves by what the sparsifier selects of the residual."""
         bucket, sparsifier = self._bucket, self._bucket.recipe.sparsifier

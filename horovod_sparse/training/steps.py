@@ -62,6 +62,21 @@ class Schedule:
         """Whether a rank moves before it hears of others."""
         return self.every > 1 or self.delay > 0
 
+    def check(self, recipe: Recipe, settings: Settings) -> None:
+        """Refuses what a rank that moves alone cannot do."""
+        if not self.moves_alone:
+            return
+        for name, given, plain in (("every", self.every, 1), ("delay", self.delay, 0)):
+            allowed = refuse_selections_of_peers(recipe.sparsifier)
+            if allowed and given != plain:
+                raise ArgumentError(name, given, allowed)
+        if settings.levels != "flat":
+            raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
+
+    def describe(self) -> dict[str, str]:
+        """Returns the arguments that have to be equal on all ranks."""
+        return {"every": str(self.every), "delay": str(self.delay)}
+
 
 class StepPart(Protocol):
     """A bucket of parameters, as a front end gives it to `Steps`."""
@@ -133,13 +148,7 @@ class Steps(Training):
         schedule: Schedule,
         averaged: Averaged | None = None,
     ) -> None:
-        if schedule.moves_alone:
-            for name, given in (("every", schedule.every), ("delay", schedule.delay)):
-                allowed = refuse_selections_of_peers(recipe.sparsifier)
-                if allowed and given != {"every": 1, "delay": 0}[name]:
-                    raise ArgumentError(name, given, allowed)
-            if settings.levels != "flat":
-                raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
+        schedule.check(recipe, settings)
         super().__init__(engine, recipe, settings, next(_labels))
         self.schedule, self._averaged = schedule, averaged
         self.taken = self._num_begun = 0
@@ -157,8 +166,7 @@ class Steps(Training):
         raise NotImplementedError
 
     def declared(self) -> dict[str, str]:
-        given = {"every": str(self.schedule.every), "delay": str(self.schedule.delay)}
-        return {**super().declared(), **given}
+        return {**super().declared(), **self.schedule.describe()}
 
     def agree(self) -> None:
         """Agrees as `Training.agree` does, after exchanges in flight are taken back."""
@@ -238,13 +246,7 @@ class Steps(Training):
     def _heard(self, facts: _Facts) -> tuple[list[dict[float, list[int]]], bool]:
         """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
         heads = np.asarray(facts.task.value()).reshape(self.size, -1)
-        numbers = heads[:, 0].tolist()
-        if len(set(numbers)) > 1:
-            told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
-            raise StateMismatchError(
-                f"ranks are not at the same exchange: {told}. Each rank has to call optimizer.step() equally "
-                "often, and end its training with finish()"
-            )
+        self.refuse_other_exchanges(heads[:, 0].tolist())
         names = [name for part in self.parts for name in part.names]
         if bad := {rank: names[mark - 1] for rank, mark in enumerate(heads[:, 1].tolist()) if mark}:
             raise NonFiniteGradientError(next(iter(bad.values())), bad)
@@ -260,6 +262,15 @@ class Steps(Training):
             shrunk.append({factor: here} if factor != 1.0 and here else {})
             first += len(part.names)
         return shrunk, bool(heads[:, 2].all())
+
+    def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
+        """Refuses ranks that are not at the same exchange, by their numbers."""
+        if len(set(numbers)) > 1:
+            told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
+            raise StateMismatchError(
+                f"ranks are not at the same exchange: {told}. Each rank has to call optimizer.step() equally "
+                "often, and end its training with finish()"
+            )
 
     def _move_together(self, idle_before: float, overflowed: bool) -> None:
         """every=1, delay=0: the sum over ranks of what each has selected is applied in this pass."""
@@ -376,33 +387,32 @@ class Steps(Training):
         all_finishing = False
         while len(self._in_flight) > most:
             idle = self.starter.idle_seconds
-            facts = self._in_flight[0]
+            facts, scale = self._in_flight[0], 1.0 / self.size
+            failures, totals = list[BaseException](), []
             try:
-                self._wait(facts, [part.moves.in_flight[0].task for part in self.parts])
-            except BaseException:
-                self.roll_back()
-                raise
-            self._in_flight.popleft()
-            scale, failures = 1.0 / self.size, list[BaseException]()
-            try:
+                self._wait(facts, [part.moves.task for part in self.parts])
                 shrunk, all_finishing = self._heard(facts)
-                totals = [part.moves.received(scale) for part in self.parts]
+                for part in self.parts:
+                    try:
+                        totals.append(part.moves.received(scale))
+                    except NonFiniteGradientError as error:
+                        failures.append(error)
             except NonFiniteGradientError as error:
                 failures.append(error)
             except BaseException:
                 self.roll_back()
                 raise
+            self._in_flight.popleft()
             if failures := self.of_all(failures):
                 all_finishing = False  # ranks that have failed by themselves do not know
-                for part in self.parts:
-                    part.moves.cancel()
+                self._cancel(failures)
                 verdict = self.policy.judge(failures, scaled=self.is_scaled)
                 if verdict.outcome is Outcome.RAISE:
                     raise worst(failures)
                 continue
             reports = []
             for part, total, factors in zip(self.parts, totals, shrunk, strict=True):
-                started, task = time.perf_counter(), part.moves.in_flight[0].task
+                started, task = time.perf_counter(), part.moves.task
                 num_union = part.moves.land(total, scale, factors)
                 took = time.perf_counter() - started
                 given = part.bucket.last, num_union, part.num_bytes, total.notes.norms
@@ -411,6 +421,11 @@ class Steps(Training):
             self.step += 1
             self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle)
         return all_finishing
+
+    def _cancel(self, failures: Sequence[BaseException]) -> None:
+        """Takes the oldest exchange back, on all ranks."""
+        for part in self.parts:
+            part.moves.cancel()
 
     # checkpoints
 

@@ -141,17 +141,36 @@ def write_runs(  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _divide_by_counts(tile, counts, indices, begun, at, start):  # type: ignore[no-untyped-def]
+    """Divides the sums in a tile by how many values each has; `counts` are zeros before and after."""
+    for run in range(at.size):
+        for i in range(begun[run], at[run]):
+            counts[indices[i] - start] += 1
+    for run in range(at.size):
+        for i in range(begun[run], at[run]):
+            place = indices[i] - start
+            if counts[place] > 1:
+                tile[place] /= counts[place]
+            counts[place] = 0
+
+
+@kernel
 def _step_by_runs(  # type: ignore[no-untyped-def]
-    start, indices, values, at, stops, rate, tile, first, last, line, past_caches
+    start, indices, values, at, stops, rate, tile, counts, first, last, line, past_caches
 ):
     """start -= rate * (sum of the values at a place) from first up to last; returns what `add_at` does.
 
-    Runs and tile are those of `write_runs`. `line`, if there is one, becomes what start is there.
+    Runs and tile are those of `write_runs`; with `counts` sums are divided by them. `line`, if there is one,
+    becomes what start is there.
     """
-    first_touches, rates = 0, v.splat(-rate)
+    first_touches, rates, begun = 0, v.splat(-rate), at.copy()
     for begin in range(first, last, tile.size):
         stop = min(begin + tile.size, last)
+        for run in range(at.size):
+            begun[run] = at[run]
         first_touches += _fill_tile(tile, indices, values, at, stops, begin, stop)
+        if counts is not None:
+            _divide_by_counts(tile, counts, indices, begun, at, begin)
         i = begin
         while i + v.LANES <= stop:
             moved = v.add(v.load(start, i), v.multiply(rates, v.load(tile, i - begin)))
@@ -396,17 +415,22 @@ def _apply_half_sums(
 
 
 def step_by_sum(
-    start: Array, indices: Any, values: Any, rate: float, lines: Sequence[tuple[int, int, Array | None]]
+    start: Array,
+    indices: Any,
+    values: Any,
+    rate: float,
+    lines: Sequence[tuple[int, int, Array | None]],
+    mean: bool = False,
 ) -> int:
     """start -= rate * sum within the bounds of each line; its array, if any, becomes what start is there.
 
-    Returns how many places the sum has something at.
+    With `mean` a sum counts as the mean of its values. Returns how many places the sum has something at.
     """
     runs, tile = _runs_of(*_matched(start, indices, values)), np.zeros(_TILE, start.dtype)
-    factor, num_union = start.dtype.type(rate), 0
+    factor, num_union, counts = start.dtype.type(rate), 0, np.zeros_like(tile) if mean else None
     for first, last, line in lines:
         past_caches = line is not None and start.nbytes >= _LARGE and line.ctypes.data % _LINE == 0
-        num_union += int(_step_by_runs(start, *runs, factor, tile, first, last, line, past_caches))
+        num_union += int(_step_by_runs(start, *runs, factor, tile, counts, first, last, line, past_caches))
     return num_union
 
 

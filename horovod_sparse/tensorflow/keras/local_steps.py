@@ -17,69 +17,73 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.feedback import Bucket, Member
 from horovod_sparse.kernels import apply_scaled_sum
-from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import accumulator_dtype
-from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of
 from horovod_sparse.tensorflow.state import distributed_in
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
 from horovod_sparse.topology import Topology
+from horovod_sparse.training import local_steps
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, Task
-from horovod_sparse.training.local_settings import LocalOptions, OuterStep, RoundSettings
-from horovod_sparse.training.rounds import Buffers, Rounds
+from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule, mean_over_senders
 from horovod_sparse.training.state import check_entry
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class _Displacement:
-    """Common values of some variables, on the host: `horovod_sparse.training.rounds.Kept`."""
+class _Displacement(local_steps.Displacement):
+    """Common values of some variables, on the host."""
 
-    def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]], outer: OuterStep) -> None:
-        self._placed, self._outer = list(zip(variables, places, strict=True)), outer
-        kind = accumulator_dtype(str(dtype_name(variables[0].dtype)))
-        self.start = np.zeros(places[-1][1], kind)
-        self.velocity, self.sent = np.zeros_like(self.start[: None if outer.momentum else 0]), self.start[:0]
-        self.begin()
+    def __init__(self, bucket: Bucket, placed: Sequence[tuple[Any, slice]], schedule: LocalSchedule) -> None:
+        super().__init__(bucket, schedule)
+        self._placed = placed
+        self.start = np.zeros(bucket.info.num_elements, bucket.info.value_dtype)
+        self.velocity = np.zeros_like(self.start[: None if schedule.outer.momentum else 0])
+        self.sent = self.start[:0]
+        self.adopt()
 
-    def begin(self) -> None:
+    def adopt(self) -> None:
         for variable, place in self._placed:
-            self.start[slice(*place)] = variable.numpy().reshape(-1)
+            self.start[place] = variable.numpy().reshape(-1)
         self.velocity[...] = 0
 
-    def taken(self) -> np.ndarray:
-        """[n]: how far the variables are from `start`, as far as their type can hold it."""
-        displacement = np.empty_like(self.start)
+    def displacement(self) -> GradientParts:
+        moved = np.empty_like(self.start)
         for variable, place in self._placed:
             own = variable.numpy().reshape(-1)
-            displacement[slice(*place)] = self.start[slice(*place)].astype(own.dtype)
-            displacement[slice(*place)] -= own
-        return displacement
+            # half types went on from `start` as they can hold it: its rounding is no displacement
+            moved[place] = self.start[place].astype(own.dtype)
+            moved[place] -= own
+        return GradientParts([moved])
 
-    def move(self, mean: np.ndarray) -> None:
-        """The outer step."""
-        if self._outer.momentum:
-            self.velocity *= self._outer.momentum
-            self.velocity += mean
-            mean += self._outer.momentum * self.velocity
-        self.start -= self._outer.lr * mean
+    def step_by(self, sum_: SparseSum, scale: float | None) -> int:
+        outer, step = self.schedule.outer, np.zeros_like(self.start)
+        if scale is None:
+            sum_, scale = mean_over_senders(sum_, step.size), 1.0
+        num_union = apply_scaled_sum(step, None if sum_.whole else sum_.indices, sum_.values, scale)
+        if outer.momentum:
+            self.velocity *= outer.momentum
+            self.velocity += step
+            step += outer.momentum * self.velocity
+        self.start -= outer.lr * step
         self.return_to_start()
+        return num_union
 
     def return_to_start(self) -> None:
         for variable, place in self._placed:
-            values = self.start[slice(*place)].reshape(variable.shape)
+            values = self.start[place].reshape(variable.shape)
             variable.assign(values.astype(variable.dtype.as_numpy_dtype))
 
     def forget(self) -> None:
-        """Nothing is learned while an exchange is under way."""
+        """Nothing is learned while an exchange is in flight: there is no delay."""
 
     def entry(self, number: int, name: str) -> HostEntry:
-        return HostEntry(name, self.start[slice(*self._placed[number][1])])
+        return HostEntry(name, self.start[self._placed[number][1]])
 
     def to_host(self, name: str) -> np.ndarray:
         return np.asarray(getattr(self, name))
@@ -91,47 +95,32 @@ class _Displacement:
 class _Part(common.ArrayLayout, common.BucketPart):
     """A bucket; one of all elements where a plan leaves variables dense."""
 
-    streams = None
-
-    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], rounds: RoundSettings) -> None:
+    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], schedule: LocalSchedule) -> None:
         self.name = self.label = spec.label
         self.names, self.dense = spec.names, spec.dense
         variables = [facts[name][1] for name in spec.names]
         self.shapes = [tuple(variable.shape) for variable in variables]
-        self.gradient = _Displacement(variables, self.places, rounds.outer)
-        info = BucketInfo(spec.label, self.places[-1][1], *place, self.gradient.start.dtype.name)
+        kind = accumulator_dtype(str(dtype_name(variables[0].dtype)))
+        info = BucketInfo(spec.label, self.places[-1][1], *place, np.dtype(kind).name)
         members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
         memory = common.host_accumulator(info, spec.recipe, whole=spec.whole)
         self.bucket = Bucket(info, spec.recipe, memory, members)
-        self.task = Task(spec.label)
-
-    def start(self, starter: Any) -> None:
-        self.task = starter.start(self.label, self.bucket.step(GradientParts([self.gradient.taken()])))
-
-    def apply(self, scale: float) -> BucketReport:
-        started, sum_, mean = time.perf_counter(), self.task.result, np.zeros_like(self.gradient.start)
-        num_union = apply_scaled_sum(mean, None if sum_.whole else sum_.indices, sum_.values, scale)
-        self.gradient.move(mean)
-        self.bucket.accept()
-        took = time.perf_counter() - started
-        return BucketReport(self.bucket.last, num_union, mean.nbytes, sum_.notes.norms, apply_seconds=took)
-
-    def abandon(self, *, drop: bool = False) -> None:
-        self.bucket.abandon(drop=drop)
+        placed = [(one, slice(*at)) for one, at in zip(variables, self.places, strict=True)]
+        self.moves = _Displacement(self.bucket, placed, schedule)
+        self.num_bytes = self.moves.start.nbytes
 
 
 class _Engine(VariablesEngine):
-    """Runs one coroutine after the other, each to its end; its own `starter`."""
+    """Runs one coroutine after the other, each to its end: a `Starter`, too."""
 
-    def __init__(self, process_set: Any, rounds: RoundSettings, label: str, seconds: float | None) -> None:
+    def __init__(self, process_set: Any, schedule: LocalSchedule, label: str, seconds: float | None) -> None:
         super().__init__(process_set, "flat")
-        self.rounds, self.label, self.given, self._seconds = rounds, label, rounds.describe(), seconds
-        self.starter, self.idle_seconds = self, 0.0
+        self.schedule, self.label, self._seconds, self.idle_seconds = schedule, label, seconds, 0.0
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Any]:
-        return [_Part(spec, facts, place, self.rounds) for spec in specs]
+        return [_Part(spec, facts, place, self.schedule) for spec in specs]
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         seconds = self._seconds
@@ -164,8 +153,13 @@ class _Engine(VariablesEngine):
             if task.error is not None and not isinstance(task.error, HorovodSparseError):
                 raise task.error
 
-    def advance(self) -> None:
-        """Nothing is under way."""
+
+class _Training(local_steps.LocalTraining):
+    engine: _Engine
+
+    @property
+    def starter(self) -> _Engine:
+        return self.engine
 
 
 @dataclass(frozen=True)
@@ -176,7 +170,7 @@ class _BufferEntry(HostEntry):
         self.assign(values.view(self.array.dtype).reshape(self.array.shape))
 
 
-class _Buffers(Buffers):
+class _Buffers(local_steps.Buffers):
     """Statistics of batches."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
@@ -228,12 +222,12 @@ class LocalSteps(tf.keras.callbacks.Callback):
         self, every: int, process_set: Any = hvd.global_process_set, **options: Unpack[LocalOptions]
     ) -> None:
         super().__init__()
-        self._given, self._settings = RoundSettings.of(every, options, "LocalSteps of Keras")
+        self._given, self._settings = LocalSchedule.of(every, options, "LocalSteps of Keras")
         if self._given.delay:
             raise ArgumentError("delay", self._given.delay, "0: exchanges are waited for")
         self.process_set, self._counted = process_set, 0
         #: made when `fit` begins: counts exchanges (`step`), tells of them (`summary()`)
-        self.rounds: Rounds | None = None
+        self.rounds: _Training | None = None
         self._waiting: Mapping[str, Any] | None = None
 
     @property
@@ -259,7 +253,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
             engine = _Engine(self.process_set, self._given, label, self._settings.deadline_seconds)
             facts = facts_of(list(named), list(named.values()), self._given.recipe.rules)
             buffers = _Buffers(_by_name(self.model.non_trainable_weights))
-            self.rounds = Rounds(engine, self._given, self._settings, facts, buffers)
+            self.rounds = _Training(engine, self._given, self._settings, facts, buffers)
             self.load_state_dict(self._waiting)
         elif new := {*map(id, named.values())} - {id(one) for _, one in self.rounds.facts.values()}:
             given = f"one with {len(new)} trained variables that the fit before did not train"

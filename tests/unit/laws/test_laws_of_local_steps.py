@@ -22,10 +22,10 @@ from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.tensors.driver import Driver
-from horovod_sparse.tensors.local_steps import LocalEngine, LocalTraining, named_in
+from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.host_topology import Ranks
-from horovod_sparse.training.local_settings import RoundSettings
+from horovod_sparse.training.local_settings import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from support.memories import choose_memory
 
@@ -67,8 +67,8 @@ class ThreadEngine(LocalEngine):
     #: another one after a restart
     start_of: object = START
 
-    def __init__(self, rank: int, meeting: Meeting, rounds: RoundSettings, named: Any) -> None:
-        self.rank, self.meeting, self.rounds, self.named = rank, meeting, rounds, named
+    def __init__(self, rank: int, meeting: Meeting, schedule: LocalSchedule, named: Any) -> None:
+        self.rank, self.meeting, self.schedule, self.named = rank, meeting, schedule, named
         self.starter = Driver(self._started, ConnectionError, lambda: None, lambda: self.rank_and_size()[1])
 
     def _started(self, request: Request, name: str) -> Any:
@@ -88,11 +88,21 @@ class ThreadEngine(LocalEngine):
     def carry_out(self, coroutine: Any, topology: Any) -> Any:
         return carry_out(coroutine, lambda request: self.meeting(self.rank, request))
 
-    def advance(self) -> None:
-        self.starter.advance()
-
     def to_array(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
+
+
+class Binding(LocalBinding):
+    """Local steps of one rank."""
+
+    engine: ThreadEngine
+
+    @property
+    def starter(self) -> Driver:
+        return self.engine.starter
+
+    def _advance(self) -> None:
+        self.engine.starter.advance()
 
 
 def model_of(seed: int) -> nn.Module:
@@ -114,9 +124,9 @@ class Rank:
         self.moved = torch.zeros_like(self.vector())
         self.optimizer.register_step_pre_hook(lambda *_: self._note(-1))
         self.optimizer.register_step_post_hook(lambda *_: self._note(1))
-        rounds, settings = RoundSettings.of(given.pop("every", 3), given, "LocalSteps")
-        engine = ThreadEngine(rank, meeting, rounds, named_in(self.optimizer, self.model))
-        self.local = LocalTraining(self.optimizer, self.model, engine, settings)
+        schedule, settings = LocalSchedule.of(given.pop("every", 3), given, "LocalSteps")
+        engine = ThreadEngine(rank, meeting, schedule, named_in(self.optimizer, self.model))
+        self.local = Binding(self.optimizer, self.model, engine, settings)
 
     def _note(self, sign: int) -> None:
         self.moved += sign * self.vector()
@@ -448,9 +458,9 @@ def test_buffers_are_averaged_where_they_are_floats():
         one.optimizer.add_param_group({"params": [one.model.empty]})
         one.model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
         one.model.register_buffer("still", torch.full((2,), float(rank)))
-        engine = ThreadEngine(rank, one.meeting, RoundSettings(every=1), named_in(one.optimizer, one.model))
+        engine = ThreadEngine(rank, one.meeting, LocalSchedule(every=1), named_in(one.optimizer, one.model))
         # takes the place of the first one, and needs no name
-        LocalTraining(one.optimizer, one.model, engine, Settings())
+        Binding(one.optimizer, one.model, engine, Settings())
         one.model.mean = one.model.mean + rank  # another tensor in its place
         one.model.count += 5 + rank
         one.train(2)

@@ -1,0 +1,444 @@
+"""Local steps: each rank trains alone for many steps, then all exchange how far they have come.
+
+``theta_r`` is what H steps of rank r's own optimizer make of the common ``theta``. Buckets carry
+``theta - theta_r`` as if it were a gradient. The mean over ranks moves the common parameters (`OuterStep`),
+from which all ranks go on. `Steps` does all else: it begins exchanges, waits, and cancels them.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.collectives import AllReduce, Broadcast, Synchronization, shared_lines
+from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.feedback import Bucket
+from horovod_sparse.plans import Plan, fixed_bytes
+from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.sparsifiers.dense import Dense
+from horovod_sparse.training import agreement
+from horovod_sparse.training.drift import Entry
+from horovod_sparse.training.engine import Engine, Facts, Starter, Task
+from horovod_sparse.training.local_settings import LocalSchedule
+from horovod_sparse.training.parts import assign_residuals, shared_out
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.steps import Steps
+from horovod_sparse.training.training import Training
+
+_log = logging.getLogger("horovod_sparse")
+#: what a checkpoint has of a `Displacement`, and what other buckets take over
+_SAVED = "start", "velocity"
+
+
+class Displacement(abc.ABC):
+    """How far a part's parameters have come from the common ones; stands where a pass has `OwnMoves`.
+
+    Attributes:
+        start: [n], the common parameters.
+        velocity: [n], of the outer step; empty without momentum.
+        sent: [n], the parameters when the exchange in flight began; empty without a delay.
+        task: the exchange in flight; None without one.
+    """
+
+    start: Any
+    velocity: Any
+    sent: Any
+
+    def __init__(self, bucket: Bucket, schedule: LocalSchedule) -> None:
+        self.bucket, self.schedule = bucket, schedule
+        self.task: Task | None = None
+
+    @abc.abstractmethod
+    def displacement(self) -> Any:
+        """Returns ``start - parameters``, as the accumulator folds it."""
+
+    @abc.abstractmethod
+    def step_by(self, sum_: SparseSum, scale: float | None) -> int:
+        """Moves `start` by scale times a sum over ranks, and the parameters after it.
+
+        A scale of None stands for `mean_over_senders`. Returns the size of the union.
+        """
+
+    @abc.abstractmethod
+    def adopt(self) -> None:
+        """Makes the parameters as they are now the common ones."""
+
+    @abc.abstractmethod
+    def return_to_start(self) -> None:
+        """Puts the parameters to `start`, plus what this rank has learned since the exchange began.
+
+        A NaN of that time stays: all ranks hear of it in the next exchange.
+        """
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Counts what this rank has learned since the exchange began as nothing: it had diverged before."""
+
+    @abc.abstractmethod
+    def entry(self, number: int, name: str) -> Entry:
+        """Returns a common parameter, for ranks to compare."""
+
+    @abc.abstractmethod
+    def to_host(self, name: str) -> np.ndarray:
+        """Returns `start`, `velocity` or `sent`, [n]."""
+
+    @abc.abstractmethod
+    def from_host(self, name: str, values: np.ndarray) -> None:
+        """Replaces `start`, `velocity` or `sent`."""
+
+    def common(self) -> contextlib.AbstractContextManager[None]:
+        """Shows the common parameters; this rank's come back afterwards."""
+        raise NotImplementedError
+
+    def begin(self, starter: Starter, name: str) -> None:
+        """Begins an exchange."""
+        self.forget()
+        report = self.bucket.fold(self.displacement(), None)
+        self.task = starter.start(name, self.bucket.synchronize(report))
+
+    def received(self, scale: float) -> SparseSum:
+        """Returns the exchange's sum; raises what ranks find wrong with it, all alike."""
+        assert self.task is not None
+        total: SparseSum = self.task.value()
+        return total
+
+    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+        """Applies the outer step by a sum over ranks; returns the size of the union."""
+        self.task = None
+        sparsifier, size = self.bucket.recipe.sparsifier, self.bucket.info.size
+        num_union = self.step_by(*self.schedule.combined(total, sparsifier, size))
+        self.bucket.accept()
+        return num_union
+
+    def cancel(self) -> None:
+        """Drops the exchange's displacement, which was not finite on some rank."""
+        self.task = None
+        self.bucket.abandon(drop=True)
+
+    def roll_back(self) -> None:
+        """Takes the exchange in flight back: the parameters have its displacement still."""
+        if self.task is not None:
+            self.cancel()
+
+
+class Buffers:
+    """A model's numbers that no gradient moves: floats are averaged, others become rank 0's."""
+
+    def __init__(self) -> None:
+        self._known = self._marks()
+
+    def entries(self) -> Sequence[Any]:
+        """Returns those that have elements: `drift.Entry` with `write`, which replaces its bytes."""
+        raise NotImplementedError
+
+    def wide(self, entry: Any) -> np.ndarray | None:
+        """Returns a float's elements in float64, one behind the other; None of another type."""
+        raise NotImplementedError
+
+    def assign(self, entry: Any, wide: np.ndarray) -> None:
+        """Replaces a float."""
+        raise NotImplementedError
+
+    def mark(self, entry: Any) -> bytes:
+        """Returns a digest that changes with the contents."""
+        digest: bytes = entry.sums().tobytes()
+        return digest
+
+    def _marks(self) -> dict[str, bytes]:
+        return {entry.name: self.mark(entry) for entry in self.entries()}
+
+    def changed(self) -> list[str]:
+        """Returns the names of those that have changed on this rank since the last exchange."""
+        return [name for name, mark in self._marks().items() if mark != self._known.get(name)]
+
+    def shared(self, names: Sequence[str], root: int | None = None) -> Synchronization[None]:
+        """Makes these equal on all ranks; with a root all of them, and what it has."""
+        some = [one for one in self.entries() if root is not None or one.name in names]
+        kinds = yield from shared_lines({one.name: one.kind for one in some})
+        if differing := agreement.differences(kinds, "nothing"):
+            what = "; ".join(differing.values())
+            raise StateMismatchError(f"buffer {what}. What differs by rank must be no buffer of the model")
+        sums: dict[str, np.ndarray] = {}
+        for one in some if root is None else ():
+            if (wide := self.wide(one)) is not None:  # who has diverged spoils no other's
+                sums[one.name] = np.append(wide, 1.0) if np.isfinite(wide).all() else np.zeros(wide.size + 1)
+        if sums:
+            total = yield AllReduce(np.concatenate(list(sums.values())))
+            pieces = np.split(np.asarray(total), np.cumsum([*map(len, sums.values())])[:-1])
+            sums = dict(zip(sums, pieces, strict=True))
+        for one in some:
+            if one.name in sums and (count := sums[one.name][-1]):
+                self.assign(one, sums[one.name][:-1] / count)
+            else:
+                own = one.read()
+                words = np.zeros(-(-own.size // 4), np.int32)
+                words.view(np.uint8)[: own.size] = own
+                received = np.ascontiguousarray((yield Broadcast(words, root or 0)))
+                one.write(received.view(np.uint8)[: own.size])
+        self._known = self._marks()
+
+
+class LocalTraining(Steps):
+    """Counts an optimizer's steps, and lets displacements be exchanged every so many of them.
+
+    Attributes:
+        taken: local steps since the last exchange began.
+        step: exchanges done.
+    """
+
+    schedule: LocalSchedule
+
+    def __init__(
+        self, engine: Engine, schedule: LocalSchedule, settings: Settings, facts: Facts, buffers: Buffers
+    ) -> None:
+        super().__init__(engine, schedule.recipe, settings, schedule)
+        self._buffers = buffers
+        self._has_begun = False
+        #: steps since the exchange in flight began
+        self._flying = 0
+        #: number of ranks, and residuals, after an exchange canceled here that others may have completed
+        self._if_completed: tuple[int, Sequence[Mapping[str, Any]]] | None = None
+        #: whether the common parameters have been loaded anew since the last exchange
+        self._replaced = False
+        self._changed: list[str] = []
+        #: steps of this process, when the first of them was, and seconds that exchanges have held it up
+        self._num_steps, self._since, self._held_up = 0, 0.0, 0.0
+        self.begin(facts, self.first_plan_of(facts))
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Payload bytes that this rank sends in an exchange, over the local steps from one to the next."""
+        mean = self.telemetry.mean
+        return 0.0 if mean is None else mean.bytes_sent / self.schedule.every
+
+    @property
+    def share_computing(self) -> float:
+        """The share of this process' time since its first step that exchanges have not held it up."""
+        passed = time.perf_counter() - self._since
+        return 1.0 - self._held_up / passed if self._num_steps else 1.0
+
+    def summary(self) -> str:
+        """In one line: bytes per local step, time computing, and the means of exchanges."""
+        return (
+            f"{self.step} exchanges, each after {self.schedule.every} steps: {self.bytes_per_step:,.0f} B a "
+            f"step, {100 * self.share_computing:.1f} % of the time computing; {self.telemetry.summary()}"
+        )
+
+    def first_plan_of(self, facts: Facts) -> Plan:
+        """Returns buckets of 32 MiB; where everything is sent, none."""
+        parameters = [fact for fact, _ in facts.values()]
+        if isinstance(self.recipe.sparsifier, Dense):
+            return Plan((), tuple(fact.name for fact in parameters))
+        return fixed_bytes(parameters)
+
+    def build(self, plan: Plan) -> None:
+        kept = self._kept(*_SAVED, "sent")
+        super().build(plan)
+        self._assign_kept(kept)
+
+    def _kept(self, *names: str) -> dict[str, dict[str, Any]]:
+        """Returns these arrays of the displacements, by parameter."""
+        kept: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for part, what in itertools.product(self.parts, kept):
+            values = part.moves.to_host(what)
+            if values.size:
+                for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                    kept[what][name] = part.shaped(number, values[slice(*place)])
+        return kept
+
+    def _assign_kept(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
+        for part, what in itertools.product(self.parts, kept):
+            if kept[what].keys() >= set(part.names):
+                flat = [part.flat(number, kept[what][name]) for number, name in enumerate(part.names)]
+                part.moves.from_host(what, np.concatenate(flat))
+
+    # what ranks agree upon
+
+    def before_step(self) -> None:
+        """Has all ranks meet in the first step, and after a start or a load."""
+        if not (self._has_begun and self.is_agreed):
+            self.agree()
+            self._since, self._num_steps, self._held_up = time.perf_counter(), 0, 0.0
+
+    def agree(self, *, as_first: bool = False) -> None:
+        """Agrees as `Training.agree` does; who is new, or behind, takes what the furthest rank has.
+
+        With `as_first` ranks that all begin take what the first one has, and need not begin alike.
+        """
+        if self._has_begun and self.is_agreed:
+            return
+        self.roll_back()  # what was in flight when the collectives ended
+        for part in self.parts:
+            if not self._has_begun:
+                part.moves.adopt()
+            elif self._if_completed is None:  # parameters may have been loaded since something was sent
+                part.moves.forget()
+        before, old_size = self.step, self.made_for[1]
+        Training.agree(self)
+        if self.size > 1:
+            try:
+                self._together(self._follow_furthest(before, old_size, as_first))
+            except BaseException:
+                self.step = before  # what is common at the agreed step has not come
+                raise
+        self._has_begun, self._if_completed = True, None
+
+    @property
+    def _is_fresh(self) -> bool:
+        return not self._has_begun
+
+    def _follow_furthest(self, own_step: int, old_size: int, as_first: bool) -> Synchronization[None]:
+        """Brings common parameters, velocity, buffers and the place in its round from the furthest rank."""
+        own = [self._has_begun, own_step]
+        told = yield from shared_lines([*own, self.taken])
+        places = [place for *place, _ in told]
+        furthest = max(places)
+        root, num_new = places.index(furthest), [begun for begun, _ in places].count(False)
+        if as_first or any(place != furthest for place in places):
+            for part, what in itertools.product(self.parts, _SAVED):
+                values = part.moves.to_host(what)
+                if values.size:
+                    received = yield Broadcast(np.ascontiguousarray(values).view(np.int32), root)
+                    part.moves.from_host(what, np.ascontiguousarray(received).view(values.dtype))
+            if own != furthest or not self._has_begun:
+                for part in self.parts:
+                    part.moves.return_to_start()
+            yield from self._buffers.shared((), root)
+            if self._if_completed is not None and own_step < furthest[1]:
+                size, held = self._if_completed
+                held = shared_out(held, agreement.kept_share(size, self.size), self.recipe.feedback)
+                assign_residuals(self.parts, held, self._progress())
+            self.taken = max(taken for *place, taken in told if place == furthest)
+        num_lost = old_size + num_new - self.size
+        if self.rank == root and self._has_begun and num_lost > 0:
+            words = "%d ranks are gone, and what waited in their residuals; %d have come, after exchange %d"
+            _log.warning(words, num_lost, num_new, own_step)
+        yield from self.drift.run(self.step, self.shared_entries())
+
+    def shared_entries(self) -> Sequence[Any]:
+        return [part.moves.entry(*one) for part in self.parts for one in enumerate(part.names)]
+
+    # an exchange
+
+    def after_step(self) -> None:
+        """Counts a step of the optimizer, and exchanges where it is time."""
+        self.taken += 1
+        self._num_steps += 1
+        if not self._in_flight and self.taken < self.schedule.every:
+            return
+        began = time.perf_counter()
+        self._flying += 1
+        self._advance()
+        if self._flying >= self.schedule.delay:
+            self._land(0)
+        if self.taken >= self.schedule.every:
+            self._begin_exchange()
+            if not self.schedule.delay:
+                self._land(0)
+        self._held_up += time.perf_counter() - began
+
+    def _advance(self) -> None:
+        """Carries on what is in flight, without waiting."""
+
+    def _begin_exchange(self, *, finishing: bool = False) -> None:
+        self._land(0)
+        self._flying, self._if_completed = 0, None
+        super()._begin_exchange(finishing=finishing)
+
+    def _begin_facts(self, facts: Any, name: str) -> None:
+        told = [self.step, facts.finishing, self._replaced, self._buffers.changed()]
+        facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
+        self._num_begun, self._replaced = self._num_begun + 1, False
+
+    def _heard(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
+        told = facts.task.value()
+        self.refuse_other_exchanges([step for step, *_ in told])
+        replaced = [loaded for _, _, loaded, _ in told]
+        if len(set(replaced)) > 1:
+            ranks = [rank for rank, loaded in enumerate(replaced) if loaded]
+            raise StateMismatchError(
+                f"ranks {ranks} alone have loaded other parameters since the last exchange: call "
+                "model.load_state_dict on all ranks"
+            )
+        self._changed = sorted({name for *_, names in told for name in names})
+        return [{}] * len(self.parts), all(finishing for _, finishing, *_ in told)
+
+    def _average(self, facts: Any) -> None:
+        if self._changed:
+            task = self.starter.start("buffers", self._buffers.shared(self._changed))
+            self.starter.wait([task])
+            task.value()
+
+    def _land(self, most: int) -> bool:
+        all_finishing = super()._land(most)
+        if self.step >= self.drift.next_step:
+            self._together(self.drift.run(self.step, self.shared_entries()))
+        return all_finishing
+
+    def _cancel(self, failures: Sequence[BaseException]) -> None:
+        """Has all ranks go on from the common parameters; who has diverged keeps nothing."""
+        super()._cancel(failures)
+        diverged = any(self.rank in getattr(error, "where", ()) for error in failures)
+        for part in self.parts:
+            if diverged:
+                part.moves.forget()
+            part.moves.return_to_start()
+        if diverged:
+            self._heal()
+
+    def _heal(self) -> None:
+        """Clears what of a diverged optimizer would spoil its next step."""
+
+    def roll_back(self) -> None:
+        """Takes an exchange in flight back: it is due in the next step."""
+        if not self._in_flight:
+            return
+        self._advance()
+        self._if_completed = self.made_for[1], self.held()[0]
+        taken = self.taken
+        super().roll_back()
+        self.taken = taken + self.schedule.every
+
+    def replace_common(self) -> None:
+        """Goes on from parameters that all ranks have loaded: these are the common ones."""
+        for part in self.parts:
+            part.restart(part.bucket.progress)
+            part.moves.adopt()
+        self.taken, self._replaced = 0, True
+        self.drift.restart(self.step)
+
+    # checkpoints
+
+    def save(self, **more: Any) -> dict[str, Any]:
+        """Saves as `Training.save` does, after the exchange in flight: all ranks save at the same step."""
+        self._land(0)
+        local = {"taken": self.taken, "has_begun": self._has_begun, **self._kept(*_SAVED)}
+        return Training.save(self, local=local, **more)
+
+    def load(self, entry: Mapping[str, Any] | None) -> None:
+        """Loads as `Training.load` does; None makes the parameters as they are then the common ones."""
+        self._land(0)
+        local = {} if entry is None else self._checked_local(entry)
+        Training.load(self, entry)
+        self._has_begun, self._if_completed = bool(local.get("has_begun")), None
+        self.taken, self._replaced = int(local.get("taken", 0)), False
+        self._assign_kept({what: local.get(what, {}) for what in _SAVED})
+
+    def _checked_local(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        local = entry.get("local")
+        if not isinstance(local, Mapping):
+            raise StateMismatchError("the saved state is of a training that synchronized every step")
+        shapes = {name: tuple(fact.shape or ()) for name, (fact, _) in self.facts.items()}
+        for what in _SAVED:
+            wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
+            found = {name: tuple(values.shape) for name, values in local.get(what, {}).items()}
+            if found != wanted:
+                raise StateMismatchError(f"local.{what} in the saved state has other parameters, or shapes")
+        return local
