@@ -99,6 +99,7 @@ class Displacement(abc.ABC):
 
     def begin(self, starter: Starter, name: str) -> None:
         """Begins an exchange."""
+        self.task = Task(name)
         self.forget()
         report = self.bucket.fold(self.displacement(), None)
         self.task = starter.start(name, self.bucket.synchronize(report))
@@ -349,8 +350,13 @@ class LocalTraining(Steps):
 
     def _begin_exchange(self, *, finishing: bool = False) -> None:
         self._land(0)
-        self._flying, self._if_completed = 0, None
-        super()._begin_exchange(finishing=finishing)
+        taken, self._flying, self._if_completed = self.taken, 0, None
+        try:
+            super()._begin_exchange(finishing=finishing)
+        except BaseException:  # the user's interrupt
+            self.roll_back()
+            self.taken = taken
+            raise
 
     def _begin_facts(self, facts: Any, name: str) -> None:
         told = [self.step, facts.finishing, self._replaced, self._buffers.changed()]
@@ -398,7 +404,7 @@ class LocalTraining(Steps):
 
     def roll_back(self) -> None:
         """Takes an exchange in flight back: it is due in the next step."""
-        if not self._in_flight:
+        if not self._in_flight and not any(part.moves.task for part in self.parts):
             return
         self._advance()
         self._if_completed = self.made_for[1], self.held()[0]

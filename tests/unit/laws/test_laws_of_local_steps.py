@@ -22,7 +22,7 @@ from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.tensors.driver import Driver
-from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in
+from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in, stepping
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.local_settings import LocalSchedule
@@ -124,9 +124,15 @@ class Rank:
         self.moved = torch.zeros_like(self.vector())
         self.optimizer.register_step_pre_hook(lambda *_: self._note(-1))
         self.optimizer.register_step_post_hook(lambda *_: self._note(1))
+        self.local = self.binding(self.optimizer, **given)
+
+    def binding(self, optimizer: torch.optim.Optimizer, **given: Any) -> Binding:
+        """Local steps of an optimizer, which this rank takes from now on."""
+        self.optimizer = optimizer
         schedule, settings = LocalSchedule.of(given.pop("every", 3), given, "LocalSteps")
-        engine = ThreadEngine(rank, meeting, schedule, named_in(self.optimizer, self.model))
-        self.local = Binding(self.optimizer, self.model, engine, settings)
+        engine = ThreadEngine(self.rank, self.meeting, schedule, named_in(optimizer, self.model))
+        self.local = Binding(optimizer, self.model, engine, settings)
+        return self.local
 
     def _note(self, sign: int) -> None:
         self.moved += sign * self.vector()
@@ -495,6 +501,142 @@ def test_the_rounding_of_half_types_is_no_displacement(delay):
     found = on_ranks(body, 2, inner=half_of, every=1, **given)
     given_out, moved = (torch.stack(item).mean(0) for item in zip(*found, strict=True))
     torch.testing.assert_close(given_out, moved, rtol=0, atol=1e-6)
+
+
+def test_the_moments_of_a_rank_that_has_diverged_do_not_spoil_every_later_exchange():
+    def body(one):
+        one.gradients()
+        if one.rank == 1:
+            one.model[2].bias.grad[0] = torch.nan
+        one.optimizer.step()
+        one.train(5)
+        assert (one.local.step, one.local.telemetry.num_skipped) == (1, 1)
+        return one.vector()
+
+    assert equal(on_ranks(body, 2, on_nonfinite="skip", compression=TOPK))
+
+
+@pytest.mark.parametrize("where", ["start", "wait"])
+def test_an_interrupt_in_an_exchange_is_told_in_the_next(where):
+    def body(one):
+        one.train(3)
+        starter = one.local.engine.starter
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            if one.rank == 0:
+                patch.setattr(starter, where, interrupted(getattr(starter, where), number=1))
+            one.train(3)
+        with pytest.raises(StateMismatchError, match="rank 0 at 1, rank 1 at 2"):
+            one.train(3)
+
+    def interrupted(call, number):
+        calls = iter(range(9))
+
+        def interrupting(*given):
+            found = call(*given)
+            if where == "wait" or next(calls) == number:
+                raise KeyboardInterrupt
+            return found
+
+        return interrupting
+
+    on_ranks(body, 2, compression=TOPK)
+
+
+def test_a_state_that_all_ranks_load_in_the_midst_of_a_round_is_what_they_go_on_from():
+    def body(one):
+        one.train(4)
+        before, loaded = one.vector(), nn.utils.parameters_to_vector(MODELS[1].parameters())
+        one.model.load_state_dict(MODELS[1].state_dict())
+        assert copy.deepcopy(one.model).load_state_dict(MODELS[1].state_dict())
+        one.train(2)
+        assert (one.local.step, one.local.taken) == (1, 2)
+        one.train(1)
+        assert (one.vector() - loaded).norm() < 0.3 * (before - loaded).norm()
+        common = one.vector()
+        if one.rank == 0:
+            one.model.load_state_dict(MODELS[2].state_dict())
+        with pytest.raises(StateMismatchError, match=r"ranks \[0\] alone have loaded"):
+            one.train(3)
+        return common
+
+    assert equal(on_ranks(body, 2, compression=TOPK))
+
+
+def test_parameters_that_are_lent_for_an_evaluation_change_nothing():
+    def body(one):
+        for _ in range(4):
+            one.train(2)
+            if one.rank == 0:
+                own = copy.deepcopy(one.model.state_dict())
+                with one.local.common():
+                    assert torch.equal(one.vector(), one.kept("start"))
+                one.model.load_state_dict(MODELS[1].state_dict())
+                one.model.load_state_dict(own)
+        return one.vector()
+
+    plain = on_ranks(lambda one: trained(one, 8).vector(), 2, compression=TOPK)
+    assert all(map(torch.equal, on_ranks(body, 2, compression=TOPK), plain))
+
+
+def test_no_parameter_of_the_model_drifts_apart_in_silence():
+    """One that a moving average follows is averaged, and one that another optimizer trains is named."""
+
+    def first_layer(parameters):
+        weight, bias, *frozen = parameters
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return sgd([weight, bias])
+
+    def body(one):
+        with torch.no_grad():
+            one.model[2].bias.add_(one.rank)
+        one.train(3)
+        assert torch.equal(one.model[2].bias, MODELS[0][2].bias + 0.5)
+        one.model[2].weight.requires_grad_(True)
+        other = sgd([one.model[2].weight])
+        one.gradients()
+        other.step()
+        with pytest.raises(UnsupportedError, match=r"another optimizer trains 2\.weight"):
+            one.train(3)
+        assert one.local.step == 1
+
+    on_ranks(body, 2, inner=first_layer)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM as it is published: nobody calls its `step`."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base_optimizer = sgd(parameters)
+        super().__init__(self.base_optimizer.param_groups, {})
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+def test_steps_within_a_wrapper_count_and_none_at_all_are_told():
+    def body(one):
+        outer = SharpnessAware(one.model.parameters())
+        local = one.binding(stepping(outer))
+        for _ in range(4):
+            one.gradients()
+            outer.second_step()
+        assert (local.step, local.taken) == (1, 1)
+        unseen = one.binding(torch.optim.SGD(one.model.parameters()))
+        with pytest.raises(UnsupportedError, match=r"no step\(\) of SGD"):
+            unseen.finish()
+
+    on_ranks(body, 2)
+
+
+def test_a_summary_counts_all_exchanges():
+    def body(one):
+        one.train(9 + 4 * one.rank)
+        one.local.finish()
+        assert one.local.summary().startswith("5 exchanges")
+        assert "mean of 5 steps" in one.local.summary()
+
+    on_ranks(body, 2, compression=TOPK)
 
 
 @pytest.mark.parametrize("how", ["add_param_group", "requires_grad_"])
