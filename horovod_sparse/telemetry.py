@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass
 class BucketStep:
-    """What a bucket did in one step.
+    """Counts and times of one step of a bucket.
 
     Attributes:
         bucket: name.
@@ -51,7 +51,7 @@ class BucketStep:
 
 @dataclass(frozen=True)
 class BucketReport:
-    """What a bucket did in a step, and what only the front end knows of it.
+    """A bucket's step, and what only the front end knows of it.
 
     Attributes:
         step: as the bucket itself tells it.
@@ -122,13 +122,10 @@ class StepReport:
 
     @classmethod
     def of(cls, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> StepReport:
-        """The totals over buckets.
+        """Returns the totals over buckets.
 
-        Args:
-            step: its number.
-            buckets: in bucket order.
-            wait_seconds: of the step; buckets that are waited for together each count the same seconds,
-                so theirs do not add up to it.
+        Buckets that are waited for together each count the same seconds, so theirs do not add up to
+        `wait_seconds`, which is the step's.
         """
         steps = [bucket.step for bucket in buckets]
         norms = [bucket.norms for bucket in buckets]
@@ -146,17 +143,17 @@ class StepReport:
 
     @property
     def density_target(self) -> float:
-        """Density that was asked for, warm-up and rounding up to one element per bucket included."""
+        """The density asked for, with a warm-up and rounding up to one element per bucket."""
         return self.num_target / self.num_elements if self.num_elements else 0.0
 
     @property
     def density_selected(self) -> float:
-        """Density that this rank selected."""
+        """The density that this rank selected."""
         return self.num_selected / self.num_elements if self.num_elements else 0.0
 
     @property
     def density_union(self) -> float:
-        """Density of the union of all ranks' selections: of the synchronized gradient."""
+        """The density of the union of all ranks' selections: of the synchronized gradient."""
         return self.num_union / self.num_elements if self.num_elements else 0.0
 
     @property
@@ -165,7 +162,7 @@ class StepReport:
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else math.inf
 
     def summary(self) -> str:
-        """One line for a log.
+        """Returns one line for a log.
 
         Example:
             >>> bucket = BucketStep("b", 1000, num_target=10, num_selected=10, bytes_sent=96)
@@ -187,7 +184,7 @@ fold 0.0, select 0.0, wait 2.0, apply 0.0 ms
 
 
 def _bytes(count: float) -> str:
-    """Bytes in decimal units, two digits and more."""
+    """Writes bytes in decimal units, with two digits or more."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -200,7 +197,7 @@ _NUMBERS = tuple(item.name for item in fields(StepReport) if item.name != "bucke
 
 @dataclass
 class Telemetry:
-    """What an optimizer tells about its steps; costs O(buckets) per step.
+    """The reports of an optimizer about its steps; costs O(buckets) per step.
 
     Attributes:
         last: the last completed step, None before the first. Steps that were given up (a gradient was
@@ -209,11 +206,6 @@ class Telemetry:
         num_skipped: steps that no rank has taken since a gradient was not finite, with on_nonfinite="skip".
         transport: how messages between two ranks travel, and why so; empty where there are none.
         selection: why buckets stay dense though nobody asked for that; empty where none do.
-
-    Example:
-        >>> telemetry = Telemetry()
-        >>> telemetry.summary()
-        'no step yet'
     """
 
     last: StepReport | None = None
@@ -226,11 +218,8 @@ class Telemetry:
     _first: StepReport | None = None
 
     def record(self, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> None:
-        """A completed step, of reports of its buckets; see `StepReport.of`."""
-        self.add(StepReport.of(step, buckets, wait_seconds))
-
-    def add(self, report: StepReport) -> None:
-        """A completed step."""
+        """Adds a completed step; see `StepReport.of`."""
+        report = StepReport.of(step, buckets, wait_seconds)
         if self.last is None:
             self._first = report
         self.last = report
@@ -257,24 +246,11 @@ class Telemetry:
         return replace(self._sums, **{**means, "step": self.num_steps})
 
     def scalars(self, prefix: str = "sparse/") -> dict[str, float]:
-        """The last completed step as numbers by name, for TensorBoard and whatever else draws curves.
+        """Returns the last completed step as numbers by name, for TensorBoard and the like.
 
-        Args:
-            prefix: of the names.
-
-        Returns:
-            Densities (fractions), bytes, `saving` (times fewer bytes than dense), norms, milliseconds, the
-            number of buckets (a jump is a new plan), and what the algorithms tell of themselves
-            (thresholds, ...), as means over buckets; only what is known and finite. Empty before the first
-            step.
-
-        Example:
-            >>> telemetry = Telemetry()
-            >>> bucket = BucketStep("b", 100, num_target=2, num_selected=2, bytes_sent=16)
-            >>> telemetry.add(StepReport.of(1, [BucketReport(bucket, 3, 400)], wait_seconds=0.0))
-            >>> scalars = telemetry.scalars()
-            >>> scalars["sparse/density_union"], scalars["sparse/saving"]
-            (0.03, 25.0)
+        Densities (fractions), bytes, `saving` (times fewer bytes than dense), norms, milliseconds, the number
+        of buckets (a jump is a new plan), and facts of the algorithms (thresholds, ...), as means over
+        buckets; only those that are known and finite. Empty before the first step.
         """
         last = self.last
         if last is None:
@@ -298,15 +274,7 @@ class Telemetry:
         self.num_steps, self._sums, self._first = 0, None, None
 
     def summary(self) -> str:
-        """The means in one line.
-
-        Example:
-            >>> from horovod_sparse.telemetry import BucketReport
-            >>> telemetry = Telemetry(transport="MPI")
-            >>> telemetry.add(StepReport.of(1, [BucketReport(BucketStep("b", 100), 1, 400)], 0.0))
-            >>> telemetry.summary().endswith("; pairs of ranks by MPI")
-            True
-        """
+        """Returns the means in one line."""
         mean = self.mean
         if mean is None:
             return "no step yet"

@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.dropin import DropIn
 from horovod_sparse.tensorflow.private import keep_functions_with_compressors
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.training.compression import Algorithms, describe_recipe
+from horovod_sparse.training.compression import Algorithms
 from horovod_sparse.training.settings import PlannedOptions, Settings
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class SparseCompressor(WithState, Compressor):
         return tensor if ctx is None else tf.identity(ctx)
 
     def __repr__(self) -> str:
-        return describe_recipe(self.recipe)
+        return f"Compression.parse({self.recipe.describe()!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
@@ -206,7 +206,7 @@ class Compression(
 
     Example:
         >>> Compression.parse("exdyna:density=0.001"), Compression.parse("none") is Compression.none
-        (Compression.exdyna(density=0.001), True)
+        (Compression.parse('exdyna:density=0.001'), True)
     """
 
     none = hvd.Compression.none

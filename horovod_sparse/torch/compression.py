@@ -15,7 +15,7 @@ from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import construction_errors
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
-from horovod_sparse.training.compression import Algorithms, describe_recipe
+from horovod_sparse.training.compression import Algorithms
 
 
 class SparseCompressor(hvd.compression.Compressor):
@@ -126,7 +126,7 @@ class SparseCompressor(hvd.compression.Compressor):
             self._synchronizer.take_back(state)
 
     def __repr__(self) -> str:
-        return describe_recipe(self.recipe)
+        return f"Compression.parse({self.recipe.describe()!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
@@ -165,7 +165,7 @@ class Compression(
 
     Example:
         >>> Compression.parse("exdyna:density=0.001"), Compression.parse("none") is Compression.none
-        (Compression.exdyna(density=0.001), True)
+        (Compression.parse('exdyna:density=0.001'), True)
         >>> Compression.topk(densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,6 @@ from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError, warn_once
 from horovod_sparse.feedback import (
-    FEEDBACKS,
     BestFeedback,
     ErrorFeedback,
     MomentumCorrection,
@@ -118,21 +116,6 @@ def check_compression(given: object) -> None:
     example = f"{name if words else 'topk'}(density=0.1){words}"
     allowed = f"a sparsifier as Compression.{example}, its text, or a compressor of Horovod's as "
     raise ArgumentError("compression", given, allowed + "Compression.none")
-
-
-def describe_recipe(recipe: Recipe) -> str:
-    """Returns the call of `Compression` that makes a recipe, without arguments at their default."""
-    sparsifier, feedback = recipe.sparsifier, recipe.feedback
-    own = {item.name: item.default for item in dataclasses.fields(sparsifier)}
-    arguments = {name: getattr(sparsifier, name) for name in own}
-    shown = [
-        f"{name}={value!r}" for name, value in arguments.items() if name == "density" or value != own[name]
-    ]
-    names = [name for name, make in FEEDBACKS.items() if make() == feedback]
-    if names != ["error"]:
-        shown.append(f"feedback={(names[0] if names else feedback)!r}")
-    shown += [f"{name}={value!r}" for name, value in recipe.rules.arguments().items()]
-    return f"Compression.{sparsifier.name}({', '.join(shown)})"
 
 
 _log = logging.getLogger("horovod_sparse")

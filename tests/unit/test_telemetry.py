@@ -39,7 +39,7 @@ def test_means_follow_the_steps_and_can_start_anew():
     telemetry = Telemetry()
     assert telemetry.mean is None
     for number, selected in enumerate((10, 20, 60), start=1):
-        telemetry.add(StepReport.of(number, [bucket("a", 1000, selected, 2 * selected, None)], 0.1 * number))
+        telemetry.record(number, [bucket("a", 1000, selected, 2 * selected, None)], 0.1 * number)
     mean = telemetry.mean
     assert (mean.step, mean.num_selected, mean.density_union) == (3, 30, 0.06)
     assert mean.wait_seconds == pytest.approx(0.25)  # in the first one kernels are compiled
@@ -49,14 +49,16 @@ def test_means_follow_the_steps_and_can_start_anew():
     telemetry.reset()
     assert telemetry.mean is None
     assert telemetry.last.num_selected == 60
-    telemetry.add(telemetry.last)
+    telemetry.record(3, telemetry.last.buckets, 0.3)
     assert telemetry.mean.num_selected == 60
     assert telemetry.mean.wait_seconds == pytest.approx(0.3)
 
 
 def test_a_first_step_alone_an_unknown_norm_and_nothing_at_all():
-    telemetry = Telemetry()
+    telemetry = Telemetry(transport="MPI")
+    assert telemetry.summary() == "no step yet"
     telemetry.record(1, [bucket("a", 10, 1, 1, np.ones(2)), bucket("b", 10, 1, 1, None)], 0.5)
+    assert telemetry.summary().endswith("; pairs of ranks by MPI")
     assert telemetry.mean.wait_seconds == 0.5 and math.isnan(telemetry.last.global_error)
     report = StepReport.of(1, [], 0.0)
     assert (report.density_target, report.density_selected, report.density_union) == (0.0, 0.0, 0.0)
