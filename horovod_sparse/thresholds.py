@@ -221,12 +221,7 @@ RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
 
 
 def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
-    """A rule by its name, or the rule itself.
-
-    Example:
-        >>> threshold_rule("sketch")
-        Sketch(exponent=0.5, limit=16.0, memory=0.85)
-    """
+    """A rule by its name, or the rule itself."""
     if isinstance(rule, str):
         if rule not in RULES:
             raise UnknownNameError("threshold rule", rule, RULES)

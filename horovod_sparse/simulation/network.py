@@ -56,11 +56,6 @@ class AlphaBeta:
     Args:
         alpha_seconds: latency of one message.
         beta_seconds: time of one byte, the inverse of the bandwidth.
-
-    Example:
-        >>> gigabit = AlphaBeta(alpha_seconds=50e-6, beta_seconds=8e-9)
-        >>> round(gigabit.seconds(CollectiveCost(rounds=6, bytes_received=7_000_000)) * 1e3, 2)
-        56.3
     """
 
     alpha_seconds: float = 50e-6

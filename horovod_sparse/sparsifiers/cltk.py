@@ -28,10 +28,6 @@ class CLTK(Sparsifier):
 
     Source: ScaleCom (Chen et al., NeurIPS 2020), Algorithm 1, cyclic local top-k. Departure: plain
     error feedback, which is its low-pass filter of the residual with beta = 1.
-
-    Example:
-        >>> CLTK(density=0.01).rounds(4)
-        (<class 'horovod_sparse.collectives.Broadcast'>, <class 'horovod_sparse.collectives.AllReduce'>)
     """
 
     name: ClassVar[str] = "cltk"

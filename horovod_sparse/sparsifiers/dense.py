@@ -29,10 +29,6 @@ class Dense(Sparsifier):
     It stands where a sparsifier stands, so that dense parameters meet the same feedback (momentum
     correction, clipping), the same error for NaN and Inf, and the same checkpoint as the others. From a
     `WholeGradient` it sends the elements as they are.
-
-    Example:
-        >>> Dense().density
-        1.0
     """
 
     name: ClassVar[str] = "dense"

@@ -42,10 +42,6 @@ class DGC(SelectAndGather):
 
     Source: Lin et al., ICLR 2018. Departure: too many hits are cut by magnitude; the public program
     cuts them by position.
-
-    Example:
-        >>> DGC(density=0.001).sample_fraction
-        0.01
     """
 
     name: ClassVar[str] = "dgc"

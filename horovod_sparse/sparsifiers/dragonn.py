@@ -100,10 +100,6 @@ class DRAGONN(SelectAndGather):
     write comes last is drawn, not left to the device; empty slots are dropped by the sender and the
     message filled up to m, instead of sending -1 (the paper's decoder adds value 0 at index 0 for them:
     the same sum); m is given in multiples of k, since buckets differ in size.
-
-    Example:
-        >>> DRAGONN(density=0.01, slots_per_selected=0.5).describe()
-        'dragonn:density=0.01,slots_per_selected=0.5'
     """
 
     name: ClassVar[str] = "dragonn"

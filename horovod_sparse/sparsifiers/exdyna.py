@@ -162,10 +162,6 @@ class ExDyna(ExclusiveThreshold):
     Source: ExDyna (2024), Algorithms 1-5; constants from its public program. Departures: the sketch
     rule, the proportional move, n_b chosen from n and P for small buckets, and bounds that rest for P of
     every 16 P steps.
-
-    Example:
-        >>> ExDyna(density=0.001).describe()
-        'exdyna:density=0.001'
     """
 
     name: ClassVar[str] = "exdyna"

@@ -37,10 +37,6 @@ class GTopK(Sparsifier):
     Source: Shi et al., ICDCS 2019 (gTop-k S-SGD). Departures: any number of ranks, not powers of two
     only. The paper puts back what did not end in the global k, at the rank it came from; what was
     dropped on the way at an index that did end there is lost. Here it is not.
-
-    Example:
-        >>> len(GTopK(density=0.01).rounds(6))
-        6
     """
 
     name: ClassVar[str] = "gtopk"

@@ -39,10 +39,6 @@ class HardThreshold(SelectAndGather):
         density: k / n behind the guess.
 
     Source: Sahu et al., NeurIPS 2021 (hard-threshold sparsifier).
-
-    Example:
-        >>> HardThreshold(threshold=0.01).threshold
-        0.01
     """
 
     name: ClassVar[str] = "hard_threshold"

@@ -26,10 +26,6 @@ class MiCRO(ExclusiveThreshold):
 
     Source: MiCRO (HiPC 2023), Algorithm 1. Departures: the sketch rule; equal parts take the
     remainder one element each, as in the public program.
-
-    Example:
-        >>> MiCRO(density=0.01, threshold="paper").describe()
-        'micro:density=0.01,threshold=paper'
     """
 
     name: ClassVar[str] = "micro"

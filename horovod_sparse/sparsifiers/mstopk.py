@@ -35,10 +35,6 @@ class MSTopK(SelectAndGather):
     since counting looks only inside blocks whose maximum passes); once few elements pass the lower
     threshold they are collected, and the passes that are left count among them; the paper fills from a
     random place.
-
-    Example:
-        >>> MSTopK(density=0.01).num_passes
-        30
     """
 
     name: ClassVar[str] = "mstopk"

@@ -145,10 +145,6 @@ class OkTopk(Sparsifier):
     global threshold is found from magnitudes that travel with the counts, so that the rounds of every
     step are the same; a threshold of 0 (an all-zero gradient) is found anew in the next step; the
     paper always leaves with its rank what did not pass, where parts that cancel never meet.
-
-    Example:
-        >>> OkTopk(density=0.01).rounds(4) == (AllToAll, AllGather, AllToAll, AllGather)
-        True
     """
 
     name: ClassVar[str] = "oktopk"

@@ -142,10 +142,6 @@ class SIDCo(SelectAndGather):
     every magnitude, as it would for ever where they are nearly equal, the k largest are sent; and the
     direction in which M moves, since which way helps depends on the tail: a single exponential fit passes
     too many of a heavy one and too few of a Gaussian, and further stages mend both.
-
-    Example:
-        >>> SIDCo(density=0.001, distribution="pareto").describe()
-        'sidco:density=0.001,distribution=pareto'
     """
 
     name: ClassVar[str] = "sidco"

@@ -32,10 +32,6 @@ class SignSGD(Quantizer):
     2018, distributed training by majority vote. Departures: an element that is 0 has a sign; signs of the
     majority are multiplied by the mean of magnitudes, so that learning rates keep their meaning; means have
     24 bits, also for float64.
-
-    Example:
-        >>> SignSGD(group=512).describe()
-        'signsgd:density=1.0,group=512'
     """
 
     name: ClassVar[str] = "signsgd"

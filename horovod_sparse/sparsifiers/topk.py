@@ -24,10 +24,6 @@ class TopK(SelectAndGather):
 
     Source: Aji & Heafield 2017; Alistarh et al. 2018 (TopK-SGD); "TopkA" in SparDL. Selection is
     exact, by block maxima instead of sorting; ties go to the lowest index.
-
-    Example:
-        >>> TopK(density=0.25).density
-        0.25
     """
 
     name: ClassVar[str] = "topk"

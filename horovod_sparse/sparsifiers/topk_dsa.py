@@ -43,10 +43,6 @@ class TopkDSA(Sparsifier):
 
     Source: SparCML (Renggli et al., SC 2019), as "TopkDSA" in Ok-Topk and SparDL. The sizes decide for all
     ranks alike whether the sums travel dense.
-
-    Example:
-        >>> TopkDSA(density=0.01).describe()
-        'topk_dsa:density=0.01'
     """
 
     name: ClassVar[str] = "topk_dsa"

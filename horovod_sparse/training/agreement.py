@@ -185,12 +185,7 @@ def _digest(value: object) -> str:
 
 
 def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
-    """Returns what must be equal of every parameter, in words; devices may differ.
-
-    Example:
-        >>> model_of([ParameterFacts("weight", 6, shape=(2, 3))])
-        {'trained parameter weight': '6 elements of float32, shape [2, 3], group 0, density 0.0'}
-    """
+    """Returns what must be equal of every parameter, in words; devices may differ."""
     return {
         f"{_TRAINED} {item.name}": f"{item.num_elements} elements of {item.dtype}, "
         f"shape {list(item.shape)}, group {item.group}, density {item.density}"

@@ -118,13 +118,6 @@ class Settings:
     Raises:
         ArgumentError: for a value that is not allowed, of an argument or of the environment.
         UnknownNameError: for a name that there is not, with those that there are.
-
-    Example:
-        >>> Settings(on_nonfinite="skip").describe()["on_nonfinite"]
-        'skip'
-        >>> Settings(levels="hosts")
-        Traceback (most recent call last):
-        horovod_sparse.errors.UnknownNameError: unknown levels 'hosts': the known ones are flat, host
     """
 
     plan: Plan | None = None

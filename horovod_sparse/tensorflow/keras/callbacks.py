@@ -277,9 +277,6 @@ class TelemetryCallback(tf.keras.callbacks.Callback):
     """Puts what the last step of an epoch sent and held back into its logs: see `Telemetry.scalars`.
 
     So `History` has it, and callbacks behind this one: `TensorBoard`, `CSVLogger`, those of W&B and MLflow.
-
-    Example:
-        >>> callbacks = [TelemetryCallback(), tf.keras.callbacks.TensorBoard("logs")]
     """
 
     def __init__(self, prefix: str = "sparse/") -> None:
@@ -310,9 +307,6 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
 
     Raises:
         ArgumentError: for another `save_freq`.
-
-    Example:
-        >>> callbacks = [CheckpointCallback("checkpoints", save_freq=500)]
     """
 
     def __init__(
