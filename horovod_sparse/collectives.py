@@ -11,7 +11,7 @@ sources, receivers) and what comes back are counted among these.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -114,7 +114,7 @@ Synchronization: TypeAlias = Generator[Request, Any, Result]
 
 
 def shared_lines(value: Any) -> Synchronization[list[Any]]:
-    """What every rank gave, in rank order: numbers, strings, None, and lists and dicts of them.
+    """Returns the values of all ranks, in rank order: numbers, strings, None, and lists and dicts of them.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
@@ -128,7 +128,7 @@ def shared_lines(value: Any) -> Synchronization[list[Any]]:
 
 
 def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
-    """Which of n elements are a rank's, where all ranks share them: the first n mod P ranks have one more.
+    """Returns a rank's share [start, stop) of n elements: the first n mod P ranks have one more.
 
     Example:
         >>> [part(5, rank, 3) for rank in range(3)]
@@ -139,20 +139,24 @@ def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
     return start, start + least + (rank < more)
 
 
-def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronization[Result]:
-    """A coroutine whose requests go to the ranks of a level.
+def alone(request: Request) -> Synchronization[Any]:
+    return (yield request)
 
-    Example:
-        >>> def one():
-        ...     return (yield AllGather(np.zeros(1, np.int32)))
-        >>> next(at_level(one(), "across")).level
-        'across'
-    """
-    result: Any = None
+
+def translated(
+    coroutine: Synchronization[Result], carry: Callable[[Request], Synchronization[Any]]
+) -> Synchronization[Result]:
+    """Runs a coroutine; `carry` makes of each of its requests a coroutine that returns the answer."""
+    answer: Any = None
     while True:
         try:
-            request = coroutine.send(result)
+            request = coroutine.send(answer)
         except StopIteration as stop:
-            finished: Result = stop.value
-            return finished
-        result = yield replace(request, level=level)
+            result: Result = stop.value
+            return result
+        answer = yield from carry(request)
+
+
+def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronization[Result]:
+    """Runs a coroutine whose requests go to the ranks of a level."""
+    return translated(coroutine, lambda request: alone(replace(request, level=level)))

@@ -18,7 +18,7 @@ _SLEEP_SECONDS = 20e-6
 
 
 def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
-    """A collective as messages between pairs: as many bytes as a ring moves, sums of the same bits on all."""
+    """Carries a collective by messages between pairs: a ring's bytes, and sums of the same bits on all."""
     if isinstance(request, collectives.Exchange):
         return (yield request)
     others = tuple(peer for peer in range(size) if peer != rank)
@@ -49,7 +49,7 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
 
 
 def _like(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) -> np.ndarray:
-    """A message as numbers; NumPy would take one that is too short for each of those that are expected."""
+    """Reads a message as numbers; refuses one of another length, which NumPy might broadcast."""
     words = arrived[peer]
     if words.nbytes != expected.nbytes:
         raise CollectiveMismatchError(
@@ -60,39 +60,45 @@ def _like(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) ->
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
-    """A synchronization whose requests of single levels are messages between pairs: no process sets."""
-    answer: Any = None
-    while True:
-        try:
-            request = coroutine.send(answer)
-        except StopIteration as stop:
-            return stop.value
+    """Runs a coroutine whose requests of single levels become messages between pairs: no process sets."""
+
+    def carried(request: Request) -> Synchronization[Any]:
         if request.level == "all":
-            answer = yield request
-        else:
-            answer = yield from among(request, topology.group(request.level, rank), rank)
+            return collectives.alone(request)
+        return among(request, topology.group(request.level, rank), rank)
+
+    return collectives.translated(coroutine, carried)
 
 
 def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
-    """What comes back for a request among some ranks, by exchanges among all; none, where it is one."""
+    """Carries a request among some ranks by exchanges among all; by none, where it is one rank."""
     places = {peer: number for number, peer in enumerate(ranks)}
-    steps = by_exchanges(replace(request, level="all"), places[rank], len(ranks))
-    answer: Any = None
-    while True:
-        try:
-            exchange: Any = steps.send(answer)
-        except StopIteration as stop:
-            return stop.value
+
+    def carried(exchange: Any) -> Synchronization[Any]:
         if len(ranks) == 1:
-            answer = {peer: exchange.sends[peer].copy() for peer in exchange.sources}
-            continue
+            return answer_alone(exchange)
         sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
         arrived = yield collectives.Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
-        answer = {places[peer]: words for peer, words in arrived.items()}
+        return {places[peer]: words for peer, words in arrived.items()}
+
+    steps = by_exchanges(replace(request, level="all"), places[rank], len(ranks))
+    return collectives.translated(steps, carried)
+
+
+def answer_alone(request: Request) -> Any:
+    """Returns the answer to a rank that is all ranks; a part of a gradient is read only, so it is no copy."""
+    if isinstance(request, collectives.Exchange):
+        return {peer: request.sends[peer].copy() for peer in request.sources}
+    if isinstance(request, collectives.AllToAll):
+        return [buffer.copy() for buffer in request.buffers]
+    buffer: Any = request.buffer
+    if isinstance(request, collectives.ReduceScatter):
+        return buffer
+    return buffer.clone() if hasattr(buffer, "clone") else buffer.copy()  # a tensor's copy is a clone
 
 
 def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
-    """The kinds of request that `over_hosts` yields for a bucket of two levels, from those among hosts."""
+    """Returns the kinds of request that `over_hosts` yields for a bucket of two levels."""
     inside = 2 if topology.per_host > 1 else 0
     between = (
         sum(2 if kind is collectives.AllReduce else 1 for kind in rounds) if topology.num_hosts > 1 else 0
@@ -101,13 +107,13 @@ def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tu
 
 
 def as_alltoall(request: collectives.Exchange, size: int) -> list[np.ndarray]:
-    """For every rank its message, most of them empty: Horovod has no send."""
+    """Returns a message for every rank, most of them empty: Horovod has no send."""
     nothing = np.empty(0, np.int32)
     return [request.sends.get(peer, nothing) for peer in range(size)]
 
 
 def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """The messages of an exchange by source, of those of all ranks, most of which are empty."""
+    """Returns the messages of an exchange by source, from those of all ranks, most of which are empty."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return awaited(came, request.sources, whose)
 
@@ -125,10 +131,10 @@ class Handle(Protocol):
     """A collective under way."""
 
     def done(self) -> bool | None:
-        """Whether `result` returns at once; None where the library below was shut down since."""
+        """True if `result` returns at once; None if the library below was shut down since."""
 
     def result(self) -> Any:
-        """What comes back for the request; waits for it. May be asked once."""
+        """Waits for the answer to the request, and returns it; called once."""
 
 
 class Rounds:
@@ -166,11 +172,7 @@ class Rounds:
         return self._answer
 
 
-def alone(request: Request) -> Synchronization[Any]:
-    return (yield request)
-
-
 def known(answer: Any) -> Synchronization[Any]:
-    """A synchronization that asks for nothing."""
+    """Returns an answer without a request."""
     yield from ()
     return answer

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse import collectives
-from horovod_sparse.carriers.exchanges import as_alltoall, inbox, over_hosts
+from horovod_sparse.carriers.exchanges import answer_alone, as_alltoall, inbox, over_hosts
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
@@ -169,7 +169,7 @@ def carry_out_together(
     def execute(request: Request) -> Any:
         kind = type(request)
         if place[1] == 1:
-            return _alone(request)
+            return answer_alone(request)
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
         buffer, splits = to_wire(request, value_dtype, place)
         run = partial(carry_out, kind, buffer, splits, f"{name}.{kind.__name__}", process_set)
@@ -203,18 +203,10 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
     return given[0]
 
 
-def _alone(request: Request) -> Any:
-    if isinstance(request, collectives.Exchange):
-        return {peer: request.sends[peer].copy() for peer in request.sources}
-    if isinstance(request, collectives.AllToAll):
-        return [buffer.copy() for buffer in request.buffers]
-    return request.buffer.copy()
-
-
 def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
     """Runs a coroutine when ranks see gradients first; alone in elastic training, and with one rank."""
     if process_set.size() == 1 or is_elastic():
-        return engine.carry_out(coroutine, _alone)
+        return engine.carry_out(coroutine, answer_alone)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
     return carry_out_together(coroutine, process_set, name, looks=True)
 

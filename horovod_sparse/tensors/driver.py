@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from horovod_sparse.carriers.exchanges import Handle
-from horovod_sparse.collectives import AllToAll, Exchange, ReduceScatter, Request, Synchronization
+from horovod_sparse.carriers.exchanges import Handle, answer_alone
+from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import Task
@@ -25,18 +25,6 @@ _SPIN_SECONDS, _SLEEP_SECONDS = 50e-6, 20e-6
 _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 0.1, 1e-3
 #: How long collectives in flight get to end after one of them has failed.
 _DRAIN_SECONDS = 1.0
-
-
-def answer_alone(request: Request) -> Any:
-    """What comes back where one rank is all; a part of a gradient is read only, so it is no copy."""
-    if isinstance(request, Exchange):
-        return {peer: request.sends[peer].copy() for peer in request.sources}
-    if isinstance(request, AllToAll):
-        return [buffer.copy() for buffer in request.buffers]
-    buffer: Any = request.buffer
-    if isinstance(request, ReduceScatter):
-        return buffer
-    return buffer.clone() if hasattr(buffer, "clone") else buffer.copy()  # a tensor's copy is a clone
 
 
 class Driver:

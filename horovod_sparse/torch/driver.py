@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from horovod_sparse import collectives
-from horovod_sparse.carriers.exchanges import Handle, Rounds, alone, among, as_alltoall, inbox, known
+from horovod_sparse.carriers.exchanges import Handle, Rounds, among, answer_alone, as_alltoall, inbox, known
 from horovod_sparse.carriers.mpi import MpiCarrier, transport_asked, why_not_mpi
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError, warn_once
-from horovod_sparse.tensors.driver import Driver, answer_alone
+from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
@@ -243,7 +243,7 @@ def carry_out_together(
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()
-        task = driver.start(f"{name}.{type(request).__name__}", alone(request))
+        task = driver.start(f"{name}.{type(request).__name__}", collectives.alone(request))
         if note_start is not None:
             note_start(time.perf_counter() - started)
         driver.wait([task], meanwhile)
