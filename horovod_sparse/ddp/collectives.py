@@ -273,6 +273,8 @@ class Communicator:
 
     def __init__(self, carrier: Carrier, deadline: Deadline) -> None:
         self._shared, self._deadline = _Shared(carrier), deadline
+        #: goes before names: a process may train several models, whose ranks must not wait crosswise
+        self.label = ""
         #: seconds that `wait` waited for other ranks and the network, ever
         self.idle_seconds = 0.0
         thread = threading.Thread(target=_work, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
@@ -306,7 +308,7 @@ class Communicator:
         carried = shared.carried_seconds()
         while (pending := self._pending(awaited)) is not None:
             try:
-                self._deadline.check(time.perf_counter() - since, pending.name, 0)
+                self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
             except DeadlineError as error:
                 shared.failure = error  # of whatever is waited for next
                 raise

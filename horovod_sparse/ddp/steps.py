@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+import logging
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,18 @@ from horovod_sparse.training.engine import Facts, PartSpec, carry_out
 from horovod_sparse.training.outcome import worst
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Schedule
+
+_log = logging.getLogger("horovod_sparse")
+
+#: by model; a hook of the model that held them would go into its copies
+_attached: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def _before_loading(model: torch.nn.Module, *_: Any) -> None:
+    """Takes moves back before parameters are replaced; moves of a checkpoint belong to the new ones."""
+    for sync in _attached.get(model, ()):
+        if sync.is_agreed:
+            sync.roll_back()
 
 
 class _Engine(DistributedEngine):
@@ -96,10 +111,29 @@ class Synchronized(Binding):
             mesh = shards[0].device_mesh
             engine.shard = mesh.get_local_rank(), mesh.size()
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
+        inner = getattr(model, "_orig_mod", model)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        if inner not in _attached:
+            _attached[inner] = weakref.WeakSet()
+            inner._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+        _attached[inner].add(self)
+
+    def _before_saving(self, optimizer: Any) -> None:
+        super()._before_saving(optimizer)
+        moved = self.size > 1 and any(part.moves.moves for part in self.parts)
+        if optimizer is not None and self._hidden is None and moved:
+            _log.warning(
+                "saving an optimizer while ranks differ (every > 1 or delay > 0): save model and optimizer "
+                "within `with sync.common():`, or torch.distributed.checkpoint makes a patchwork of ranks"
+            )
 
     @property
     def starter(self) -> Communicator:
         return self.engine.running()
+
+    def agree(self) -> None:
+        super().agree()
+        self.starter.label = self.label
 
     def of_all(self, failures: list[BaseException]) -> list[BaseException]:
         if self._within is None:
@@ -135,22 +169,33 @@ def _plain(name: str) -> str:
     return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
-def silence(model: torch.nn.Module) -> None:
-    """Leaves gradients on their ranks: no DistributedDataParallel within a model synchronizes any more."""
-    for inner in model.modules():
-        if isinstance(inner, DistributedDataParallel):
-            if inner._comm_hooks:
-                raise UnsupportedError(
-                    "the model has a communication hook, which synchronizes gradients: attach to a "
-                    "DistributedDataParallel without one"
-                )
-            inner.require_backward_grad_sync = inner.require_forward_param_sync = False
+def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Every DistributedDataParallel in a model, or around it: trainers give their callbacks the inner one."""
+    within = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    if within or not dist.is_initialized():
+        return within
+    alive = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    own = set(map(id, model.parameters()))
+    whole = [one for one in alive if "module" in one._modules]
+    return [one for one in whole if not own.isdisjoint(map(id, one.parameters()))]
 
 
-def group_of(model: torch.nn.Module, replicas: Any) -> dist.ProcessGroup | None:
+def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Leaves gradients on their ranks: none of these synchronizes any more."""
+    for one in wrappers:
+        if one._comm_hooks:
+            raise UnsupportedError(
+                "the model has a communication hook, which synchronizes gradients: attach to a "
+                "DistributedDataParallel without one"
+            )
+        one.require_backward_grad_sync = one.require_forward_param_sync = False
+
+
+def group_of(
+    model: torch.nn.Module, wrapped: Sequence[DistributedDataParallel], replicas: Any
+) -> dist.ProcessGroup | None:
     """The ranks that have the same parameters: given, or those of the model's DistributedDataParallel."""
     sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]
-    wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     if wrapped and replicas is not None:
         raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
     group = replicas if isinstance(replicas, dist.ProcessGroup) else None

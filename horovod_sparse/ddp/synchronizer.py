@@ -18,7 +18,7 @@ from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, told_to_others
 from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
-from horovod_sparse.ddp.steps import Synchronized, group_of, silence
+from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import unwrapped
@@ -328,9 +328,10 @@ def _attached_steps(
         allowed = 'the one that trains the model: attach(model, "best", optimizer)'
         raise ArgumentError("optimizer", optimizer, allowed)
     recipe = dataclasses.replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
-    group = group_of(model, replicas)
+    wrappers = wrappers_of(model)
+    group = group_of(model, wrappers, replicas)
     made = Synchronized(model, recipe, optimizer, group, settings, schedule)
-    silence(model)
+    silence(wrappers)
     return made
 
 

@@ -252,6 +252,8 @@ class Bucket:
         self._before = self.state, self._progress.leans
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
+        if sum_.notes.norms is not None:
+            self._check_steps(sum_.notes.steps)
         overflow = self.received(sum_, report, scale)
         if sum_.notes.first_nonfinite or overflow is not None:
             self.abandon()
@@ -265,7 +267,6 @@ class Bucket:
         report.num_received = len(sum_.values)
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:
-            self._check_steps(sum_.notes.steps)
             if self._alikeness is not None and sum_.notes.leans.any():
                 learned = self._alikeness.learned(self._progress.leans, sum_.notes.leans)
                 self._progress = dataclasses.replace(self._progress, leans=learned)

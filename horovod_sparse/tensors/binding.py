@@ -6,7 +6,9 @@ over parameters without a gradient. The gradients come back after its step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -173,10 +175,22 @@ class StepBucket(common.BucketPart):
     def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
         return unshaped(values, local(self.parameters.parameters[number]))
 
-    def views(self, number: int) -> list[torch.Tensor]:
-        """Residual and companions of a parameter, in its shape: the very memory that passes change."""
-        like = local(self.parameters.parameters[number])
-        return [view_into(one, one.storage_offset(), like) for one in self._flat_memory(number)]
+    def view(self, number: int, memory: Any) -> torch.Tensor:
+        """A parameter's part of the bucket's residual or of a companion, in its shape: no copy."""
+        parameter: Any = self.parameters.parameters[number]
+        one = torch.as_tensor(memory)[slice(*self.places[number])]
+        view = view_into(one, one.storage_offset(), local(parameter))
+        if not hasattr(parameter, "device_mesh"):
+            return view
+        from torch.distributed.tensor import DTensor
+
+        given = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(view, parameter.device_mesh, parameter.placements, **given)
+
+
+def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
+    """Returns copies of the states of parameters that have been trained."""
+    return {one: dict(state) for one, state in states.items() if set(state) & {*MOMENTS_NAMES, RESIDUAL}}
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -233,11 +247,16 @@ class Binding(Steps):
         self.ages: dict[str, int] = {}
         #: what was loaded into the optimizer, by parameter, until there are parts
         self._loaded: dict[torch.Tensor, Mapping[str, Any]] = {}
+        #: this rank's moves by part, while common parameters are shown
+        self._hidden: list[Any] | None = None
         self._loss_scale = 1.0
         #: what a loss scaler has told the optimizer for this step
         self._told_by_scaler: tuple[Any, ...] = (None, None)
         super().__init__(engine, recipe, settings, schedule, averaged)
-        if (former := getattr(optimizer, "_horovod_sparse", None)) is not None:
+        former = getattr(optimizer, "_horovod_sparse", None)
+        # a trainer may have loaded before, and plain PyTorch may have trained
+        self._loaded = _with_moments(optimizer.state if former is None else former.copied()["state"])
+        if former is not None:
             former.detach()  # the one that was made last has the optimizer
         optimizer._horovod_sparse = self
         self._handles = [
@@ -250,19 +269,34 @@ class Binding(Steps):
             optimizer.register_load_state_dict_pre_hook(self._before_loading),
             optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
+        # other hooks on what a step has done come behind it
+        optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)
         # a state that is empty has torch.distributed.checkpoint step the optimizer
         for one in self._trained():
             optimizer.state[one].setdefault("step", torch.tensor(0.0))
+            optimizer.state[one].pop("exp_avg", None)
+        # copies and pickles have no hooks: PyTorch's own step has to find its state there
+        optimizer.__getstate__ = self.copied
         # a loss scaler leaves a step to who can do without it, and so every rank enters every exchange
         optimizer._step_supports_amp_scaling = True
 
     def detach(self) -> None:
-        """Leaves the optimizer as it was before."""
+        """Leaves the optimizer to PyTorch, with second moments or velocity."""
         for handle in self._handles:
             handle.remove()
         self.roll_back()
-        self.optimizer.__dict__.pop("_horovod_sparse", None)
-        self.optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+        self.optimizer.state = self.copied()["state"]
+        for state in self.optimizer.state.values():
+            state.pop(RESIDUAL, None)
+            state.pop(LEANS, None)
+        for name in ("_horovod_sparse", "_step_supports_amp_scaling", "__getstate__"):
+            self.optimizer.__dict__.pop(name, None)
+
+    def copied(self) -> dict[str, Any]:
+        """Returns what a copy of the optimizer has: enough for PyTorch's own step, and for `attach`."""
+        self._before_saving(None)
+        state = self._completed(_with_moments(self.optimizer.state))
+        return {**type(self.optimizer).__getstate__(self.optimizer), "state": defaultdict(dict, state)}
 
     # a step of the optimizer
 
@@ -270,22 +304,24 @@ class Binding(Steps):
         return (one for group in self.optimizer.param_groups for one in group["params"])
 
     @torch._disable_dynamo
-    def _before(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Runs a closure, and takes the gradients away."""
+    def _before(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Has the optimizer call `_take` first, which stands behind all hooks that look at gradients."""
         given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-        changed = None
-        if given is not None:
-            with torch.enable_grad():
-                loss = given()
-            others = {name: one for name, one in named.items() if name != "closure"}
-            changed = (optimizer, lambda: loss), others
-        self._told_by_scaler = tuple(getattr(optimizer, name, None) for name in _BY_SCALER)
+        others = {name: one for name, one in named.items() if name != "closure"}
+        return (arguments[0], partial(self._take, given)), others
+
+    @torch._disable_dynamo
+    def _take(self, closure: Callable[[], Any] | None) -> Any:
+        """Runs a closure, and takes the gradients away."""
+        loss = None if closure is None else closure()
+        # read here: hooks may change gradients until now
+        self._told_by_scaler = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
         if self.is_scaled:  # some optimizers of PyTorch refuse these where they have no gradients
-            optimizer.found_inf = optimizer.grad_scale = None
+            self.optimizer.found_inf = self.optimizer.grad_scale = None
         self._gradients = {one: one.grad for one in self._trained()}
         for one in self._gradients:
             one.grad = None
-        return changed
+        return loss
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -304,6 +340,11 @@ class Binding(Steps):
                 one.grad = gradient
             self._gradients = {}
 
+    def finish(self) -> None:
+        for part in self.parts:
+            part.prepare()  # there are no gradients: nothing of this rank is sent any more
+        super().finish()
+
     # the optimizer's own state
 
     def build(self, plan: Plan) -> None:
@@ -314,12 +355,15 @@ class Binding(Steps):
     def _expose(self) -> None:
         """Second moment or velocity, under PyTorch's name, and residual: in the optimizer's state."""
         for part in self.parts:
+            memory = part.bucket.accumulator.memory()
             names = RESIDUAL, MOMENTS[part.bucket.recipe.feedback.text_name]
             for number, parameter in enumerate(part.parameters.parameters):
-                state = self.optimizer.state[parameter]
-                state.update(zip(names, part.views(number), strict=False))
+                views = [part.view(number, one) for one in memory]
+                self.optimizer.state[parameter].update(zip(names, views, strict=False))
 
     def _before_saving(self, _: Any) -> None:
+        if not self.facts:  # torch.distributed.checkpoint loads into what it finds here
+            self.meet()
         for part in self.parts:
             leans = torch.tensor(part.bucket.progress.leans, dtype=torch.float64)
             for number, one in enumerate(part.parameters.parameters):
@@ -327,35 +371,58 @@ class Binding(Steps):
                 self.optimizer.state[one].update(told)
 
     def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
-        """Adds the first moment, of zeros, for an optimizer that goes on without this package.
+        order = [number for group in saved["param_groups"] for number in group["params"]]
+        moved = dict(zip(self._trained(), order, strict=True))
+        saved["state"] = self._completed(saved["state"], moved)
 
-        Second moments are as old as their own parameter there.
+    def _completed(
+        self, states: Mapping[Any, Mapping[str, Any]], keys: Mapping[torch.Tensor, Any] | None = None
+    ) -> dict[Any, dict[str, Any]]:
+        """Returns copies of states that an optimizer goes on from without this package.
+
+        The first moment is zeros, and second moments are as old as their own parameter. The residual of
+        common parameters has what this rank has moved.
         """
-        if self._kind not in (torch.optim.Adam, torch.optim.AdamW):
-            return
-        older = {
-            parameter: part.older(number)
-            for part in self.parts
-            for number, parameter in enumerate(part.parameters.parameters)
-        }
-        # the dictionaries in it are the optimizer's own
-        for number, one in enumerate(self._trained()):
-            state = saved["state"].get(number, {})
-            if (moment := state.get("exp_avg_sq")) is not None:
-                moment = moment if older[one] == 1.0 else moment / older[one]
-                saved["state"][number] = {**state, "exp_avg_sq": moment, "exp_avg": torch.zeros_like(moment)}
+        found = {key: dict(state) for key, state in states.items()}
+        hidden = self._hidden or [()] * len(self.parts)
+        for part, moved in zip(self.parts, hidden, strict=True):
+            residual = torch.as_tensor(part.bucket.accumulator.memory()[0])
+            residual = residual.clone() if moved else residual
+            for indices, values in moved:
+                where = torch.as_tensor(indices).to(residual.device).long()
+                residual.index_add_(0, where, torch.as_tensor(values).to(residual))
+            for number, parameter in enumerate(part.parameters.parameters):
+                state = found[parameter if keys is None else keys[parameter]]
+                state[RESIDUAL] = part.view(number, residual)
+                if self._kind in (torch.optim.Adam, torch.optim.AdamW):
+                    older, moment = part.older(number), state["exp_avg_sq"]
+                    state["exp_avg_sq"] = moment if older == 1.0 else moment / older
+                    state["exp_avg"] = torch.zeros_like(moment)
+        return found
+
+    @contextlib.contextmanager
+    def common(self) -> Iterator[None]:
+        """Shows the common parameters, which are equal on all ranks; needs no other rank."""
+        before, now = self._hidden, [part.moves.pending() for part in self.parts]
+        self._hidden = now if before is None else before
+        try:
+            with super().common():
+                yield
+        finally:
+            self._hidden = before
 
     def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
         # PyTorch casts what it loads to the parameters' type
-        self._uncast = dict(saved["state"])
+        self._uncast = saved
 
     def _after_loading(self, _: Any) -> None:
         """Goes on from second moments and residual that any trainer has saved, or PyTorch's optimizer."""
-        loaded = dict(zip(range(len(self._uncast)), self._uncast.values(), strict=True))
-        trained = list(self._trained())
-        self._loaded = {trained[number]: loaded[number] for number in loaded if number < len(trained)}
-        self._uncast = {}
-        for one in trained:
+        saved, self._uncast = self._uncast, {}
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        of_parameter = dict(zip(self._trained(), numbers, strict=True))
+        states = saved["state"]
+        self._loaded = {one: states[number] for one, number in of_parameter.items() if number in states}
+        for one in of_parameter:
             self.optimizer.state[one].pop("exp_avg", None)
         if self.parts:
             self._take_over()
@@ -373,16 +440,17 @@ class Binding(Steps):
             steps = max(ages)
             self.ages.update(zip(part.names, ages, strict=True))
             leans = next((one[LEANS].tolist() for one in states if LEANS in one), (0.0, 0.0))
-            part.restart(Progress(steps, leans=tuple(leans)))
-            self.step = max(self.step, steps // self.schedule.every)
             names = RESIDUAL, MOMENTS[part.bucket.recipe.feedback.text_name]
             filled = part.blank()
             for name, into in zip(names, filled, strict=False):
                 for number, state in enumerate(states):
                     if name in state:
                         into[slice(*part.places[number])] = part.flat(number, local(state[name]).cpu())
-                        if name != RESIDUAL:
-                            into[slice(*part.places[number])] *= part.older(number)
+            part.restart(Progress(steps, leans=tuple(leans)))  # clears what `states` may be views of
+            self.step = max(self.step, steps // self.schedule.every)
+            for moments in filled[1:]:
+                for number, place in enumerate(part.places):
+                    moments[slice(*place)] *= part.older(number)
             part.assign(filled)
         self._agreed_under = None
         self._expose()

@@ -85,6 +85,8 @@ class OwnMoves:
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
+        #: parameters where the last move was, after a pass
+        self._left: Any = None
         #: numbers of moves and messages that were in flight in a checkpoint
         self._resumed: deque[tuple[int, np.ndarray]] = deque()
 
@@ -109,7 +111,19 @@ class OwnMoves:
         report.facts.update(facts)
         self._report = report
 
+    def note(self) -> None:
+        """Reads what `was_edited` compares; called after a pass."""
+        self._left = self._parameters.take(self.moves[-1].indices) if self.moves else None
+
+    def was_edited(self) -> bool:
+        """True if somebody else has changed parameters since: putting back would undo that in part."""
+        if self._left is None:
+            return False
+        now = self._parameters.take(self.moves[-1].indices)
+        return not all(bool((one == other).all()) for one, other in zip(self._left, now, strict=True))
+
     def _move(self, indices: Indices, values: Values) -> None:
+        self._left = None
         self.moves.append(Move(indices, values, self._parameters.take(indices)))
         self._parameters.subtract(indices, values)
 
@@ -173,6 +187,12 @@ class OwnMoves:
         for move in later:
             self._move(move.indices, move.values)
 
+    def pending(self) -> list[tuple[Indices, Values]]:
+        """Returns positions and values that this rank has moved and no mean has replaced."""
+        sent = [(one.own.indices, one.own.values) for one in self.in_flight if one.own.values is not None]
+        later = self.moves[sum(one.num_moves for one in self.in_flight) :]
+        return sent + [(one.indices, one.values) for one in later]
+
     def _return(self, exchange: Exchange) -> None:
         sent = exchange.own.values
         if sent is not None:
@@ -188,29 +208,29 @@ class OwnMoves:
     def _undo(self) -> None:
         for move in reversed(self.moves):
             self._parameters.put(move.indices, move.before)
-        self.moves = []
+        self.moves, self._left = [], None
 
     def roll_back(self) -> None:
         """Takes everything back that no mean has replaced: parameters are the common ones."""
-        moves, exchanges = self.moves, list(self.in_flight)
+        pending = self.pending()
         self._undo()
         self.in_flight.clear()
         self._resumed.clear()
-        for exchange in exchanges:
-            self._return(exchange)
-        for move in moves[sum(one.num_moves for one in exchanges) :]:
-            self._bucket.accumulator.add(move.indices, move.values)
+        for indices, values in pending:
+            self._bucket.accumulator.add(indices, values)
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
         """Shows the common parameters; this rank's moves come back afterwards."""
-        moves = self.moves
+        moves, noted = self.moves, self._left is not None
         self._undo()
         try:
             yield
         finally:
             for move in moves:
                 self._move(move.indices, move.values)
+            if noted:
+                self.note()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
         """Returns moves and messages in flight for a checkpoint."""

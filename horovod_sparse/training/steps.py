@@ -24,7 +24,7 @@ import numpy as np
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import AllGather, AllReduce, Synchronization
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.engine import Engine, Starter, Task
@@ -200,7 +200,14 @@ class Steps(Training):
         self.agree()
         idle = self.starter.idle_seconds
         if self.schedule.moves_alone:
+            if any(part.moves.was_edited() for part in self.parts):
+                raise UnsupportedError(
+                    "parameters were changed between two steps while moves of this rank stand in them "
+                    "(every > 1 or delay > 0): change them on all ranks within `with sync.common():`"
+                )
             self._move_alone(overflowed)
+            for part in self.parts:
+                part.moves.note()
         else:
             self._move_together(idle, overflowed)
         if self.step >= self.drift.next_step:
@@ -238,6 +245,7 @@ class Steps(Training):
         words[:3] = self.step + len(self._in_flight), facts.bad, facts.finishing
         for number in facts.present:
             words[3 + number // 32] |= np.int32(np.uint32(1 << number % 32).view(np.int32))
+        words = np.append(words, np.array(facts.shrink).view(np.int32))
         facts.task = self.starter.start(f"{name}.facts", _all_gathered(words))
         if self._averaged is not None and (own := self._averaged.read()).size:
             facts.averaged = own, self.starter.start(f"{name}.averaged", _mean(own))
@@ -251,9 +259,11 @@ class Steps(Training):
         if bad := {rank: names[mark - 1] for rank, mark in enumerate(heads[:, 1].tolist()) if mark}:
             raise NonFiniteGradientError(next(iter(bad.values())), bad)
         bits = np.bitwise_or.reduce(heads[:, 3:].view(np.uint32), axis=0)
+        # a rank that has had fewer batches shrinks parameters as often as the others
+        shrink = np.ascontiguousarray(heads[:, -2 * len(self.parts) :]).view(np.float64).min(axis=0)
         shrunk: list[dict[float, list[int]]] = []
         first = 0
-        for part, factor in zip(self.parts, facts.shrink, strict=True):
+        for part, factor in zip(self.parts, shrink.tolist(), strict=True):
             here = [
                 number
                 for number in range(len(part.names))
@@ -272,11 +282,20 @@ class Steps(Training):
                 "often, and end its training with finish()"
             )
 
-    def _move_together(self, idle_before: float, overflowed: bool) -> None:
-        """every=1, delay=0: the sum over ranks of what each has selected is applied in this pass."""
-        facts = _Facts(present=self._present(), shrink=[part.shrink for part in self.parts])
+    def _move_together(self, idle_before: float, overflowed: bool, finishing: bool = False) -> bool:
+        """every=1, delay=0: the sum over ranks of what each has selected is applied in this pass.
+
+        True if all ranks finish: then there is nothing to sum up.
+        """
+        shrink = [part.shrink for part in self.parts]
+        facts = _Facts(present=self._present(), shrink=shrink, finishing=finishing)
         tasks: list[Task] = []
         self._begin_facts(facts, "pass")
+        if finishing:
+            self._wait(facts, [])
+            if self._heard(facts)[1]:
+                self._average(facts)
+                return True
         for part in self.parts:
             report = self._fold(part)
             tasks.append(self.starter.start(part.label, part.bucket.synchronize(report, 1.0 / self.size)))
@@ -288,7 +307,7 @@ class Steps(Training):
         failures = self.of_all([task.error for task in tasks if task.error is not None])
         if failures:
             self._refuse(failures, overflowed)
-            return
+            return False
         shrunk, _ = self._heard(facts)
         scale, reports = 1.0 / self.size, []
         for part, task, factors in zip(self.parts, tasks, shrunk, strict=True):
@@ -304,6 +323,7 @@ class Steps(Training):
         self._average(facts)
         self.step += 1
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
+        return False
 
     def _wait(self, facts: _Facts, tasks: Sequence[Task]) -> None:
         """Waits for an exchange; what parts raise stays in their tasks."""
@@ -420,6 +440,9 @@ class Steps(Training):
             self._average(facts)
             self.step += 1
             self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle)
+            for part, total in zip(self.parts, totals, strict=True) if all_finishing else ():
+                for _ in range(part.bucket.state.step, int(max(total.notes.steps, default=0))):
+                    part.bucket.skip()  # a rank that has had fewer batches goes on with the others
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:
@@ -474,9 +497,13 @@ class Steps(Training):
 
         A rank that has taken fewer steps meets the others' exchanges until they finish, too.
         """
-        if not self.schedule.moves_alone or not self.parts:
+        if not self.parts:
             return
         self.agree()
+        if not self.schedule.moves_alone:
+            while not self._move_together(self.starter.idle_seconds, False, finishing=True):
+                pass
+            return
         while True:
             self._land(0)  # statistics that are averaged next are the last then
             self._begin_exchange(finishing=True)

@@ -22,45 +22,11 @@ from horovod_sparse.errors import (
     StateMismatchError,
     UnsupportedError,
 )
+from support.passes import STEPS, adamw, backward, batches, flat, net_of, train
 from support.replicas import same_on_all_replicas
 
 SCHEDULES = [(1, 0), (1, 1), (1, 3), (4, 0), (3, 1)]
 schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
-STEPS = 16
-
-
-def net_of(seed: int = 0) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
-
-
-def batches(rank: int, count: int = STEPS):
-    generator = torch.Generator().manual_seed(17 + rank)
-    for _ in range(count):
-        inputs = torch.randn(8, 12, generator=generator)
-        yield inputs, torch.sin(3 * inputs[:, :3])
-
-
-def backward(net, batch) -> torch.Tensor:
-    net.zero_grad()
-    loss = mse_loss(net(batch[0]), batch[1])
-    loss.backward()
-    return loss
-
-
-def train(net, optimizer, rank, count: int = STEPS, each=lambda step: None) -> None:
-    for step, batch in enumerate(batches(rank, count)):
-        backward(net, batch)
-        optimizer.step()
-        each(step)
-
-
-def flat(net) -> torch.Tensor:
-    return torch.cat([one.detach().reshape(-1) for one in net.parameters()])
-
-
-def adamw(net, **more):
-    return torch.optim.AdamW(net.parameters(), **{"lr": 1e-2, "betas": (0.9, 0.99), **more})
 
 
 @schedules

@@ -1,6 +1,8 @@
-"""Those who wrap a model and run its loop themselves: as docs/frameworks.md has it, where installed."""
+"""Trainers that run the loop themselves: train, evaluate, save, are killed, resume; where installed."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -8,19 +10,20 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import horovod_sparse.ddp
-from support.documents import blocks
+from horovod_sparse import trainers
 from support.replicas import same_on_all_replicas
 
+schedules = pytest.mark.parametrize(("every", "delay"), [(1, 0), (2, 1)])
+TEXT = "best:density=0.1"
 
-def documented(mark: str, words: str) -> str:
-    """The one block of code with these words, of those that say which test runs them."""
-    (block,) = [one for one in blocks() if mark in one.what and words in one.text]
-    return block.text
+
+class _KilledError(Exception):
+    """Ends a training in the middle."""
 
 
 def _examples() -> TensorDataset:
     torch.manual_seed(0)
-    images = torch.randn(64, 20)
+    images = torch.randn(256, 20)
     return TensorDataset(images, images[:, :5].argmax(1))
 
 
@@ -29,64 +32,26 @@ def _net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
 
 
-def _check(sync, net, steps: int) -> None:
-    assert sync.step == steps
-    names = {name.split("net.")[-1] for name in sync.state_dict()["residuals"]}
-    assert names == {"0.bias", "0.weight", "2.bias", "2.weight"}
-    assert same_on_all_replicas(*net.parameters())
-    assert 0.0 < sync.telemetry.last.density_union < 0.5
-    before = _net().parameters()
-    assert not any(torch.equal(one, other) for one, other in zip(net.parameters(), before, strict=True))
+def _loss(net: torch.nn.Module) -> float:
+    images, labels = _examples().tensors
+    with torch.no_grad():
+        return float(cross_entropy(net.cpu().eval()(images), labels))
 
 
-def test_lightning(tmp_path, monkeypatch, size):
-    lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
-    if size != 2:
-        pytest.skip("for two ranks")
-    monkeypatch.chdir(tmp_path)
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = _net()
-
-        def training_step(self, batch, index):
-            return cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    given = {
-        "lightning": lightning,
-        "horovod_sparse": horovod_sparse,
-        "module": Module(),
-        "batches": DataLoader(_examples(), batch_size=8),
-    }
-    exec(documented("test_trainers.py", "lightning.Trainer"), given)
-    _check(given["sparsely"].sync, given["module"].net, 8)
+def _check(ends: list[torch.nn.Module], syncs: list) -> None:
+    """A run that was resumed ends where the undisturbed one does, and both have learned."""
+    undisturbed, resumed = map(_loss, ends)
+    assert undisturbed < 0.8 * _loss(_net())
+    assert abs(undisturbed - resumed) < 0.01
+    for net in ends:
+        assert same_on_all_replicas(*net.parameters())
+    assert all(sync.step > 0 for sync in syncs)
 
 
-def test_accelerate(size):
-    accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
-    if size != 2:
-        pytest.skip("for two ranks")
-    net = _net()
-    given = {
-        "Accelerator": accelerate.Accelerator,
-        "horovod_sparse": horovod_sparse,
-        "cross_entropy": cross_entropy,
-        "net": net,
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "batches": DataLoader(_examples(), batch_size=4),
-    }
-    exec(documented("test_trainers.py", "Accelerator("), given)
-    _check(given["sync"], net, 8)
-
-
-def test_the_trainer_of_transformers(tmp_path, size):
+@schedules
+def test_the_trainer_of_transformers(every, delay, tmp_path, size):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    if size != 2:
-        pytest.skip("for two ranks")
+    folder = _shared(tmp_path)
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -97,21 +62,138 @@ def test_the_trainer_of_transformers(tmp_path, size):
             logits = self.net(images)
             return {"loss": cross_entropy(logits, labels), "logits": logits}
 
-    given = {
-        "Trainer": transformers.Trainer,
-        "TrainerCallback": transformers.TrainerCallback,
-        "horovod_sparse": horovod_sparse,
-        "net": Net(),
-        "examples": [{"images": one, "labels": label} for one, label in _examples()],
-        "arguments": transformers.TrainingArguments(
-            str(tmp_path),
+    class Kill(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **given):
+            if state.global_step == 22:
+                raise _KilledError
+
+    examples = [{"images": one, "labels": label} for one, label in _examples()]
+
+    def run(name: str, *more, resumes=None):
+        arguments = transformers.TrainingArguments(
+            f"{folder}/{name}",
             use_cpu=True,
-            num_train_epochs=2,
-            per_device_train_batch_size=8,
+            max_steps=40,
+            per_device_train_batch_size=16,
+            learning_rate=1e-2,
+            save_steps=10,
+            eval_steps=10,
+            eval_strategy="steps",
             report_to=[],
-            save_strategy="no",
-            max_grad_norm=0,
-        ),
-    }
-    exec(documented("test_trainers.py", "TrainerCallback"), given)
-    _check(given["sparsely"].sync, given["net"].net, 8)
+            logging_strategy="no",
+            disable_tqdm=True,
+            load_best_model_at_end=name == "whole",
+        )
+        sparse = trainers.transformers_callback(TEXT, every=every, delay=delay)
+        trainer = transformers.Trainer(
+            Net(), arguments, train_dataset=examples, eval_dataset=examples[:32], callbacks=[sparse, *more]
+        )
+        with contextlib.suppress(_KilledError):
+            trainer.train(resume_from_checkpoint=resumes)
+        return trainer.model.net, sparse.sync
+
+    whole, sync = run("whole")
+    killed, _ = run("killed", Kill())
+    assert abs(_loss(whole) - _loss(killed)) > 0.02
+    resumed, again = run("killed", resumes=f"{folder}/killed/checkpoint-20")
+    _check([whole, resumed], [sync, again])
+
+
+@schedules
+def test_lightning(every, delay, tmp_path, size):
+    lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
+    folder = _shared(tmp_path)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def training_step(self, batch, index):
+            return cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, index):
+            self.log("loss", cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=5e-3)
+
+    class Kill(lightning.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 22:
+                raise _KilledError
+
+    def run(name: str, *more, resumes=None):
+        module, sparse = Module(), trainers.lightning_callback(TEXT, every=every, delay=delay)
+        saving = lightning.pytorch.callbacks.ModelCheckpoint(
+            f"{folder}/{name}", every_n_train_steps=10, save_top_k=-1
+        )
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            strategy="ddp",
+            devices=size,
+            max_epochs=5,
+            logger=False,
+            gradient_clip_val=10.0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[sparse, saving, *more],
+        )
+        batches = DataLoader(_examples(), batch_size=16)
+        with contextlib.suppress(_KilledError):
+            trainer.fit(module, batches, batches, ckpt_path=resumes)
+        return module.net, sparse.syncs[0]
+
+    whole, sync = run("whole")
+    killed, _ = run("killed", Kill())
+    assert abs(_loss(whole) - _loss(killed)) > 0.02
+    resumed, again = run("killed", resumes=f"{folder}/killed/epoch=2-step=20.ckpt")
+    _check([whole, resumed], [sync, again])
+
+
+@schedules
+def test_accelerate(every, delay, tmp_path, size):
+    accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
+    folder = _shared(tmp_path)
+
+    def run(stop: int = 40, resumes: bool = False):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        net = _net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
+        model, optimizer, batches = accelerator.prepare(
+            net, optimizer, DataLoader(_examples(), batch_size=16)
+        )
+        sync = horovod_sparse.ddp.attach(model, TEXT, optimizer, every=every, delay=delay)
+        if resumes:
+            accelerator.load_state(f"{folder}/state")
+        step = 20 if resumes else 0
+        for _ in range(10):
+            for images, labels in batches:
+                if step == stop:
+                    break
+                optimizer.param_groups[0]["lr"] = 5e-3 * (1 - step / 40)
+                with accelerator.accumulate(model):
+                    accelerator.backward(cross_entropy(model(images), labels))
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    step += 1
+                    if step == 20 and not resumes and stop == 22:
+                        with sync.common():
+                            accelerator.save_state(f"{folder}/state")
+        sync.finish()
+        return accelerator.unwrap_model(model), sync
+
+    whole, sync = run()
+    killed, _ = run(stop=22)
+    assert abs(_loss(whole) - _loss(killed)) > 0.02
+    resumed, again = run(resumes=True)
+    _check([whole, resumed], [sync, again])
+
+
+def _shared(folder) -> str:
+    """The first rank's folder, on all ranks."""
+    found = [str(folder)]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]

@@ -18,7 +18,7 @@ PAGES = {
             "horovod_sparse.tensorflow.keras.elastic",
         ],
     ),
-    "ddp": ("DistributedDataParallel", ["horovod_sparse.ddp"]),
+    "ddp": ("DistributedDataParallel", ["horovod_sparse.ddp", "horovod_sparse.trainers"]),
     "telemetry": ("Telemetry", ["horovod_sparse.telemetry"]),
     "errors": ("Errors", ["horovod_sparse.errors"]),
     "sparsifiers": ("Sparsifiers", ["horovod_sparse.sparsifiers"]),

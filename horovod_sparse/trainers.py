@@ -1,0 +1,71 @@
+"""Callbacks for trainers that wrap the model and run its loop: one line where the trainer is made.
+
+Accelerate needs none: ``horovod_sparse.ddp.attach(model, "best", optimizer)`` stands behind its ``prepare``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod_sparse import ddp
+
+
+def transformers_callback(compression: str = "best", **options: Any) -> Any:
+    """Returns a callback for the ``Trainer`` of transformers.
+
+    It attaches when training begins. Before the trainer evaluates or saves, ranks exchange what is in flight,
+    so that rank 0 saves what all have; what it saves is enough to resume.
+
+    Args:
+        compression: a sparsifier, as text.
+        **options: as of `horovod_sparse.ddp.attach`: `every`, `delay`, `replicas`, ...
+
+    Example:
+        ``Trainer(model, arguments, callbacks=[transformers_callback("best:density=0.01", delay=1)])``
+    """
+    import transformers
+
+    class Sparse(transformers.TrainerCallback):
+        sync: Any = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.sync = ddp.attach(given["model"], compression, given["optimizer"], **options)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if control.should_evaluate or control.should_save or control.should_training_stop:
+                self.sync.settle()
+
+        on_epoch_end = on_step_end
+
+    return Sparse()
+
+
+def lightning_callback(compression: str = "best", **options: Any) -> Any:
+    """Returns a callback for Lightning's ``Trainer``, as `transformers_callback` is one.
+
+    Every optimizer is attached; `syncs` has what `attach` returned for each.
+
+    Example:
+        ``Trainer(strategy="ddp", callbacks=[lightning_callback("best:density=0.01")])``
+    """
+    import lightning
+
+    class Sparse(lightning.Callback):
+        syncs: Any = ()
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            model = trainer.strategy.model
+            self.syncs = [ddp.attach(model, compression, one, **options) for one in trainer.optimizers]
+
+        def _settle(self, *_: Any) -> None:
+            for sync in self.syncs:
+                sync.settle()
+
+        on_validation_start = on_train_epoch_end = on_train_end = _settle
+
+        def state_dict(self) -> dict[str, Any]:
+            """Called on all ranks by every save, before Lightning asks optimizers for their state."""
+            self._settle()
+            return {}
+
+    return Sparse()

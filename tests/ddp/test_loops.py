@@ -1,0 +1,219 @@
+"""Loops that people write around `optimizer.step()`; every rank runs the same tests."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from horovod_sparse import ddp
+from horovod_sparse.errors import UnsupportedError
+from support.passes import adamw, backward, batches, flat, net_of, train
+from support.replicas import same_on_all_replicas
+
+schedules = pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 0)])
+alone = pytest.mark.parametrize(("every", "delay"), [(1, 1), (4, 0)])
+
+
+def attached(net, optimizer, every=1, delay=0):
+    return ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+
+
+@schedules
+def test_an_average_of_common_parameters_is_equal_on_all_ranks(every, delay, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = attached(net, optimizer, every, delay)
+    average = torch.optim.swa_utils.AveragedModel(net)
+
+    def update(_: int) -> None:
+        with sync.common():
+            average.update_parameters(net)
+
+    train(net, optimizer, rank, each=update)
+    assert same_on_all_replicas(*average.module.parameters())
+
+
+@schedules
+def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = attached(net, optimizer, every, delay)
+    train(net, optimizer, rank, 7 if rank else 10)
+    sync.finish()
+    assert same_on_all_replicas(*net.parameters())
+    train(net, optimizer, rank, 3)
+    sync.finish()
+    sync.finish()
+    assert same_on_all_replicas(*net.parameters())
+
+
+@alone
+def test_parameters_that_are_edited_between_steps_are_an_error(every, delay, rank):
+    """Own moves are put back at their places: the edit would be undone there, on each rank elsewhere."""
+    net = net_of()
+    optimizer = adamw(net)
+    sync = attached(net, optimizer, every, delay)
+    train(net, optimizer, rank, 5)
+    with sync.common():
+        for one in net.parameters():
+            one.data.clamp_(-0.1, 0.1)
+    train(net, optimizer, rank, 1)
+    with sync.common():
+        assert same_on_all_replicas(*net.parameters())
+    for one in net.parameters():
+        one.data.mul_(0.5)
+    with pytest.raises(UnsupportedError, match=r"within `with sync.common\(\):`"):
+        train(net, optimizer, rank, 1)
+
+
+@schedules
+def test_a_model_that_is_loaded_is_what_training_goes_on_from(every, delay, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = attached(net, optimizer, every, delay)
+    train(net, optimizer, rank, 6)
+    best = copy.deepcopy(net_of(5).state_dict())
+    net.load_state_dict(best)
+    sync.finish()
+    assert torch.equal(flat(net), flat(net_of(5)))
+    train(net, optimizer, rank, 6)
+    sync.finish()
+    assert same_on_all_replicas(*net.parameters())
+
+
+@schedules
+def test_hooks_see_gradients_before_and_parameters_after_a_step(every, delay, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    seen = []
+
+    def look(*_) -> None:
+        seen.append((net[0].weight.grad is not None, not torch.equal(flat(net), flat(net_of()))))
+
+    optimizer.register_step_post_hook(look)
+    attached(net, optimizer, every, delay)
+    optimizer.register_step_pre_hook(look)
+    train(net, optimizer, rank, 1)
+    assert seen == [(True, False), (True, True)]
+
+
+def test_a_step_that_raises_leaves_gradients(rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = attached(net, optimizer)
+    backward(net, next(batches(rank)))
+
+    def refuse(*_) -> None:
+        raise RuntimeError("mine")
+
+    handle = optimizer.register_step_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="mine"):
+        optimizer.step()
+    assert net[0].weight.grad is not None
+    handle.remove()
+    with pytest.raises(RuntimeError, match="mine"):
+        optimizer.step(lambda: refuse())
+    optimizer.step()
+    assert sync.step == 1
+    assert same_on_all_replicas(*net.parameters())
+
+
+@schedules
+@pytest.mark.parametrize("how", ["detached", "copied", "pickled"])
+def test_an_optimizer_goes_on_without_us(every, delay, how, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = attached(net, optimizer, every, delay)
+    train(net, optimizer, rank, 5)
+    moment = sync.state_dict()["companions"][0]["0.weight"]
+    if how == "detached":
+        sync.finish()
+        sync.detach()
+    else:
+        given = pickle.dumps((net, optimizer)) if how == "pickled" else None
+        net, optimizer = pickle.loads(given) if given else copy.deepcopy((net, optimizer))
+    assert torch.equal(optimizer.state[net[0].weight]["exp_avg_sq"], moment)
+    before = flat(net)
+    train(net, optimizer, rank, 2)
+    assert 0.0 < (flat(net) - before).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("how", ["the step", "the model"])
+def test_what_is_compiled_steps_as_what_is_not(how, rank):
+    ends = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        net = net_of()
+        model = torch.compile(net, backend="eager") if compiles and how == "the model" else net
+        optimizer = adamw(net)
+        attached(model, optimizer)
+        step = (
+            torch.compile(optimizer.step, backend="eager")
+            if compiles and how == "the step"
+            else optimizer.step
+        )
+        for batch in batches(rank):
+            backward(model, batch)
+            step()
+        ends.append(flat(net))
+    assert torch.equal(*ends)
+
+
+def test_the_module_within_a_wrapper_keeps_its_ranks_gradients(rank):
+    """Trainers give their callbacks the inner module."""
+    net = net_of()
+    model = DistributedDataParallel(net)
+    optimizer = adamw(net)
+    attached(net, optimizer)
+    for batch in batches(rank, 3):
+        plain = copy.deepcopy(net)
+        backward(plain, batch)
+        backward(model, batch)
+        assert torch.allclose(net[0].weight.grad, plain[0].weight.grad)
+        optimizer.step()
+    assert same_on_all_replicas(*net.parameters())
+
+
+class _Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = net_of(), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.last.weight = self.second.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(checkpoint(self.first, inputs, use_reentrant=False))))
+
+
+@schedules
+def test_tied_weights_checkpointed_activations_and_no_sync(every, delay, rank):
+    model = DistributedDataParallel(_Tied())
+    optimizer = adamw(model)
+    sync = attached(model, optimizer, every, delay)
+    for step, batch in enumerate(batches(rank)):
+        if step % 2 == 0:
+            with model.no_sync():
+                backward(model, batch)
+        else:
+            backward(model, batch)
+            optimizer.step()
+    sync.finish()
+    assert same_on_all_replicas(*model.parameters())
+    assert len(sync.facts) == 7
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_one_optimizer_over_two_models(delay, rank):
+    both = torch.nn.ModuleList([DistributedDataParallel(net_of()), DistributedDataParallel(net_of(1))])
+    optimizer = adamw(both)
+    sync = attached(both, optimizer, delay=delay)
+    for batch in batches(rank):
+        backward(both[0], batch)
+        backward(both[1], batch)
+        optimizer.step()
+    sync.finish()
+    assert same_on_all_replicas(*both.parameters())

@@ -1,0 +1,225 @@
+"""What a trainer or torch.distributed.checkpoint saves is enough to go on; every rank runs the same tests."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse import ddp
+from support.passes import adamw, backward, batches, flat, net_of, train
+from support.replicas import same_on_all_replicas
+
+schedules = pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 0)])
+TEXT = "best:density=0.1"
+
+
+def loss_of(net) -> float:
+    """The loss of what the first two ranks train with."""
+    given = [batch for rank in range(2) for batch in batches(rank, 20)]
+    with torch.no_grad():
+        return sum(float(mse_loss(net(inputs), targets)) for inputs, targets in given) / len(given)
+
+
+def shared(folder) -> str:
+    found = [str(folder)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+@schedules
+@pytest.mark.parametrize("ranks", ["as many", "one alone"])
+def test_a_distributed_checkpoint_suffices(every, delay, ranks, tmp_path, rank):
+    """Ranks have the same batches, so that one alone trains as all do."""
+    losses, folder = [], shared(tmp_path)
+    own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    for saves in (False, True):
+        net = net_of()
+        model = DistributedDataParallel(net)
+        optimizer = adamw(net)
+        sync = ddp.attach(model, TEXT, optimizer, every=every, delay=delay)
+        for _ in range(5):
+            train(net, optimizer, 0, 20)
+        if saves:
+            with sync.common():
+                named, state = get_state_dict(model, optimizer)
+                dcp.save({"model": named, "optimizer": state}, checkpoint_id=folder)
+            net = net_of(1)
+            optimizer = adamw(net)
+            group = own if ranks == "one alone" else None
+            sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay, replicas=group)
+            named, state = get_state_dict(net, optimizer)
+            dcp.load({"model": named, "optimizer": state}, checkpoint_id=folder)
+            set_state_dict(net, optimizer, model_state_dict=named, optim_state_dict=state)
+        train(net, optimizer, 0, 20)
+        sync.finish()
+        losses.append(loss_of(net))
+        print(losses)
+    assert abs(losses[0] - losses[1]) < 0.01
+    assert losses[0] < 0.8 * loss_of(net_of())
+
+
+@pytest.mark.controllers
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_distributed_checkpoint_of_shards_suffices(delay, tmp_path, rank, size):
+    if size != 4:
+        pytest.skip("for two shards on two hosts")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    losses, folder = [], shared(tmp_path)
+
+    def made(seed: int):
+        net = fully_shard(net_of(seed), mesh=mesh["shard"])
+        optimizer = adamw(net)
+        return net, optimizer, ddp.attach(net, TEXT, optimizer, delay=delay, replicas=mesh["replicate"])
+
+    for saves in (False, True):
+        net, optimizer, sync = made(0)
+        train(net, optimizer, rank, 14)
+        if saves:
+            with sync.common():
+                named, state = get_state_dict(net, optimizer)
+                dcp.save({"model": named, "optimizer": state}, checkpoint_id=folder)
+                held = {name: one.full_tensor() for name, one in _residuals(net, optimizer).items()}
+            net, optimizer, sync = made(1)
+            named, state = get_state_dict(net, optimizer)
+            dcp.load({"model": named, "optimizer": state}, checkpoint_id=folder)
+            set_state_dict(net, optimizer, model_state_dict=named, optim_state_dict=state)
+            if rank < 2:  # one replica's residual is all replicas'
+                found = {name: one.full_tensor() for name, one in _residuals(net, optimizer).items()}
+                assert all(found[name].any() for name in found)
+                if delay == 0:
+                    everyone = [None] * size
+                    assert everyone and all(torch.equal(found[name], held[name]) for name in found)
+        train(net, optimizer, rank, 20)
+        sync.finish()
+        whole = net_of()
+        whole.load_state_dict({name: one.full_tensor() for name, one in net.state_dict().items()})
+        losses.append(loss_of(whole))
+    assert abs(losses[0] - losses[1]) < 0.01
+
+
+def _residuals(net, optimizer) -> dict[str, torch.Tensor]:
+    return {name: optimizer.state[one]["horovod_sparse_residual"] for name, one in net.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("first", ["plain", "ours"])
+def test_plain_pytorch_goes_on_and_we_go_on_from_it(kind, first, rank, size):
+    """Gradients of plain PyTorch are averaged by DistributedDataParallel."""
+    more = {"momentum": 0.9, "lr": 0.02} if kind is torch.optim.SGD else {"lr": 5e-3}
+    losses = []
+    for changes in (False, True):
+        net = net_of()
+        state = None
+        for ours in (first == "ours", (first == "ours") is not changes):
+            model = DistributedDataParallel(net)
+            optimizer = kind(net.parameters(), **more)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            if ours:
+                ddp.attach(model, "best:density=0.3", optimizer)
+            for _ in range(3 if state is None else 1):
+                train(model, optimizer, rank, 20)
+            found = [optimizer.state_dict()]
+            dist.broadcast_object_list(found)  # what a trainer's first rank saves
+            state = found[0]
+        losses.append(loss_of(net))
+        print(losses)
+        assert same_on_all_replicas(*net.parameters())
+    assert abs(losses[0] - losses[1]) < 0.01
+
+
+def test_nothing_is_cast_down_where_parameters_are_half(rank):
+    net = net_of().bfloat16()
+    optimizer = adamw(net)
+    sync = ddp.attach(net, TEXT, optimizer)
+    for inputs, targets in batches(rank, 6):
+        backward(net, (inputs.bfloat16(), targets.bfloat16()))
+        optimizer.step()
+    held, moments = sync.state_dict()["residuals"], sync.state_dict()["companions"][0]
+    other = net_of().bfloat16()
+    again = adamw(other)
+    new = ddp.attach(other, TEXT, again)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    backward(other, [one.bfloat16() for one in next(batches(rank))])
+    new.meet()
+    for name in held:
+        assert held[name].dtype == moments[name].dtype == torch.float32
+        assert torch.equal(new.state_dict()["residuals"][name], held[name])
+        assert torch.equal(new.state_dict()["companions"][0][name], moments[name])
+
+
+@schedules
+def test_common_parameters_are_saved_with_all_that_is_not_in_them(every, delay, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = ddp.attach(net, "topk:density=0.1,feedback=best,values=2bit", optimizer, every=every, delay=delay)
+    train(net, optimizer, rank, 6)
+    own = flat(net)
+    with sync.common():
+        common, saved = flat(net), copy.deepcopy(optimizer.state_dict())
+    assert torch.equal(flat(net), own)
+    sync.roll_back()
+    assert torch.equal(flat(net), common)
+    for number, one in enumerate(net.parameters()):
+        held = optimizer.state[one]["horovod_sparse_residual"]
+        torch.testing.assert_close(saved["state"][number]["horovod_sparse_residual"], held)
+
+
+@schedules
+def test_saving_while_ranks_differ_warns(every, delay, rank, caplog):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
+    train(net, optimizer, rank, 6)
+    with caplog.at_level(logging.WARNING, "horovod_sparse"):
+        with sync.common():
+            optimizer.state_dict()
+        assert "sync.common()" not in caplog.text
+        optimizer.state_dict()
+    assert ("sync.common()" in caplog.text) is (every > 1 or delay > 0)
+
+
+def test_frozen_parameters_keep_their_places_in_a_saved_state(rank):
+    net = net_of()
+    net[0].requires_grad_(False)
+    optimizer = adamw(net)
+    ddp.attach(net, TEXT, optimizer)
+    train(net, optimizer, rank, 6)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = {number: one for number, one in saved["state"].items() if "exp_avg_sq" in one}
+    other = net_of()
+    other[0].requires_grad_(False)
+    again = adamw(other)
+    new = ddp.attach(other, TEXT, again)
+    again.load_state_dict(saved)
+    new.meet()
+    for one, same in zip(net[2].parameters(), other[2].parameters(), strict=True):
+        for name in ("exp_avg_sq", "horovod_sparse_residual"):
+            assert torch.equal(optimizer.state[one][name], again.state[same][name])
+
+
+@schedules
+def test_training_is_attached_once_more_where_it_stands(every, delay, rank):
+    ends = []
+    for again in (False, True):
+        net = net_of()
+        optimizer = adamw(net)
+        sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
+        train(net, optimizer, rank, 8)
+        sync.settle()
+        if again:
+            sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
+        train(net, optimizer, rank, 8)
+        sync.finish()
+        ends.append(flat(net))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
