@@ -22,9 +22,9 @@ from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.topology import Placement
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
-from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.outcome import Outcome
 from horovod_sparse.training.parts import ArrayLayout, BucketPart, host_accumulator
 from horovod_sparse.training.settings import CommonOptions, Settings
@@ -88,9 +88,9 @@ class PipeEngine:
     def rank_and_size(self) -> tuple[int, int]:
         return self.rank, len(self.pipes) + 1
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Placement:
         rank, size = self.rank_and_size()
-        return Ranks(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
+        return Placement(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
 
     def start_token(self) -> object:
         return PipeEngine  # pipes are never made anew

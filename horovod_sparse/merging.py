@@ -5,7 +5,6 @@ from horovod_sparse.planning.cost_model import CostModel as CostModel
 from horovod_sparse.planning.cost_model import Fit as Fit
 from horovod_sparse.planning.cost_model import bytes_by_round as bytes_by_round
 from horovod_sparse.planning.cost_model import fit_time as fit_time
-from horovod_sparse.planning.optimal import optimal as optimal
 from horovod_sparse.planning.profile import DENSE as DENSE
 from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
 from horovod_sparse.planning.profile import Profile as Profile
@@ -24,6 +23,7 @@ from horovod_sparse.planning.strategies import Strategy as Strategy
 from horovod_sparse.planning.strategies import fixed as fixed
 from horovod_sparse.planning.strategies import layerwise as layerwise
 from horovod_sparse.planning.strategies import omgs as omgs
+from horovod_sparse.planning.strategies import optimal as optimal
 from horovod_sparse.planning.strategies import single as single
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from horovod_sparse.plans import ParameterFacts as ParameterFacts

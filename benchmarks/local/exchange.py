@@ -14,8 +14,8 @@ from horovod_sparse.arrays import FoldReport
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in
+from horovod_sparse.topology import Placement
 from horovod_sparse.training.engine import Task, carry_out
-from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.local_settings import LocalSchedule
 from horovod_sparse.wire import pack
 
@@ -34,8 +34,8 @@ class _AloneEngine(LocalEngine):
     def rank_and_size(self) -> tuple[int, int]:
         return 0, self._size
 
-    def ranks(self) -> Ranks:
-        return Ranks(0, self._size, 0, self._size, host="here", host_rank=0, host_size=self._size)
+    def ranks(self) -> Placement:
+        return Placement(0, self._size, 0, self._size, host="here", host_rank=0, host_size=self._size)
 
     def start_token(self) -> object:
         return self.named

@@ -14,11 +14,9 @@ from typing import Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError, HorovodMissingError, HorovodSparseError
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import ClusterFacts, Placement, Topology, cycle_seconds, own_place
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import carry_out
-from horovod_sparse.training.host_topology import ClusterFacts, cycle_seconds, own_place
-from horovod_sparse.training.host_topology import Ranks as Placement
 
 FRAMEWORKS = ("torch", "tensorflow")
 #: variables that hold a rank: of horovodrun, Open MPI's mpirun, MPICH's, and srun

@@ -23,11 +23,10 @@ from horovod_sparse.plans import Plan, same_kind
 from horovod_sparse.tensors.flat_gradient import GradientLayout
 from horovod_sparse.tensors.layout import view_into
 from horovod_sparse.tensors.parts import Part, facts_of, make_parts
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.host_topology import Ranks
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -171,12 +170,12 @@ class DistributedEngine:
         """Of the model's group, by torch.distributed's name."""
         return dist.get_backend(self._group)
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Placement:
         """As torchrun tells."""
         rank, size = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("GROUP_RANK", socket.gethostname())
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return Ranks(*self.rank_and_size(), rank, size, host, *local)
+        return Placement(*self.rank_and_size(), rank, size, host, *local)
 
     def start_token(self) -> object:
         return _START

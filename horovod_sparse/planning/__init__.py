@@ -11,7 +11,7 @@ from horovod_sparse import plans
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.plans import ParameterFacts, Plan, make_plan, only_one
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.training.host_topology import ClusterFacts
+from horovod_sparse.topology import ClusterFacts
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision, PlanRequest

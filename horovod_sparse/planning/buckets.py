@@ -17,7 +17,7 @@ from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.training.host_topology import ClusterFacts
+from horovod_sparse.topology import ClusterFacts
 
 #: sizes that are measured whatever time they take: fewer fix no line
 _FEWEST_SIZES = 3

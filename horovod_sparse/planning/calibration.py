@@ -25,8 +25,7 @@ from horovod_sparse.planning.cost_model import Fit, fit_time
 from horovod_sparse.planning.profile import DENSE, Profile
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.topology import Topology
-from horovod_sparse.training.host_topology import ClusterFacts
+from horovod_sparse.topology import ClusterFacts, Topology
 
 #: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
 _SPARSIFIERS_SHARES = 2

@@ -18,8 +18,7 @@ from horovod_sparse.planning.cost_model import AffineTime, CostModel, Fit, commu
 from horovod_sparse.planning.step import Workload
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.topology import Topology
-from horovod_sparse.training.host_topology import ClusterFacts
+from horovod_sparse.topology import ClusterFacts, Topology
 
 #: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
 DENSE = "dense"

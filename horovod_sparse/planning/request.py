@@ -12,13 +12,12 @@ from typing import Any, TypeAlias
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
 from horovod_sparse.planning.cost_model import AffineTime, CostModel
-from horovod_sparse.planning.optimal import optimal
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.step import Workload, predict
-from horovod_sparse.planning.strategies import Fixed, Strategy, fixed, layerwise, omgs, single
+from horovod_sparse.planning.strategies import Fixed, Strategy, fixed, layerwise, omgs, optimal, single
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.training.host_topology import ClusterFacts
+from horovod_sparse.topology import ClusterFacts
 
 _log = logging.getLogger("horovod_sparse")
 

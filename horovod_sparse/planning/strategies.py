@@ -1,8 +1,8 @@
-"""Strategies: by size alone, and the greedy one of OMGS-SGD."""
+"""Strategies: by size alone, the greedy one of OMGS-SGD, and the best of all, found exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.cost_model import CostModel
 from horovod_sparse.planning.step import Workload, plan_of_segments, predict
-from horovod_sparse.plans import MAX_BUCKET_ELEMENTS, Plan, fixed_bytes, fixed_elements
+from horovod_sparse.plans import MAX_BUCKET_ELEMENTS, Kind, Plan, fixed_bytes, fixed_elements, same_kind
 
 Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]
 
@@ -140,3 +140,173 @@ def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times,
         start_communication[layer] = max(ends[layer], free)
         free = start_communication[layer] + communication[layer]
     return start_backward, start_communication, free
+
+
+@dataclass(frozen=True)
+class SegmentTables:
+    """What every segment (i, j] of the sparse parameters, in backward order, does to the two queues.
+
+    With computation done at time x and the network free at time y before the segment, after it
+
+    ``x' = x + computation[i, j]`` and ``y' = max(y + network[i, j], x + path[i, j])``.
+    """
+
+    #: backward and selection; communication; the longest way from the start of the one to the end of the
+    #: other
+    computation: Times
+    network: Times
+    path: Times
+    #: (network, path) of what comes after the last sparse parameter
+    tail: tuple[float, float]
+
+    def seconds(self, segments: Sequence[int]) -> float:
+        """Returns when everything is done if segments end at these positions, and backward begins at 0."""
+        x = y = 0.0
+        start = 0
+        for stop in segments:
+            y = max(y + self.network[start, stop], x + self.path[start, stop])
+            x += self.computation[start, stop]
+            start = stop
+        return float(max(y + self.tail[0], x + self.tail[1]))
+
+
+def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool = True) -> SegmentTables:
+    """Returns the tables of all segments; parameters of several kinds count as complete at its end."""
+    ready, elements, dense_at, dense_ready, dense_seconds, end = _positions(workload, cost, dense_startup)
+    m = elements.shape[1]
+    computation, network, path = (np.full((m + 1, m + 1), np.inf) for _ in range(3))
+    totals = np.concatenate([np.zeros((len(elements), 1)), np.cumsum(elements, axis=1)], axis=1)
+    dense_before = np.concatenate([[0.0], np.cumsum(dense_seconds)])
+    slack = dense_ready - dense_before[:-1]
+    # number of dense parameters whose gradient comes before that of sparse parameter j
+    num_before = np.searchsorted(dense_at, np.arange(m + 1), side="left")
+    for i in range(m):
+        stops = np.arange(i + 1, m + 1)
+        elapsed = ready[stops] - ready[i]
+        # dense ones first: each is ready with its gradient, and none waits for this segment's buckets
+        first, last = num_before[i], num_before[stops]
+        longest = np.concatenate([[-np.inf], np.maximum.accumulate(slack[first:])])
+        way = longest[last - first] - ready[i] + dense_before[last]
+        sent, selecting = dense_before[last] - dense_before[first], np.zeros(len(stops))
+        for kind in totals:
+            amount = kind[stops] - kind[i]
+            selecting = selecting + cost.selection.seconds(amount)
+            message = np.where(amount > MAX_BUCKET_ELEMENTS, np.inf, cost.communication.seconds(amount))
+            way = np.where(amount > 0, np.maximum(way, elapsed + selecting) + message, way)
+            sent = sent + message
+        computation[i, stops] = elapsed + selecting
+        network[i, stops], path[i, stops] = sent, way
+    first = int(num_before[m])
+    ways = slack[first:] - ready[m] + dense_before[-1]
+    tail = float(dense_before[-1] - dense_before[first]), max([end - float(ready[m]), *ways.tolist()])
+    return SegmentTables(computation, network, path, tail)
+
+
+def _positions(
+    workload: Workload, cost: CostModel, dense_startup: bool
+) -> tuple[Times, Times, Times, Times, Times, float]:
+    """Returns when sparse gradients come (from 0 on), elements by kind, the dense parameters, and the end.
+
+    Of each dense parameter: the sparse ones before it, when it is ready, and its seconds on the network.
+    """
+    kinds: dict[Kind, int] = {}
+    ready, clock = [0.0], 0.0
+    sparse: list[tuple[int, int]] = []
+    dense: list[tuple[int, float, float]] = []
+    for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
+        clock += seconds
+        if parameter.name in workload.dense:
+            took = float(cost.dense.seconds(parameter.num_bytes))
+            took -= 0.0 if dense_startup else cost.dense.fixed_seconds
+            clock += float(cost.dense_work.seconds(parameter.num_elements))
+            dense.append((len(sparse), clock, took))
+        else:
+            sparse.append((kinds.setdefault(same_kind(parameter), len(kinds)), parameter.num_elements))
+            ready.append(clock)
+    elements = np.zeros((max(1, len(kinds)), len(sparse)))
+    for position, (kind, number) in enumerate(sparse):
+        elements[kind, position] = number
+    return np.array(ready), elements, *np.array(dense, np.float64).reshape(-1, 3).T, clock
+
+
+def optimal(workload: Workload, cost: CostModel) -> Plan:
+    """Returns the plan of the shortest step among all 2^(m-1) that merge runs of m neighbours.
+
+    Dynamic programming over the ends of buckets: a beginning of a plan counts by the pair (end of
+    computation, end of communication) alone, and no later time falls when either rises; so of all beginnings
+    up to a parameter, those that are beaten in both can be dropped (`best_segments`).
+
+    Exact where all sparse parameters are of one kind, none is dense, and buckets are not fused on
+    the network. Otherwise the search approximates the step, and what it finds is compared, by `predict`, with
+    `omgs`, `layerwise`, `single` and `fixed`: it is never worse than those.
+    """
+    if not workload.sparse:
+        return Plan((), workload.dense_names)
+    candidates = [omgs(workload, cost), layerwise(workload, cost), single(workload, cost)]
+    candidates.append(fixed(num_elements=8192)(workload, cost))
+    for dense_startup in (True, False) if workload.dense and cost.fuse_dense else (True,):
+        tables = segment_tables(workload, cost, dense_startup=dense_startup)
+        candidates.append(plan_of_segments(workload, best_segments(tables)))
+    # the found ones last: of equal times, theirs
+    return min(reversed(candidates), key=lambda plan: predict(workload, plan, cost).iteration_seconds)
+
+
+#: ends closer than this share of a step are the same: sums of the same times differ by rounding
+_SAME = 1e-12
+
+
+def best_segments(tables: SegmentTables) -> list[int]:
+    """Returns where segments end, in backward order; keeps beginnings that no other beats in both ends."""
+    m = len(tables.computation) - 1
+    shares, rest, upper, segments = _bounds(tables)
+    computation, communication = np.zeros(1), np.zeros(1)
+    boundary, before = np.zeros(1, np.int64), [np.zeros(1, np.int64)]
+    for stop in range(1, m + 1):
+        ended = computation + tables.computation[boundary, stop]
+        done = np.maximum(
+            communication + tables.network[boundary, stop], computation + tables.path[boundary, stop]
+        )
+        order = np.lexsort((done, np.round(ended / (_SAME * upper))))
+        least_before = np.concatenate([[np.inf], np.minimum.accumulate(done[order])[:-1]])
+        kept = order[done[order] < least_before - _SAME * upper]
+        ends = shares * ended[kept] + (1.0 - shares) * done[kept] + rest[:, stop, None]
+        kept = kept[ends.max(axis=0) < upper * (1.0 - _SAME)]
+        before.append(kept)
+        computation = np.concatenate([computation, ended[kept]])
+        communication = np.concatenate([communication, done[kept]])
+        boundary = np.concatenate([boundary, np.full(kept.size, stop)])
+    if before[-1].size == 0:
+        return segments  # nothing is better than what was known
+    origin, last = np.concatenate(before), before[-1].size
+    totals = np.maximum(communication[-last:] + tables.tail[0], computation[-last:] + tables.tail[1])
+    state, segments = boundary.size - last + int(np.argmin(totals)), []
+    while state:
+        segments.append(int(boundary[state]))
+        state = int(origin[state])
+    return segments[::-1]
+
+
+def _bounds(tables: SegmentTables) -> tuple[Times, Times, float, list[int]]:
+    """Returns shares of computation beside the network, bounds by them, and the best plan that they give.
+
+    ``end >= share * x + (1 - share) * y + rest[share, boundary]``, a shortest path over the boundaries; of
+    the plans along these paths the time and the segments of the best are returned.
+    """
+    m, shares = len(tables.computation) - 1, np.linspace(0.0, 1.0, 9)[:, None]
+    network = np.where(np.isfinite(tables.network), tables.network, np.finfo(np.float64).max / 4)
+    rest, follows = np.zeros((shares.size, m + 1)), np.zeros((shares.size, m + 1), np.int64)
+    rest[:, m] = ((1.0 - shares) * tables.tail[0] + shares * tables.tail[1])[:, 0]
+    for start in range(m - 1, -1, -1):
+        after = slice(start + 1, m + 1)
+        sums = shares * tables.computation[start, after] + (1.0 - shares) * network[start, after]
+        best = np.argmin(sums + rest[:, after], axis=1)
+        rest[:, start] = np.min(sums + rest[:, after], axis=1)
+        follows[:, start] = start + 1 + best
+    upper, segments = np.inf, [m]
+    for path in follows:
+        ends = [int(path[0])]
+        while ends[-1] < m:
+            ends.append(int(path[ends[-1]]))
+        if tables.seconds(ends) < upper:
+            upper, segments = tables.seconds(ends), ends
+    return shares, rest, max(upper, np.finfo(np.float64).tiny), segments

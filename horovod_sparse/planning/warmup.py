@@ -19,9 +19,9 @@ from horovod_sparse.planning.calibration import QUICK, Extent, calibration
 from horovod_sparse.planning.request import Decision, PlanRequest
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.topology import ClusterFacts
 from horovod_sparse.training.agreement import compared
 from horovod_sparse.training.collective_errors import raise_together
-from horovod_sparse.training.host_topology import ClusterFacts
 
 _log = logging.getLogger("horovod_sparse")
 #: steps whose backward is measured, after the first one, which has no beginning, and one to warm up

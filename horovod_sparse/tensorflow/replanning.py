@@ -19,7 +19,7 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.training import VariablesTraining
-from horovod_sparse.training.host_topology import ClusterFacts
+from horovod_sparse.topology import ClusterFacts
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision

@@ -21,11 +21,10 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import ClusterFacts, Placement, Topology, launched_hosts
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.host_topology import ClusterFacts, Ranks, launched_hosts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
@@ -49,8 +48,8 @@ class VariablesEngine:
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
 
-    def ranks(self) -> Ranks:
-        return Ranks.of_horovod(hvd, self.process_set)
+    def ranks(self) -> Placement:
+        return Placement.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:
         """Returns no facts: variables come with their first gradients."""

@@ -15,12 +15,11 @@ from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.tensors.parts import Part, facts_of, groups_of, make_parts
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import ClusterFacts, Placement, Topology
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver, carry_out_together
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.host_topology import ClusterFacts, Ranks
 
 #: how long ranks that have waited in vain may differ in when they stopped
 _ANSWER_SECONDS = 5.0
@@ -108,8 +107,8 @@ class HorovodEngine:
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
 
-    def ranks(self) -> Ranks:
-        return Ranks.of_horovod(hvd, self.process_set)
+    def ranks(self) -> Placement:
+        return Placement.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:
         """At first the model's parameters that are trained; then those that have joined, by their place."""

@@ -11,11 +11,11 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
+from horovod_sparse.topology import ClusterFacts, launched_hosts
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.host_topology import ClusterFacts, launched_hosts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 

@@ -17,13 +17,12 @@ from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding, new_facts
 from horovod_sparse.tensors.own_steps import feedback_for
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.torch._horovod import claim, hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.torch.horovod_engine import compare_with_ranks, refuse_whole_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Schedule
 
@@ -53,8 +52,8 @@ class _Engine:
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
 
-    def ranks(self) -> Ranks:
-        return Ranks.of_horovod(hvd, self.process_set)
+    def ranks(self) -> Placement:
+        return Placement.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:
         return new_facts(self.optimizer, known, self._names, self._recipe.rules)

@@ -1,21 +1,57 @@
-"""Saves and loads a training on all ranks together; two trainings never share a directory."""
+"""Checkpoints of all ranks on disk: a folder for each, which is complete or is not there.
+
+::
+
+    directory/step-0000001200.1/
+        manifest.json       step, ranks, and a name that no other save has
+        rank-00000.npz      one per rank: numbers, strings and arrays, nothing that is run or unpickled
+
+Every rank writes into a hidden folder and waits until its bytes are on the disk; when all have, the folder
+is renamed in one piece, and only then are older ones removed. So a process that is killed, or a disk that
+fills up, leaves the checkpoints that were complete before. Directories may be shared by all ranks or be
+each host's own: each host publishes what it sees. A directory holds one training's.
+
+A rank's file repeats the manifest and the rank, and zip has a CRC: a changed byte, a changed manifest, and a
+file of another rank, step or save are errors.
+
+The number behind a step is 1, and grows by 1 whenever a training saves that was taken back: so what it saves
+then is newer than the later steps that it has left.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
+import logging
 import os
+import re
+import shutil
+import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import CheckpointError
-from horovod_sparse.training import checkpoint_folder as folder
+from horovod_sparse.errors import ArgumentError, CheckpointError, HorovodSparseError, StateMismatchError
 from horovod_sparse.training.agreement import compared
+from horovod_sparse.training.collective_errors import raise_together
+from horovod_sparse.training.encoding import read_tree, write_tree
+from horovod_sparse.training.state import FORMAT, joined, old_ranks_of
 
+Result = TypeVar("Result")
+
+_NAME = re.compile(r"step-(\d{10})\.(\d+)")
+_MANIFEST = "manifest.json"
+#: what interrupted saves leave behind begins so
+_HIDDEN = ".saving-", ".removed-"
+#: of further ranks' entries, at another number of ranks: a model is read once
+_ADDED_UP = ("rank", "size", "residuals", "companions")
+_log = logging.getLogger("horovod_sparse")
+ONE_EACH = "Give each training a directory of its own, or load what is there first, to go on with it"
 #: by directory: the training that this process has saved there, or loaded from there, last
 _owners: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 
@@ -32,20 +68,16 @@ def save_together(
     """Saves every rank's entry, after the same step of all ranks; returns the step."""
 
     def make() -> tuple[Path, bool, Mapping[str, Any]]:
-        root = folder.root_of(directory)
+        root = root_of(directory)
         return root, _is_of_others(root, owner, world_rank), entry()
 
-    root, foreign, made = yield from folder.done_by_all(make, f"save to {directory}")
+    root, foreign, made = yield from done_by_all(make, f"save to {directory}")
     ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
     if all(strangers):
-        raise CheckpointError(
-            f"{root} holds checkpoints of other ranks than {list(ranks)}. {folder.ONE_EACH}"
-        )
+        raise CheckpointError(f"{root} holds checkpoints of other ranks than {list(ranks)}. {ONE_EACH}")
     equal = json.dumps([made["recipe"], made["plan"], sorted(made.get("training", ()))], sort_keys=True)
     digest, step = hashlib.blake2b(equal.encode(), digest_size=8).hexdigest(), int(made["step"])
-    yield from folder.write_checkpoint(
-        root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks
-    )
+    yield from write_checkpoint(root, made, step=step, digest=digest, rank=rank, keep=keep, ranks=ranks)
     _owners[root] = owner
     return step
 
@@ -66,9 +98,9 @@ def load_together(
         loaded: what is loaded beside the optimizer, in words; the same on all ranks.
     """
     yield from compared({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
-    entry = yield from folder.read_checkpoint(directory, rank=rank, size=size, step=step)
-    yield from folder.done_by_all(lambda: check(entry), f"load {directory}")
-    _owners[folder.root_of(directory)] = owner
+    entry = yield from read_checkpoint(directory, rank=rank, size=size, step=step)
+    yield from done_by_all(lambda: check(entry), f"load {directory}")
+    _owners[root_of(directory)] = owner
     return entry
 
 
@@ -76,9 +108,9 @@ def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool
     """True if any rank sees a complete checkpoint."""
 
     def look() -> bool:
-        return bool(folder.published(folder.root_of(directory)))
+        return bool(published(root_of(directory)))
 
-    return any((yield from shared_lines((yield from folder.done_by_all(look, f"look into {directory}")))))
+    return any((yield from shared_lines((yield from done_by_all(look, f"look into {directory}")))))
 
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
@@ -87,8 +119,207 @@ def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
         gc.collect()  # an optimizer that nobody has any more may lie in a circle
     if _owners.get(root, owner) is not owner:
         raise CheckpointError(
-            f"{root} holds checkpoints of another optimizer or sparsifier of this process. {folder.ONE_EACH}"
+            f"{root} holds checkpoints of another optimizer or sparsifier of this process. {ONE_EACH}"
         )
-    found = {} if root in _owners else folder.survey(root)
-    ranks = found[max(found, key=folder.age)][0].get("ranks") if found else None
+    found = {} if root in _owners else survey(root)
+    ranks = found[max(found, key=age)][0].get("ranks") if found else None
     return isinstance(ranks, list) and world_rank not in ranks
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    entry: Mapping[str, Any],
+    *,
+    step: int,
+    digest: str,
+    rank: int,
+    keep: int,
+    ranks: Sequence[int] = (),
+) -> Synchronization[Path]:
+    """Saves every rank's entry; returns when the checkpoint is complete on all of them."""
+
+    def begin() -> tuple[Path, int]:
+        root = root_of(directory)
+        checks.check_count("keep", keep)
+        root.mkdir(parents=True, exist_ok=True)
+        for path in root.iterdir():
+            if path.name.startswith(_HIDDEN):
+                shutil.rmtree(path, ignore_errors=True)
+        attempt, last = max(map(age, published(root)), default=(1, -1))
+        return root, attempt + (step <= last)  # taken back
+
+    root, attempt = yield from done_by_all(begin, "make the directory")
+    everyone = yield from shared_lines([step, digest, attempt, uuid.uuid4().hex])
+    steps, digests, attempts, tokens = zip(*everyone, strict=True)
+    if len(set(steps)) > 1 or len(set(digests)) > 1:
+        raise StateMismatchError(
+            f"ranks save different states: at steps {list(steps)}, with digests {list(digests)}. Save on all "
+            "ranks after the same step"
+        )
+    name, size = f"step-{step:010d}.{max(attempts)}", len(everyone)
+    hidden, folder = root / f".saving-{tokens[0]}", root / name
+    manifest = {"format": FORMAT, "step": step, "size": size, "ranks": list(ranks), "save": tokens[0]}
+
+    def write() -> None:
+        hidden.mkdir(exist_ok=True)
+        _write(hidden / _file_of(rank), {"manifest": manifest, "rank": rank, "entry": entry})
+        with contextlib.suppress(FileExistsError), open(hidden / _MANIFEST, "x") as file:
+            json.dump(manifest, file)  # by the first rank on this disk
+        _sync(hidden / _MANIFEST)
+
+    def publish(turn: bool) -> None:
+        if (rank == 0) == turn and not folder.exists():
+            with contextlib.suppress(FileNotFoundError):  # another rank on this disk was faster
+                _sync(hidden)
+                os.rename(hidden, folder)
+            _sync(root)
+        if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
+            raise CheckpointError(
+                f"another training has published {name} in {root} at the same time. {ONE_EACH}"
+            )
+
+    try:
+        yield from done_by_all(write, f"write {_file_of(rank)}")
+    except HorovodSparseError:  # on all ranks
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    # the first rank publishes; then whoever does not see it, which is each host with a disk of its own
+    yield from done_by_all(lambda: publish(True), f"publish {name}")
+    yield from done_by_all(lambda: publish(False), f"publish {name}")
+    for old in sorted(published(root), key=age)[:-keep]:
+        removed = root / f".removed-{old}"
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+            os.rename(root / old, removed)  # in one piece, too
+            shutil.rmtree(removed)
+    return folder
+
+
+def read_checkpoint(
+    directory: str | os.PathLike[str], *, rank: int, size: int, step: int | None = None
+) -> Synchronization[dict[str, Any]]:
+    """Reads this rank's entry of the newest checkpoint that is complete on all ranks."""
+    found = yield from done_by_all(lambda: survey(root_of(directory)), f"look into {directory}")
+    root = root_of(directory)
+    everyone = yield from shared_lines(
+        {name: [manifest.get("save"), fault] for name, (manifest, fault) in found.items()}
+    )
+    name = _chosen(everyone, step, root)
+    manifest = found[name][0]
+
+    def read() -> dict[str, Any]:
+        parts: list[dict[str, Any]] = []
+        for old in old_ranks_of(rank, manifest["size"], size):
+            part = _entry_in(root / name / _file_of(old), manifest, old)
+            parts.append({key: part[key] for key in _ADDED_UP} if parts else part)
+        return joined(parts, rank, size)
+
+    return (yield from done_by_all(read, f"read {name}"))
+
+
+def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
+    """Returns the newest name that all ranks see with the same manifest; raises the same error on all."""
+    names = sorted(set().union(*everyone), key=age, reverse=True)
+    for name in [one for one in names if step in (None, age(one)[1])]:
+        for rank, mine in enumerate(everyone):
+            if fault := mine.get(name, ("", ""))[1]:
+                raise CheckpointError(
+                    f"{root / name} on rank {rank}: {fault}. It was complete once, so it was changed or "
+                    f"damaged since. Restore it, or load an earlier one by step= (of {', '.join(names)})"
+                )
+        if all(name in mine for mine in everyone):
+            if len({mine[name][0] for mine in everyone}) > 1:
+                raise CheckpointError(f"{root / name} is another checkpoint on some ranks than on others")
+            return name
+        _log.warning("%s is not complete on all ranks, an older one may be", root / name)
+    lacking = [rank for rank, mine in enumerate(everyone) if not mine]
+    raise CheckpointError(
+        f"{root} holds no complete checkpoint{'' if step is None else f' of step {step}'} that all ranks "
+        f"see; ranks that see none at all: {lacking or 'none'}"
+    )
+
+
+def root_of(directory: str | os.PathLike[str]) -> Path:
+    """Resolves a directory's path; raises `ArgumentError` if it is none."""
+    try:
+        return Path(directory).resolve()
+    except (TypeError, ValueError) as error:
+        raise ArgumentError("directory", directory, "a path, on every rank") from error
+
+
+def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """Reads the manifests that this rank sees: by name, each with its fault or an empty text."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for name in published(root):
+        try:
+            manifest = json.loads((root / name / _MANIFEST).read_bytes())
+            known, at, size, token = (manifest[key] for key in ("format", "step", "size", "save"))
+            if (known, at) != (FORMAT, age(name)[1]) or type(size) is not int or size < 1:
+                raise ValueError(f"format {known}, step {at}, {size} ranks, not format {FORMAT}"[:200])
+            found[name] = {**manifest, "save": str(token)}, ""
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            found[name] = {}, f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})"
+    return found
+
+
+def published(root: Path) -> list[str]:
+    """Lists the names of complete checkpoints."""
+    try:
+        return [path.name for path in root.iterdir() if _NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+
+
+def age(name: str) -> tuple[int, int]:
+    """Returns (attempt, step): a training that was taken back saves under the next attempt."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise CheckpointError(f"another rank names a checkpoint {name!r}")
+    return int(match[2]), int(match[1])
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.npz"
+
+
+def done_by_all(work: Callable[[], Result], what: str) -> Synchronization[Result]:
+    """Does this rank's work; returns its result once the work of all ranks has gone well."""
+    done: list[Result] = []
+    failure: Exception | None = None
+    try:
+        done.append(work())
+    except OSError as error:
+        failure = CheckpointError(f"could not {what}: {error}")
+    except Exception as error:  # of whatever type: others would wait for this rank
+        failure = error
+    yield from raise_together(failure)
+    return done[0]
+
+
+def _write(path: Path, tree: Mapping[str, Any]) -> None:
+    with open(path, "wb") as file:
+        write_tree(file, tree)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _entry_in(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Reads the entry that a rank has saved; refuses one of another rank or save."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, or this rank does not see it")
+    try:
+        with open(path, "rb") as file:
+            saved = read_tree(file)
+    except StateMismatchError as error:
+        raise CheckpointError(f"{path} was changed since it was written: {error}") from error
+    if not isinstance(saved, dict) or (saved.get("manifest"), saved.get("rank")) != (manifest, rank):
+        raise CheckpointError(f"{path} is of another rank or another save than {_MANIFEST} beside it")
+    entry: dict[str, Any] = saved["entry"]
+    return entry

@@ -21,8 +21,7 @@ import numpy as np
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import ParameterFacts
-from horovod_sparse.topology import Topology
-from horovod_sparse.training.host_topology import Ranks
+from horovod_sparse.topology import Placement, Topology
 
 Result = TypeVar("Result")
 
@@ -99,7 +98,7 @@ class Engine(Protocol):
     def rank_and_size(self) -> tuple[int, int]:
         """Returns rank and size among those that synchronize; in elastic training they change."""
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Placement:
         """Returns the same, and the host, for two levels."""
 
     def start_token(self) -> object:

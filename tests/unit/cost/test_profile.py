@@ -15,7 +15,7 @@ from horovod_sparse.merging import (
 )
 from horovod_sparse.simulation import AlphaBeta
 from horovod_sparse.sparsifiers import ExDyna, TopK
-from horovod_sparse.training.host_topology import ClusterFacts
+from horovod_sparse.topology import ClusterFacts
 from support.merging_models import profile_of_hosts
 
 PROFILE = Profile(

@@ -23,8 +23,8 @@ from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in, stepping
+from horovod_sparse.topology import Placement
 from horovod_sparse.training.engine import carry_out
-from horovod_sparse.training.host_topology import Ranks
 from horovod_sparse.training.local_settings import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from support.memories import choose_memory
@@ -78,9 +78,9 @@ class ThreadEngine(LocalEngine):
     def rank_and_size(self) -> tuple[int, int]:
         return self.rank, len(self.meeting.brought)
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Placement:
         rank, size = self.rank_and_size()
-        return Ranks(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
+        return Placement(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
 
     def start_token(self) -> object:
         return self.start_of

@@ -23,7 +23,7 @@ from horovod_sparse.merging import (
     single,
 )
 from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.optimal import best_segments, segment_tables
+from horovod_sparse.planning.strategies import best_segments, segment_tables
 from support.merging_models import all_plans, costs, seconds, workloads
 
 

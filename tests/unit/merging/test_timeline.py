@@ -15,7 +15,7 @@ from horovod_sparse.merging import (
     layerwise,
     predict,
 )
-from horovod_sparse.planning.optimal import segment_tables
+from horovod_sparse.planning.strategies import segment_tables
 
 A, B, C = (ParameterFacts(name, size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
 

@@ -14,6 +14,7 @@ from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.tensors.layout import TensorEntry, device_sums, shared_entries
+from horovod_sparse.topology import RANKS_VARIABLE, Placement, own_place
 from horovod_sparse.training.agreement import (
     PROTOCOL,
     RankStatus,
@@ -23,7 +24,6 @@ from horovod_sparse.training.agreement import (
     started_again,
 )
 from horovod_sparse.training.drift import COLUMNS, DriftCheck, HostEntry, differing_entries, word_sums
-from horovod_sparse.training.host_topology import RANKS_VARIABLE, Ranks, own_place
 from horovod_sparse.training.settings import Settings
 
 FACTS = (ParameterFacts("weight", 8), ParameterFacts("bias", 2))
@@ -31,7 +31,7 @@ ONE, TWO = Plan((("weight", "bias"),)), Plan((("weight",), ("bias",)))
 
 
 def statuses(size=3, **changed):
-    """Ranks that stand alike, but for what is changed: by field, a value for each rank."""
+    """Placement that stand alike, but for what is changed: by field, a value for each rank."""
     alike = [RankStatus(5, "a", (rank, size), ONE) for rank in range(size)]
     for field, values in changed.items():
         alike = [dataclasses.replace(one, **{field: value}) for one, value in zip(alike, values, strict=True)]
@@ -159,7 +159,7 @@ def test_ranks_of_another_protocol_are_refused() -> None:
     }
 
 
-def ranks_of(counts: list[int], rank: int, where: str) -> Ranks:
+def ranks_of(counts: list[int], rank: int, where: str) -> Placement:
     """What Horovod's binding says on a rank of hosts of so many ranks; a cross rank counts by local rank."""
     places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
     host, local = places[rank]
@@ -170,7 +170,7 @@ def ranks_of(counts: list[int], rank: int, where: str) -> Ranks:
     binding = SimpleNamespace(**told, **asked)
     if where == "mpi_ops":
         binding = SimpleNamespace(**told, mpi_ops=SimpleNamespace(**asked))
-    return Ranks.of_horovod(binding, binding)
+    return Placement.of_horovod(binding, binding)
 
 
 @pytest.mark.parametrize("where", ["binding", "mpi_ops"])

@@ -13,9 +13,8 @@ from horovod_sparse.planning.calibration import Extent, calibration
 from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import ClusterFacts, Topology
 from horovod_sparse.training.engine import carry_out
-from horovod_sparse.training.host_topology import ClusterFacts
 from support.merging_models import profile_of_two
 from support.sampling import rest_nightly
 

@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from horovod_sparse.errors import CheckpointError, HorovodSparseError, StateMismatchError
 from horovod_sparse.simulation import run_lockstep
-from horovod_sparse.training import checkpoint, checkpoint_folder, encoding
+from horovod_sparse.training import checkpoint, encoding
 
 SIZE = 2
 
@@ -51,13 +51,13 @@ def ranks_of(roots: Path | list[Path], size: int) -> Any:
 def save(roots: Path | list[Path], step: int = 0, size: int = SIZE, keep: int = 2, **other: Any) -> list[Any]:
     """All ranks save; what they return, or raise with keep_errors=True."""
     given: Any = {"step": step, "digest": "d", "keep": keep}
-    write, pairs = checkpoint_folder.write_checkpoint, ranks_of(roots, size)
+    write, pairs = checkpoint.write_checkpoint, ranks_of(roots, size)
     ranks = [write(root, an_entry(rank, size, step), rank=rank, **given) for rank, root in pairs]
     return run_lockstep(ranks, **other)
 
 
 def load(roots: Path | list[Path], size: int = SIZE, step: int | None = None, **other: Any) -> list[Any]:
-    read, pairs = checkpoint_folder.read_checkpoint, ranks_of(roots, size)
+    read, pairs = checkpoint.read_checkpoint, ranks_of(roots, size)
     return run_lockstep([read(root, rank=rank, size=size, step=step) for rank, root in pairs], **other)
 
 
@@ -106,7 +106,7 @@ def same(left: Any, right: Any) -> bool:
 @given(st.dictionaries(st.text(), plain))
 def test_an_entry_comes_back_bit_for_bit(tmp_path: Path, entry: dict[str, Any]) -> None:
     path = tmp_path / "one.npz"
-    checkpoint_folder._write(path, entry)
+    checkpoint._write(path, entry)
     with open(path, "rb") as file:
         assert same(encoding.read_tree(file), entry)
 
@@ -228,7 +228,7 @@ def test_another_number_of_ranks_keeps_the_mean(tmp_path: Path) -> None:
 
 def test_ranks_at_different_steps_do_not_save(tmp_path: Path) -> None:
     ranks = [
-        checkpoint_folder.write_checkpoint(tmp_path, an_entry(rank), step=rank, digest="d", rank=rank, keep=1)
+        checkpoint.write_checkpoint(tmp_path, an_entry(rank), step=rank, digest="d", rank=rank, keep=1)
         for rank in range(SIZE)
     ]
     refused(run_lockstep(ranks, keep_errors=True), "steps [0, 1]", StateMismatchError)
@@ -390,13 +390,13 @@ def test_killed_while_saving_the_last_complete_one_loads(tmp_path: Path) -> None
 
 
 def test_two_that_publish_the_same_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = checkpoint_folder._write
+    write = checkpoint._write
 
     def meanwhile(path: Path, entry: dict[str, Any]) -> None:
-        monkeypatch.setattr(checkpoint_folder, "_write", write)
+        monkeypatch.setattr(checkpoint, "_write", write)
         save(tmp_path / "aside", 1)
         os.rename(tmp_path / "aside" / "step-0000000001.1", tmp_path / "step-0000000001.1")
         write(path, entry)
 
-    monkeypatch.setattr(checkpoint_folder, "_write", meanwhile)
+    monkeypatch.setattr(checkpoint, "_write", meanwhile)
     refused(Training().save(tmp_path, 1), "at the same time")

@@ -7,7 +7,7 @@ import horovod_sparse.tensorflow.keras as hvd
 from conformance.keras import SPARSE, check_resumed, distributed, halfway, residuals
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.simulation import run_lockstep
-from horovod_sparse.training.checkpoint_folder import write_checkpoint
+from horovod_sparse.training.checkpoint import write_checkpoint
 from support.keras_models import fit, flat, keras, make_model, share
 
 
