@@ -14,7 +14,7 @@ def transformers_callback(compression: str = "best", **options: Any) -> Any:
     """Returns a callback for the ``Trainer`` of transformers.
 
     It attaches when training begins. Before the trainer evaluates or saves, ranks exchange what is in flight,
-    so that rank 0 saves what all have; what it saves is enough to resume.
+    so that rank 0 saves what all have; what it saves is enough to resume. A single process trains as it did.
 
     Args:
         compression: a sparsifier, as text.
@@ -29,10 +29,12 @@ def transformers_callback(compression: str = "best", **options: Any) -> Any:
         sync: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.sync = ddp.attach(given["model"], compression, given["optimizer"], **options)
+            if args.world_size > 1:
+                self.sync = ddp.attach(given["model"], compression, given["optimizer"], **options)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if control.should_evaluate or control.should_save or control.should_training_stop:
+            comes = control.should_evaluate or control.should_save or control.should_training_stop
+            if comes and self.sync is not None:
                 self.sync.settle()
 
         on_epoch_end = on_step_end
@@ -54,8 +56,9 @@ def lightning_callback(compression: str = "best", **options: Any) -> Any:
         syncs: Any = ()
 
         def on_fit_start(self, trainer: Any, module: Any) -> None:
-            model = trainer.strategy.model
-            self.syncs = [ddp.attach(model, compression, one, **options) for one in trainer.optimizers]
+            model, alone = trainer.strategy.model, trainer.world_size == 1
+            optimizers = () if alone else trainer.optimizers
+            self.syncs = [ddp.attach(model, compression, one, **options) for one in optimizers]
 
         def _settle(self, *_: Any) -> None:
             for sync in self.syncs:

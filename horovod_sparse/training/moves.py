@@ -26,6 +26,9 @@ from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.training.engine import Starter, Task
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
+#: positions that `OwnMoves.note` reads, at most
+_NUM_NOTED = 4096
+
 
 class Parameters(Protocol):
     """The parameters of a bucket, one behind the other; indices are positions in the bucket."""
@@ -85,8 +88,8 @@ class OwnMoves:
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
-        #: parameters where the last move was, after a pass
-        self._left: Any = None
+        #: some positions of the last move, and the parameters there after a pass
+        self._left: tuple[Indices, Any] | None = None
         #: numbers of moves and messages that were in flight in a checkpoint
         self._resumed: deque[tuple[int, np.ndarray]] = deque()
 
@@ -113,14 +116,18 @@ class OwnMoves:
 
     def note(self) -> None:
         """Reads what `was_edited` compares; called after a pass."""
-        self._left = self._parameters.take(self.moves[-1].indices) if self.moves else None
+        if self.moves:
+            indices = self.moves[-1].indices
+            indices = indices[:: 1 + len(indices) // _NUM_NOTED]
+            self._left = indices, self._parameters.take(indices)
 
     def was_edited(self) -> bool:
         """True if somebody else has changed parameters since: putting back would undo that in part."""
         if self._left is None:
             return False
-        now = self._parameters.take(self.moves[-1].indices)
-        return not all(bool((one == other).all()) for one, other in zip(self._left, now, strict=True))
+        indices, before = self._left
+        now = self._parameters.take(indices)
+        return not all(bool((one == other).all()) for one, other in zip(before, now, strict=True))
 
     def _move(self, indices: Indices, values: Values) -> None:
         self._left = None

@@ -7,11 +7,14 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from horovod_sparse import ddp
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from support.passes import adamw, backward, batches, flat, net_of, train
 from support.replicas import same_on_all_replicas
 
@@ -217,3 +220,25 @@ def test_one_optimizer_over_two_models(delay, rank):
         optimizer.step()
     sync.finish()
     assert same_on_all_replicas(*both.parameters())
+
+
+def test_a_wrapper_without_hooks_of_its_own_is_looked_into(rank):
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    class Never:
+        def average_parameters(self, params) -> None:
+            pass
+
+    net = net_of()
+    optimizer = PostLocalSGDOptimizer(adamw(net), Never())
+    sync = attached(net, optimizer)
+    train(net, optimizer, rank, 2)
+    assert sync.step == 2
+    assert same_on_all_replicas(*net.parameters())
+
+
+def test_a_model_without_replicas_is_refused(size):
+    """Sharded over all ranks: nobody has the same parameters."""
+    net = fully_shard(net_of(), mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(ArgumentError, match=r"fully_shard has sharded over mesh"):
+        ddp.attach(net, "best", adamw(net), replicas=dist.group.WORLD)
