@@ -12,7 +12,7 @@ import math
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,9 @@ from benchmarks.studies.baselines import BASELINES
 from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import gpt_task
 from benchmarks.studies.training import train
-from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
+from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe, recipe_for
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.tensors.own_steps import feedback_for, leaves_work_to_optimizer
 
 SETTING = {"num_steps": 400, "batch": 16, "warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 SEEDS = (0, 1, 2)
@@ -190,8 +189,8 @@ def memory(num_elements: int = 1_000_000) -> dict[str, float]:
         tracemalloc.start()
         if text:
             recipe = parse_recipe(text)
-            if makes_steps := not leaves_work_to_optimizer(recipe.feedback):
-                recipe = replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
+            if makes_steps := recipe.feedback.applies_rate:
+                recipe = recipe_for(optimizer, recipe)
             cluster = SimulatedCluster(recipe, num_elements, 1)
             for _ in range(3):
                 cluster.synchronize([parameter.grad.numpy()], 1e-3)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.studies.baselines import Exchange
 from benchmarks.studies.tasks import Task
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import Recipe, kind_of, recipe_for
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.telemetry import BucketStep
-from horovod_sparse.tensors.own_steps import feedback_for, kind_of, leaves_work_to_optimizer, own_step
 
 __all__ = ["Trace", "train"]
 
@@ -96,8 +96,8 @@ def train(
     if make_optimizer is None:
         make_optimizer = partial(torch.optim.SGD, lr=1.0, momentum=task.momentum)
     optimizer = make_optimizer(parameters)
-    if makes_steps := not leaves_work_to_optimizer(recipe.feedback):
-        recipe = replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
+    if makes_steps := recipe.feedback.applies_rate:
+        recipe = recipe_for(optimizer, recipe)
     cluster = SimulatedCluster(recipe, trace.num_elements, size)
     flat = torch.zeros(trace.num_elements)
     views = [
@@ -119,7 +119,8 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         if makes_steps:
-            now = own_step(kind_of(optimizer), recipe.feedback, optimizer.param_groups[0], step)
+            rule: Any = recipe.feedback
+            now = rule.own_step(kind_of(optimizer), optimizer.param_groups[0], step)
             for bucket in cluster.buckets:
                 bucket.feedback = now.feedback
         gradients, losses = [], []

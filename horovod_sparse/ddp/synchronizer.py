@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +19,9 @@ from horovod_sparse.ddp.distributed_engine import BucketParameters, plan_of, tol
 from horovod_sparse.ddp.step import Synchronizer, after_backward, throw
 from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.loss_scale import pass_number
-from horovod_sparse.tensors.own_steps import feedback_for, leaves_work_to_optimizer
 from horovod_sparse.training.compression import recipe_of
 from horovod_sparse.training.settings import Settings, WaitingOptions
 from horovod_sparse.training.steps import Schedule
@@ -304,7 +302,7 @@ def attach(
     with told_to_others(getattr(model, "process_group", None)):
         schedule = Schedule(every, delay)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
-        if isinstance(recipe, Recipe) and not leaves_work_to_optimizer(recipe.feedback):
+        if isinstance(recipe, Recipe) and recipe.feedback.applies_rate:
             return _attached_steps(model, recipe, optimizer, replicas, schedule, options)
         if schedule != Schedule():
             allowed = 'every=1, delay=0 where gradients are exchanged: "best" exchanges steps'
@@ -327,7 +325,7 @@ def _attached_steps(
     if not isinstance(optimizer, torch.optim.Optimizer):
         allowed = 'the one that trains the model: attach(model, "best", optimizer)'
         raise ArgumentError("optimizer", optimizer, allowed)
-    recipe = dataclasses.replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
+    recipe = recipe_for(optimizer, recipe)
     wrappers = wrappers_of(model)
     group = group_of(model, wrappers, replicas)
     made = Synchronized(model, recipe, optimizer, group, settings, schedule)

@@ -1,16 +1,20 @@
-"""Error feedback and momentum correction; the bucket that holds all of it."""
+"""Error feedback, momentum correction and optimizers' own steps; the bucket that holds all of it."""
 
+from horovod_sparse.feedback.adam import AdamFeedback
 from horovod_sparse.feedback.bucket import Bucket, Member, Progress
 from horovod_sparse.feedback.feedbacks import (
-    FEEDBACKS,
-    AdamFeedback,
     BestFeedback,
     ErrorFeedback,
     Feedback,
     MomentumCorrection,
     NoFeedback,
-    RMSpropFeedback,
-    VelocityFeedback,
+    OwnStep,
+    Rule,
 )
+from horovod_sparse.feedback.muon import MuonFeedback
 from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe, recipe, recipe_signature
-from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
+from horovod_sparse.feedback.rmsprop import RMSpropFeedback
+from horovod_sparse.feedback.rules import FEEDBACKS, RULES, kind_of, recipe_for
+from horovod_sparse.feedback.sgd import VelocityFeedback
+from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket
+from horovod_sparse.feedback.two_level_bucket import shard_of as shard_of

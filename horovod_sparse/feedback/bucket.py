@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,12 @@ from horovod_sparse.errors import (
     NonFiniteSumError,
     StateMismatchError,
 )
-from horovod_sparse.feedback.feedbacks import Normalizing, Rates
+from horovod_sparse.feedback.adam import Alikeness, Normalizing
+from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
 from horovod_sparse.sparsifiers.base import SparsifierState, rescaled
 from horovod_sparse.telemetry import BucketStep
-
-if TYPE_CHECKING:
-    from horovod_sparse.feedback.alikeness import Alikeness
 
 #: rates below this part of the largest one so far count as that part of it: no sequence of rates
 #: multiplies a residual by more
@@ -141,8 +139,6 @@ class Bucket:
         #: where ranks normalize their gradients by parts of a batch
         self._alikeness: Alikeness | None = None
         if isinstance(recipe.feedback, Normalizing) and recipe.feedback.whole_batch and info.size > 1:
-            from horovod_sparse.feedback.alikeness import Alikeness  # which others need not
-
             self._alikeness = Alikeness(info)
 
     @property

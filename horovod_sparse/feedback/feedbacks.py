@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from horovod_sparse.arrays import FoldRule
 from horovod_sparse.checks import check_number
-from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.sparsifiers.base import BucketInfo
 
 
@@ -85,11 +85,6 @@ class Feedback:
     def _own(self, rates: Rates) -> dict[str, Any]:
         """Arguments of `FoldRule` that this feedback alone gives."""
         return {}
-
-    def with_settings(self, settings: Mapping[str, float]) -> Any:
-        """With what an optimizer says of its arguments, by their names, where nobody has said otherwise."""
-        found = {name: value for name, value in settings.items() if getattr(self, name, value) is None}
-        return dataclasses.replace(self, **found) if found else self  # type: ignore[type-var]
 
     def moved(self, age: int, new_age: int) -> float:
         """What companions made of `age` steps are multiplied by where they pass for such of `new_age`."""
@@ -228,156 +223,78 @@ class MomentumCorrection(Feedback):
 
 
 @dataclass(frozen=True)
-class VelocityFeedback(Feedback):
-    """``u = m u + g,  acc = e + eta u``: SGD's own step on each rank, whose velocity nothing clears.
+class OwnStep:
+    """A rule for the gradients of one group of an optimizer in one pass.
 
-    With Nesterov's momentum ``acc = e + eta (g + m u)``. At density 1 that is SGD with momentum of the mean
-    gradient: momentum is linear. Weight decay and dampening come with the gradient.
-
-    Args:
-        momentum: m, in [0, 1); 0 keeps no velocity. None: the optimizer's.
-        nesterov: whether the optimizer has it; None: the optimizer's.
-        clip_norm: see `MomentumCorrection`.
-
-    Example:
-        >>> VelocityFeedback(momentum=0.5).rule(BucketInfo("b", 9), Rates(None, None, 0.25)).rate
-        0.25
+    Attributes:
+        feedback: folds them.
+        weights: factors of gradient and parameter, whose sum is folded.
+        shrink: factor of the parameters, by weight decay apart from the gradient.
+        rate: learning rate.
+        matrices: makes steps of whole parameters, in place of the fold; see `Muon`.
     """
 
-    text_name: ClassVar[str] = "sgd"
+    feedback: Feedback
+    weights: tuple[float, float]
+    shrink: float
+    rate: float
+    matrices: Any = None
+
+
+class Rule(Feedback):
+    """Makes an optimizer's own step of each rank's gradient: what waits and is sent is a step, with its rate.
+
+    A new one is a copy of `sgd.py` (a line of the fold) or `muon.py` (anything else), and a name in
+    `rules.RULES`.
+    """
+
     applies_rate: ClassVar[bool] = True
+    #: the optimizers of PyTorch, and of Keras, that step so, by name
+    optimizers: ClassVar[tuple[str, ...]] = ()
+    keras: ClassVar[tuple[str, ...]] = ()
+    #: the companion's name in the state of PyTorch's optimizer
+    moment: ClassVar[str]
+    #: settings of PyTorch's that are not followed, and why
+    refused: ClassVar[Mapping[str, str]] = {}
+    #: whether parameters have to be whole on a rank: no shards
+    takes_whole: ClassVar[bool] = False
+    #: the smallest density that costs no accuracy, where it is larger than that of sparsifiers
+    least_density: ClassVar[float] = 0.0
 
-    momentum: float | None = None
-    nesterov: bool | None = None
-    clip_norm: float | None = None
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> Rule:
+        """Returns the rule with what is the same in all passes, as PyTorch's optimizer has it."""
+        return self
 
-    @property
-    def num_companions(self) -> int:  # type: ignore[override]
-        """The velocity, where there is momentum."""
-        return int(bool(self.momentum))
+    def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
+        """Returns a group's rule, by its settings now.
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
-        if not self.momentum:
-            return {}  # the rate comes with the gradient
-        rate = 1.0 if rates.given is None else rates.given
-        nesterov = bool(self.nesterov)
-        return {"momentum": self.momentum, "nesterov": nesterov, "masking": False, "rate": rate}
+        Args:
+            kind: name of PyTorch's optimizer.
+            group: parameter group of it.
+            age: passes before this one.
+        """
+        raise NotImplementedError
 
-
-@dataclass(frozen=True)
-class Normalizing(Feedback):
-    """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
-
-    A normalizer says which: by its defaults, and whether v is corrected for its beginning at 0.
-    """
-
-    num_companions: ClassVar[int] = 1  # the second moment
-    applies_rate: ClassVar[bool] = True
-    adds_up: ClassVar[bool] = False
-    default_beta2: ClassVar[float]
-    #: whether v is divided by ``1 - beta2^t``
-    corrected: ClassVar[bool]
-
-    beta2: float | None = None
-    eps: float | None = None
-    clip_norm: float | None = None
-    whole_batch: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.whole_batch, bool):
-            raise ArgumentError("whole_batch", self.whole_batch, "True or False")
-        for name, value, most, allowed in (
-            ("beta2", self.beta2, 1.0, "a number between 0 and 1, or None"),
-            ("eps", self.eps, math.inf, "a number above 0, or None"),
-        ):
-            if value is not None:
-                check_number(name, value, allowed, low=0.0, high=most, include_high=False)
-        super().__post_init__()
-
-    @property
-    def _beta2(self) -> float:
-        return self.default_beta2 if self.beta2 is None else self.beta2
-
-    def _own(self, rates: Rates) -> dict[str, Any]:
-        return {
-            "masking": False,
-            "moment": self._beta2,
-            "eps": 1e-8 if self.eps is None else self.eps,
-            # where none is known who applies the sum multiplies it
-            "rate": rates.longer * (1.0 if rates.given is None else rates.given),
-            "count": rates.age + 1 if self.corrected else math.inf,
-        }
-
-    def moved(self, age: int, new_age: int) -> float:
-        """Between two buckets the estimate stays, whose bias depends on the number of steps."""
-        if not age:
-            return 0.0
-        return (1.0 - self._beta2**new_age) / (1.0 - self._beta2**age) if self.corrected else 1.0
+    def of_keras(self, optimizer: Any) -> Rule:
+        """Returns the rule with an optimizer's settings."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class AdamFeedback(Normalizing):
-    """``acc = e + s eta z``, ``z = g / (sqrt(v / (1 - beta2^t)) + eps)``, ``v = beta2 v + (1 - beta2) g^2``.
-
-    An optimizer with moments behind plain error feedback meets every element as a spike: its second moment
-    becomes 1 / density times too large, and its first one pushes on in a direction that is old already. So a
-    gradient is normalized where it is still dense, on its rank, and the *step* waits and is sent. There is no
-    first moment: error feedback is one, with a memory of 1 / density steps. What comes back is applied as it
-    is, after AdamW's decay: ``theta = theta (1 - eta weight_decay) - mean over ranks``. PyTorch's
-    `DistributedOptimizer` and `attach` let the user's AdamW do that, and take eta, beta2 and eps from it.
-
-    Of which gradient v is: of this rank's own, in float32 or float64. A loss's scale is divided out before,
-    and clipping comes before, too. Passes that are accumulated count once, as the optimizer would see their
-    sum. With two levels v is of the host's sum. A gradient that is not finite, or whose square is not, leaves
-    v as it is; a gradient that is dropped with its step is taken out of v, to the rounding of its sum. What
-    was sent is not cleared in v. Checkpoints hold v and the number of its steps. At another number of ranks a
-    rank averages v of the ranks whose residuals it takes over; where other ranks share hosts v starts anew.
-
-    Args:
-        beta2: in (0, 1); None: the optimizer's, or 0.999 where none is known.
-        eps: above 0; None: the optimizer's, or 1e-8.
-        clip_norm: see `MomentumCorrection`.
-        whole_batch: steps as long as those of the mean gradient, whose v is up to P times smaller than that
-            of one rank's part of the batch: ``s = (mean |g_i|^2 / |mean g_i|^2)^(1/2)``, at most sqrt(P),
-            of means over about 30 steps. Ranks learn it from how far each one's gradient leans along random
-            signs that they share, which spare bits of their messages tell. False: s = 1.
+def weights_of(group: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns factors of gradient and parameter in what PyTorch's optimizers take for the gradient.
 
     Example:
-        >>> AdamFeedback(beta2=0.99).with_settings({"beta2": 0.95, "eps": 1e-6})
-        AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None, whole_batch=True)
+        >>> weights_of({"maximize": True, "weight_decay": 0.1, "lr": 1.0})
+        (-1.0, 0.1)
     """
-
-    text_name: ClassVar[str] = "adam"
-    default_beta2: ClassVar[float] = 0.999
-    corrected: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class RMSpropFeedback(Normalizing):
-    """As `AdamFeedback`, but ``z = g / (sqrt(v) + eps)``: the first steps are large, as RMSprop's.
-
-    Args:
-        beta2: of v, called alpha or rho elsewhere; None: the optimizer's, or 0.99 where none is known.
-        eps: see `AdamFeedback`.
-        clip_norm: see `MomentumCorrection`.
-        whole_batch: see `AdamFeedback`.
-
-    Example:
-        >>> RMSpropFeedback(beta2=0.9).rule(BucketInfo("b", 9), Rates(None, None, 0.1)).count
-        inf
-    """
-
-    text_name: ClassVar[str] = "rmsprop"
-    default_beta2: ClassVar[float] = 0.99
-    corrected: ClassVar[bool] = False
+    return -1.0 if group.get("maximize") else 1.0, float(group["weight_decay"])
 
 
 @dataclass(frozen=True)
 class BestFeedback(Feedback):
-    """The most accurate one for the optimizer at hand, which a front end puts in its place.
+    """The `Rule` of the optimizer at hand, which a front end puts in its place.
 
-    "adam" for Adam and AdamW, "rmsprop" for RMSprop, "error" for SGD. A momentum m is left out, and the rate
-    becomes ``eta / (1 - m)``: error feedback is a momentum itself.
+    Keras has none for SGD: there it is "error", a momentum m is left out, and the rate is ``eta / (1 - m)``.
 
     Args:
         clip_norm: see `MomentumCorrection`.
@@ -390,31 +307,3 @@ class BestFeedback(Feedback):
 
     def _own(self, rates: Rates) -> dict[str, Any]:
         raise UnsupportedError("feedback='best' is decided by an optimizer, which nobody has told here")
-
-
-FEEDBACKS: dict[str, type[Feedback]] = {
-    "adam": AdamFeedback,
-    "best": BestFeedback,
-    "error": ErrorFeedback,
-    "momentum": MomentumCorrection,
-    "none": NoFeedback,
-    "rmsprop": RMSpropFeedback,
-    "sgd": VelocityFeedback,
-}
-
-
-def feedback_named(name: str | Feedback) -> Feedback:
-    """A feedback by its name, or the feedback itself.
-
-    Example:
-        >>> feedback_named("momentum").momentum
-        0.9
-    """
-    if isinstance(name, str):
-        if name not in FEEDBACKS:
-            raise UnknownNameError("feedback", name, FEEDBACKS)
-        made: Feedback = FEEDBACKS[name]()
-        return made
-    if not isinstance(name, Feedback) or isinstance(name, type):
-        raise ArgumentError("feedback", name, f"one of {', '.join(sorted(FEEDBACKS))}, or a Feedback")
-    return name

@@ -16,7 +16,8 @@ from typing import Any
 
 from horovod_sparse.checks import check_count, check_density
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.feedback.feedbacks import FEEDBACKS, BestFeedback, ErrorFeedback, Feedback, feedback_named
+from horovod_sparse.feedback.feedbacks import BestFeedback, ErrorFeedback, Feedback
+from horovod_sparse.feedback.rules import FEEDBACKS, feedback_named
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.sparsifiers.schedule import SCHEDULES
@@ -200,6 +201,8 @@ class Recipe:
     sparsifier: Sparsifier
     feedback: Feedback = field(default_factory=ErrorFeedback)
     rules: ParameterRules = field(default_factory=ParameterRules)
+    #: False where the density is the sparsifier's default, which an optimizer's rule may raise
+    density_given: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.sparsifier.diverges and self.feedback.keeps_residual:
@@ -292,7 +295,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
         raise ArgumentError("density", density, "a kept fraction in (0, 1], as a number such as 0.01")
     feedback = feedback_named(arguments.pop("feedback", "error"))
     rules = ParameterRules(**{rule: arguments.pop(rule) for rule in _RULES if rule in arguments})
-    return Recipe(_algorithm(name)(**arguments), feedback, rules)
+    given = not {"density", "schedule"}.isdisjoint(arguments)
+    return Recipe(_algorithm(name)(**arguments), feedback, rules, density_given=given)
 
 
 def parse_recipe(text: str) -> Recipe:

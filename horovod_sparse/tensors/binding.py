@@ -7,35 +7,28 @@ over parameters without a gradient. The gradients come back after its step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 
-from horovod_sparse.feedback import Bucket, Member, ParameterRules, Progress, Recipe, TwoLevelBucket, shard_of
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback import RULES, OwnStep, ParameterRules, Progress, Recipe, Rule, kind_of
 from horovod_sparse.plans import Plan
-from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.flat_gradient import GradientMemory, memory_of
 from horovod_sparse.tensors.layout import (
     TensorEntry,
-    dtype_name,
     host_entry,
     settings_entries,
-    shaped,
-    unshaped,
-    view_into,
 )
-from horovod_sparse.tensors.own_steps import MOMENTS, OwnStep, kind_of, own_step
-from horovod_sparse.tensors.parameters import BucketParameters, flat, local
+from horovod_sparse.tensors.own_steps import StepBucket
+from horovod_sparse.tensors.parameters import local
 from horovod_sparse.tensors.parts import facts_of, groups_of
 from horovod_sparse.topology import Topology
-from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.moves import OwnMoves
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
 from horovod_sparse.training.steps import Schedule, Steps
@@ -49,148 +42,12 @@ LEANS = "horovod_sparse_leans"
 #: what a loss scaler leaves at an optimizer for its step
 _BY_SCALER = "found_inf", "grad_scale"
 _ADVICE = "the model uses {}: use the same algorithm, or load None to start with no residual"
-MOMENTS_NAMES = frozenset(MOMENTS.values())
-
-
-class StepBucket(common.BucketPart):
-    """A bucket of parameters whose steps are folded, selected and applied; see `StepPart`."""
-
-    dense: bool
-
-    def __init__(
-        self,
-        spec: PartSpec,
-        parameters: Sequence[torch.Tensor],
-        recipe: Recipe,
-        place: tuple[int, int],
-        topology: Topology | None,
-        step: Callable[[int], OwnStep],
-        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
-        ages: dict[str, int],
-    ) -> None:
-        self.label = self.name = spec.label
-        self.names, self.dense = tuple(spec.names), spec.dense
-        stops = np.cumsum([local(parameter).numel() for parameter in parameters]).tolist()
-        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
-        self.parameters = BucketParameters(parameters, self.places)
-        self._step, self._gradient_of = step, gradient_of
-        first = local(parameters[0])
-        self.memory: GradientMemory = memory_of(first.device, self.names[0])
-        self.num_bytes = stops[-1] * first.element_size()
-        whole = BucketInfo(self.label, stops[-1], *place, dtype_name(first) or "unknown")
-        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
-        if topology is None:
-            self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
-        else:
-            accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
-            self.bucket = TwoLevelBucket(
-                *(whole, recipe, accumulator, members, topology),
-                summable=self.memory.summable,
-                foldable=self.memory.shard,
-            )
-        self.moves = OwnMoves(self.bucket, self.parameters)
-        #: gradients that each parameter has had, by name: the moments of one that is used late are young
-        self.ages, self.hidden = ages, None
-        #: of the pass: moments that were made as old as the bucket's, and what they were before
-        self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._counted: list[int] = []
-        self._now = OwnStep(recipe.feedback, (1.0, 0.0), 1.0, 0.0)
-
-    def prepare(self) -> None:
-        """Reads the optimizer's settings for this pass."""
-        self._now = self._step(self.bucket.progress.age)
-        self.bucket.feedback = self._now.feedback
-        self._gradients = [self._gradient_of(one) for one in self.parameters.parameters]
-
-    @property
-    def rate(self) -> float:
-        return self._now.rate
-
-    @property
-    def shrink(self) -> float:
-        return self._now.shrink
-
-    @property
-    def absent(self) -> list[int]:
-        if self._now.rate == 0.0:
-            return list(range(len(self.names)))
-        return [number for number, one in enumerate(self._gradients) if one is None]
-
-    def gradient(self) -> Any:
-        """Makes moments of young parameters as old as the bucket's; returns what the accumulator folds."""
-        self._young = []
-        self._counted = sorted(set(range(len(self.names))) - set(self.absent))
-        for number in self._counted:
-            own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
-            if own <= self.bucket.progress.age:
-                self._make_older(number, own)
-        return self.parameters.foldable(self._gradients, self._now.weights)
-
-    def _make_older(self, number: int, own: int) -> None:
-        """Prepares the second moment of a parameter for the fold, whose correction is for the bucket's age.
-
-        ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is
-        that for the parameter's own. The fold adds (1 - b) g^2; this adds what is missing.
-        """
-        feedback, age = self._now.feedback, self.bucket.progress.age + 1
-        before, after = feedback.moved(own - 1, age - 1), feedback.moved(own, age)
-        if after - 1.0 < 1e-7:
-            return
-        (_, moment), (weight, beside) = self._flat_memory(number), self._now.weights
-        parameter, gradient = self.parameters.parameters[number], self._gradients[number]
-        self._young.append((moment, moment.clone()))
-        step = flat(gradient, parameter).to(moment.dtype) * weight
-        if beside:
-            step += flat(parameter).to(moment.dtype) * beside
-        square = step.square_().nan_to_num_(0.0, 0.0, 0.0)  # the fold finds out what is not finite
-        if before:
-            moment.mul_(after / before)
-        moment.add_(square, alpha=(after - 1.0) * (1.0 - feedback.beta2) / feedback.beta2)
-
-    def abandon(self, *, drop: bool = False) -> None:
-        """See `StepPart.abandon`."""
-        self.bucket.abandon(drop=drop)
-        for moment, before in self._young if drop else ():
-            moment.copy_(before)
-        for number in self._counted:
-            self.ages[self.names[number]] -= 1
-        self._young, self._counted = [], []
-
-    def age(self, number: int) -> int:
-        """Returns how many gradients a parameter's moment is made of."""
-        return min(self.ages.get(self.names[number], 0), self.bucket.progress.age)
-
-    def older(self, number: int) -> float:
-        """Returns by how much a parameter's moment is larger here than PyTorch's of its own age."""
-        return self.bucket.feedback.moved(self.age(number), self.bucket.progress.age) or 1.0
-
-    def _flat_memory(self, number: int) -> list[torch.Tensor]:
-        """Residual and companions of a parameter, flat: the very memory that passes change."""
-        where = slice(*self.places[number])
-        return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
-
-    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
-        return shaped(values, local(self.parameters.parameters[number]))
-
-    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
-        return unshaped(values, local(self.parameters.parameters[number]))
-
-    def view(self, number: int, memory: Any) -> torch.Tensor:
-        """A parameter's part of the bucket's residual or of a companion, in its shape: no copy."""
-        parameter: Any = self.parameters.parameters[number]
-        one = torch.as_tensor(memory)[slice(*self.places[number])]
-        view = view_into(one, one.storage_offset(), local(parameter))
-        if not hasattr(parameter, "device_mesh"):
-            return view
-        from torch.distributed.tensor import DTensor
-
-        given = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(view, parameter.device_mesh, parameter.placements, **given)
+_MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
 def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
     """Returns copies of the states of parameters that have been trained."""
-    return {one: dict(state) for one, state in states.items() if set(state) & {*MOMENTS_NAMES, RESIDUAL}}
+    return {one: dict(state) for one, state in states.items() if set(state) & {*_MOMENTS, RESIDUAL}}
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -242,6 +99,10 @@ class Binding(Steps):
         averaged: Any = None,
     ) -> None:
         self.optimizer, self._kind = optimizer, kind_of(optimizer)
+        self._rule = cast(Rule, recipe.feedback)
+        if self._rule.takes_whole and settings.levels != "flat":
+            allowed = f"'flat' with {self._kind}, whose step is made of whole matrices"
+            raise ArgumentError("levels", settings.levels, allowed)
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         #: gradients that each parameter has had, by name
         self.ages: dict[str, int] = {}
@@ -339,6 +200,8 @@ class Binding(Steps):
             for one, gradient in self._gradients.items():
                 one.grad = gradient
             self._gradients = {}
+            for part in self.parts:
+                part.release()
 
     def finish(self) -> None:
         for part in self.parts:
@@ -356,7 +219,7 @@ class Binding(Steps):
         """Second moment or velocity, under PyTorch's name, and residual: in the optimizer's state."""
         for part in self.parts:
             memory = part.bucket.accumulator.memory()
-            names = RESIDUAL, MOMENTS[part.bucket.recipe.feedback.text_name]
+            names = RESIDUAL, self._rule.moment
             for number, parameter in enumerate(part.parameters.parameters):
                 views = [part.view(number, one) for one in memory]
                 self.optimizer.state[parameter].update(zip(names, views, strict=False))
@@ -394,7 +257,7 @@ class Binding(Steps):
             for number, parameter in enumerate(part.parameters.parameters):
                 state = found[parameter if keys is None else keys[parameter]]
                 state[RESIDUAL] = part.view(number, residual)
-                if self._kind in (torch.optim.Adam, torch.optim.AdamW):
+                if self._rule.moment == "exp_avg_sq":
                     older, moment = part.older(number), state["exp_avg_sq"]
                     state["exp_avg_sq"] = moment if older == 1.0 else moment / older
                     state["exp_avg"] = torch.zeros_like(moment)
@@ -436,11 +299,11 @@ class Binding(Steps):
         self.step = 0
         for part in self.parts:
             states = [loaded.get(one, {}) for one in part.parameters.parameters]
-            ages = [int(float(one.get("step", 0))) if MOMENTS_NAMES & set(one) else 0 for one in states]
+            ages = [int(float(one.get("step", 0))) if self._rule.moment in one else 0 for one in states]
             steps = max(ages)
             self.ages.update(zip(part.names, ages, strict=True))
             leans = next((one[LEANS].tolist() for one in states if LEANS in one), (0.0, 0.0))
-            names = RESIDUAL, MOMENTS[part.bucket.recipe.feedback.text_name]
+            names = RESIDUAL, self._rule.moment
             filled = part.blank()
             for name, into in zip(names, filled, strict=False):
                 for number, state in enumerate(states):
@@ -501,8 +364,9 @@ class Binding(Steps):
 
     def step_of(self, number: int, age: int) -> OwnStep:
         """Returns how gradients of a group become own steps in this pass."""
-        group = self.optimizer.param_groups[number]
-        return own_step(self._kind, self.recipe.feedback, group, age, self._loss_scale)
+        now = self._rule.own_step(self._kind, self.optimizer.param_groups[number], age)
+        own, beside = now.weights
+        return dataclasses.replace(now, weights=(own / self._loss_scale, beside))
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None

@@ -1,144 +1,205 @@
-"""Rules of PyTorch's optimizers: how a rank makes its own step of its own gradient."""
+"""A bucket of parameters whose steps a rank makes on its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import AdamFeedback, BestFeedback, Feedback, RMSpropFeedback, VelocityFeedback
-
-#: the optimizers whose steps a rank makes on its own
-_OWN: Mapping[type, Any] = {
-    torch.optim.AdamW: AdamFeedback,
-    torch.optim.Adam: AdamFeedback,
-    torch.optim.RMSprop: RMSpropFeedback,
-    torch.optim.SGD: VelocityFeedback,
-}
-#: steps that a class may have and be taken for one of these: their own, and that of Horovod's wrapper
-_KNOWN_STEPS = ("_DistributedOptimizer.step", *(f"{kind.__name__}.step" for kind in _OWN))
-#: why others are refused, by name
-_REASONS = {
-    "Lion": "its steps have one length everywhere, so the largest are no better than others",
-    "Adafactor": "its second moment is a product over rows and columns of the mean gradient",
-    "LBFGS": "it searches along a line, with many losses in a step",
-    "SparseAdam": "its gradients are sparse already",
-    "Adagrad": "its second moment never forgets, and that of one rank's gradients is too large",
-    "NAdam": "its first moment looks ahead, and error feedback takes the place of that moment",
-    "RAdam": "it corrects the variance of a first moment, whose place error feedback takes",
-}
-#: settings that change what a moment is
-_REFUSED = ("amsgrad", "centered", "differentiable")
-#: where an optimizer keeps what a rank's own step keeps, too
-MOMENTS: Mapping[str, str] = {"adam": "exp_avg_sq", "rmsprop": "square_avg", "sgd": "momentum_buffer"}
+from horovod_sparse.arrays.gradients import GradientParts, joined_pieces
+from horovod_sparse.feedback import Bucket, Member, OwnStep, Recipe, TwoLevelBucket, shard_of
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.tensors.flat_gradient import GradientMemory, host_view, memory_of
+from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped, view_into
+from horovod_sparse.tensors.parameters import BucketParameters, flat, local
+from horovod_sparse.topology import Topology
+from horovod_sparse.training import parts as common
+from horovod_sparse.training.engine import PartSpec
+from horovod_sparse.training.moves import OwnMoves
 
 
-@dataclass(frozen=True)
-class OwnStep:
-    """One group's rule in one pass.
+class StepBucket(common.BucketPart):
+    """A bucket of parameters whose steps are folded, selected and applied; see `StepPart`."""
 
-    Attributes:
-        feedback: what normalizes them, or gathers momentum.
-        weights: factors of gradient and parameter, whose sum is folded.
-        shrink: factor of weight decay apart from the gradient, of the parameters.
-        rate: learning rate.
-    """
+    dense: bool
 
-    feedback: Any
-    weights: tuple[float, float]
-    shrink: float
-    rate: float
+    def __init__(
+        self,
+        spec: PartSpec,
+        parameters: Sequence[torch.Tensor],
+        recipe: Recipe,
+        place: tuple[int, int],
+        topology: Topology | None,
+        step: Callable[[int], OwnStep],
+        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
+        ages: dict[str, int],
+    ) -> None:
+        self.label = self.name = spec.label
+        self.names, self.dense = tuple(spec.names), spec.dense
+        stops = np.cumsum([local(parameter).numel() for parameter in parameters]).tolist()
+        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
+        self.parameters = BucketParameters(parameters, self.places)
+        self._step, self._gradient_of = step, gradient_of
+        first = local(parameters[0])
+        self.memory: GradientMemory = memory_of(first.device, self.names[0])
+        self.num_bytes = stops[-1] * first.element_size()
+        whole = BucketInfo(self.label, stops[-1], *place, dtype_name(first) or "unknown")
+        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
+        if topology is None:
+            self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
+        else:
+            accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
+            self.bucket = TwoLevelBucket(
+                *(whole, recipe, accumulator, members, topology),
+                summable=self.memory.summable,
+                foldable=self.memory.shard,
+            )
+        self.moves = OwnMoves(self.bucket, self.parameters)
+        #: gradients that each parameter has had, by name: the moments of one that is used late are young
+        self.ages, self.hidden = ages, None
+        #: of the pass: moments that were made as old as the bucket's, and what they were before
+        self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._counted: list[int] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._now = OwnStep(recipe.feedback, (1.0, 0.0), 1.0, 0.0)
+
+    def prepare(self) -> None:
+        """Reads the optimizer's settings for this pass."""
+        self._now = self._step(self.bucket.progress.age)
+        self.bucket.feedback = self._now.feedback
+        self._gradients = [self._gradient_of(one) for one in self.parameters.parameters]
+
+    @property
+    def rate(self) -> float:
+        return self._now.rate
+
+    @property
+    def shrink(self) -> float:
+        return self._now.shrink
+
+    @property
+    def absent(self) -> list[int]:
+        if self._now.rate == 0.0:
+            return list(range(len(self.names)))
+        return [number for number, one in enumerate(self._gradients) if one is None]
+
+    def gradient(self) -> Any:
+        """Makes moments of young parameters as old as the bucket's; returns what the accumulator folds."""
+        self._young = []
+        self._counted = sorted(set(range(len(self.names))) - set(self.absent))
+        for number in self._counted:
+            own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
+            if own <= self.bucket.progress.age:
+                self._make_older(number, own)
+        if self._now.matrices is None:
+            return self.parameters.foldable(self._gradients, self._now.weights)
+        for momentum, gradient in self._whole():
+            self._now.matrices.advance(momentum, gradient)
+        if not self.parameters.on_host:
+            from horovod_sparse.tensors.accumulator import KeptTensor
+
+            return KeptTensor(torch.cat(list(self._steps())))
+        return MadeParts(lambda: map(host_view, self._steps()), self.bucket.info)
+
+    def _whole(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Momentum and gradient of the parameters that move, in their shape."""
+        for number in self._counted:
+            momentum = self.view(number, self.bucket.accumulator.companions[0])
+            gradient = self._gradients[number]
+            assert gradient is not None  # such a parameter stands still
+            yield momentum, local(gradient).to(momentum.dtype) * self._now.weights[0]
+
+    def _steps(self) -> Iterator[torch.Tensor]:
+        """Yields the steps of all parameters, flat: made anew each time, so the host keeps none of them."""
+        made, moving = self._whole(), set(self._counted)
+        for number, parameter in enumerate(self.parameters.parameters):
+            if number in moving:
+                yield flat(self._now.matrices.step(*next(made)), parameter)
+            else:
+                yield torch.zeros_like(self._flat_memory(number)[0])
+
+    def _make_older(self, number: int, own: int) -> None:
+        """Prepares the second moment of a parameter for the fold, whose correction is for the bucket's age.
+
+        ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is
+        that for the parameter's own. The fold adds (1 - b) g^2; this adds what is missing.
+        """
+        feedback: Any = self._now.feedback
+        age = self.bucket.progress.age + 1
+        before, after = feedback.moved(own - 1, age - 1), feedback.moved(own, age)
+        if after - 1.0 < 1e-7:
+            return
+        (_, moment), (weight, beside) = self._flat_memory(number), self._now.weights
+        parameter, gradient = self.parameters.parameters[number], self._gradients[number]
+        self._young.append((moment, moment.clone()))
+        step = flat(gradient, parameter).to(moment.dtype) * weight
+        if beside:
+            step += flat(parameter).to(moment.dtype) * beside
+        square = step.square_().nan_to_num_(0.0, 0.0, 0.0)  # the fold finds out what is not finite
+        if before:
+            moment.mul_(after / before)
+        moment.add_(square, alpha=(after - 1.0) * (1.0 - feedback.beta2) / feedback.beta2)
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """See `StepPart.abandon`."""
+        self.bucket.abandon(drop=drop)
+        if drop:
+            for moment, before in self._young:
+                moment.copy_(before)
+            for momentum, gradient in self._whole() if self._now.matrices else ():
+                self._now.matrices.take_back(momentum, gradient)
+        for number in self._counted:
+            self.ages[self.names[number]] -= 1
+        self._counted = []
+
+    def release(self) -> None:
+        """Lets go of the pass's gradients, which others may want to free."""
+        self._young, self._counted, self._gradients = [], [], []
+
+    def age(self, number: int) -> int:
+        """Returns how many gradients a parameter's moment is made of."""
+        return min(self.ages.get(self.names[number], 0), self.bucket.progress.age)
+
+    def older(self, number: int) -> float:
+        """Returns by how much a parameter's moment is larger here than PyTorch's of its own age."""
+        return self.bucket.feedback.moved(self.age(number), self.bucket.progress.age) or 1.0
+
+    def _flat_memory(self, number: int) -> list[torch.Tensor]:
+        """Residual and companions of a parameter, flat: the very memory that passes change."""
+        where = slice(*self.places[number])
+        return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
+
+    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
+        return shaped(values, local(self.parameters.parameters[number]))
+
+    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
+        return unshaped(values, local(self.parameters.parameters[number]))
+
+    def view(self, number: int, memory: Any) -> torch.Tensor:
+        """A parameter's part of the bucket's residual or of a companion, in its shape: no copy."""
+        parameter: Any = self.parameters.parameters[number]
+        one = torch.as_tensor(memory)[slice(*self.places[number])]
+        view = view_into(one, one.storage_offset(), local(parameter))
+        if not hasattr(parameter, "device_mesh"):
+            return view
+        from torch.distributed.tensor import DTensor
+
+        given = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(view, parameter.device_mesh, parameter.placements, **given)
 
 
-def kind_of(optimizer: Any) -> type:
-    """The optimizer of PyTorch whose `step` one has: a subclass that does not replace it counts as it.
-
-    Raises:
-        ArgumentError: for another optimizer, with the reason.
-    """
-    for kind in type(optimizer).__mro__:
-        if kind in _OWN:
-            return kind
-        # PyTorch puts the step that a class inherits into the class, where it calls hooks
-        if "step" in vars(kind) and not vars(kind)["step"].__qualname__.startswith(_KNOWN_STEPS):
-            break
-    name = type(optimizer).__name__
-    reason = _REASONS.get(name, "it is not known what its step is")
-    allowed = f"{', '.join(one.__name__ for one in _OWN)}, or a subclass with their step; {name}: {reason}"
-    raise ArgumentError("optimizer", name, f"{allowed}. feedback='error' leaves the step to any optimizer")
-
-
-def feedback_for(optimizer: Any, given: Feedback) -> Any:
-    """The feedback that makes an optimizer's steps, in place of "best"; refuses one for another optimizer."""
-    kind = kind_of(optimizer)
-    own = _OWN[kind]
-    if isinstance(given, BestFeedback):
-        given = own(clip_norm=given.clip_norm)
-    if not isinstance(given, own):
-        name = getattr(given, "text_name", type(given).__name__)
-        raise ArgumentError("feedback", name, f"'best' or {own.text_name!r} with {kind.__name__}")
-    for group in optimizer.param_groups:
-        for name in _REFUSED:
-            if group.get(name):
-                raise ArgumentError(name, group[name], f"{name}=False: a rank's own step has no such form")
-        if kind is torch.optim.RMSprop and group["momentum"]:
-            raise ArgumentError("momentum", group["momentum"], "0 with RMSprop: error feedback is a momentum")
-    momentum = max(group.get("momentum", 0.0) for group in optimizer.param_groups)
-    if isinstance(given, VelocityFeedback) and given.momentum is None:
-        nesterov = any(group["nesterov"] for group in optimizer.param_groups)
-        given = replace(given, momentum=momentum, nesterov=nesterov)
-    return given
-
-
-def own_step(
-    kind: type, feedback: Any, group: Mapping[str, Any], age: int, loss_scale: float = 1.0
-) -> OwnStep:
-    """Returns a group's rule, by its settings now.
+class MadeParts(GradientParts):
+    """Arrays that are made when they are read, one after the other.
 
     Args:
-        kind: as `kind_of` gives it.
-        feedback: as `feedback_for` gives it.
-        group: parameter group of the optimizer.
-        age: passes before this one.
-        loss_scale: of the gradients.
-
-    Example:
-        >>> group = torch.optim.SGD([torch.zeros(1)], lr=0.5, weight_decay=0.25).param_groups[0]
-        >>> own_step(torch.optim.SGD, VelocityFeedback(momentum=0.0), group, 0).weights
-        (0.5, 0.125)
+        make: gives them.
+        info: of the bucket that they fill.
     """
-    rate, decay = float(group["lr"]), float(group["weight_decay"])
-    own = (-1.0 if group.get("maximize") else 1.0) / loss_scale
-    decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-    weights = own, 0.0 if decoupled else decay
-    if isinstance(feedback, VelocityFeedback):
-        momentum = float(group["momentum"])
-        if feedback.momentum:
-            feedback = replace(feedback, momentum=momentum, nesterov=bool(group["nesterov"]))
-            damped = 1.0 - float(group["dampening"]) if age else 1.0
-            weights = weights[0] * damped, weights[1] * damped
-            if not momentum:  # a schedule has taken it away: a velocity of one step
-                feedback = replace(feedback, momentum=5e-324)
-        elif momentum:
-            raise ArgumentError(
-                "momentum", momentum, "0, as when the model was attached: no velocity is kept"
-            )
-        else:
-            weights = weights[0] * rate, weights[1] * rate
-    else:
-        beta2 = group["betas"][1] if "betas" in group else group["alpha"]
-        feedback = feedback.with_settings({"beta2": float(beta2), "eps": float(group["eps"])})
-    return OwnStep(feedback, weights, 1.0 - rate * decay if decoupled else 1.0, rate)
 
+    def __init__(self, make: Callable[[], Iterator[np.ndarray]], info: BucketInfo) -> None:
+        self._make, self.size, self.dtype = make, info.num_elements, info.value_dtype
 
-def leaves_work_to_optimizer(feedback: Any) -> bool:
-    """Whether gradients, and no steps, are exchanged.
-
-    Example:
-        >>> leaves_work_to_optimizer(AdamFeedback()), leaves_work_to_optimizer(VelocityFeedback())
-        (False, False)
-    """
-    return not feedback.applies_rate
+    def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, np.ndarray]]:
+        return joined_pieces(self._make(), self.dtype, min(size, self.size), block)

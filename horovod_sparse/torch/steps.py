@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, DeadlineError
-from horovod_sparse.feedback import Recipe
+from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding, new_facts
-from horovod_sparse.tensors.own_steps import feedback_for
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.torch._horovod import claim, hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver
@@ -166,7 +164,7 @@ def bound(
         if (given := getattr(settings, name)) is not None:
             allowed = "None: own steps are exchanged, behind backward; feedback='error' exchanges gradients"
             raise ArgumentError(name, given, allowed)
-    recipe = dataclasses.replace(recipe, feedback=feedback_for(optimizer, recipe.feedback))
+    recipe = recipe_for(optimizer, recipe)
     names = {one: name for name, one in named_parameters or ()}
     process_set = optimizer.process_set
     for i, group in enumerate(optimizer.param_groups):

@@ -369,6 +369,7 @@ class Steps(Training):
                 self._show(part)
             else:
                 part.moves.select(report)
+                part.bucket.accept()
                 self._show(part)
         if bad:
             facts.bad = facts.bad or bad

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Recipe, RMSpropFeedback
+from horovod_sparse.feedback import RULES, ErrorFeedback, Recipe
 from horovod_sparse.tensorflow.tensors import as_variable
 from horovod_sparse.tensorflow.training import VariablesTraining
 from horovod_sparse.training.compression import feedback_for
@@ -34,8 +33,8 @@ def adopted_class(optimizer: Any, recipe: Recipe) -> tuple[type, Recipe]:
     if not feedback.applies_rate:
         return kind, recipe
     known, momentum = tf.keras.optimizers, getattr(optimizer, "momentum", 0.0)
-    own = {known.RMSprop: RMSpropFeedback, known.SGD: ErrorFeedback}.get(kind)
-    own = AdamFeedback if kind in (known.Adam, known.AdamW) else own
+    rules: dict[Any, type] = {getattr(known, name): rule for rule in RULES for name in rule.keras}
+    own = ErrorFeedback if kind is known.SGD else rules.get(kind)
     chosen, is_sgd = feedback_for(feedback, own, kind, momentum, "keras.optimizers"), kind is known.SGD
     if is_sgd and not momentum:
         return kind, dataclasses.replace(recipe, feedback=chosen)
@@ -43,15 +42,8 @@ def adopted_class(optimizer: Any, recipe: Recipe) -> tuple[type, Recipe]:
         if getattr(optimizer, name, None):
             raise ArgumentError(name, getattr(optimizer, name), allowed)
     if not is_sgd:
-        chosen = chosen.with_settings(_settings(optimizer))
+        chosen = chosen.of_keras(optimizer)
     return _without_moments(kind, is_sgd), dataclasses.replace(recipe, feedback=chosen)
-
-
-def _settings(optimizer: Any) -> dict[str, float]:
-    """Returns an optimizer's settings for a feedback; RMSprop adds its epsilon within the root."""
-    if hasattr(optimizer, "rho"):
-        return {"beta2": float(optimizer.rho), "eps": math.sqrt(optimizer.epsilon)}
-    return {"beta2": float(optimizer.beta_2), "eps": float(optimizer.epsilon)}
 
 
 def own_class(kind: Any) -> Any:

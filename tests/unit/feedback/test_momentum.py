@@ -254,7 +254,7 @@ def test_dense_is_the_optimizer_without_a_first_moment(feedback: str, made: Any)
     optimizer = getattr(torch.optim, made[0])([weights], lr=1.0, **made[1])
     cluster, ours = SimulatedCluster(recipe("topk", density=1.0, feedback=feedback), _N, 1, "float64"), 0.0
     for bucket in cluster.buckets:
-        bucket.feedback = bucket.feedback.with_settings({"beta2": 0.95})
+        bucket.feedback = bucket.feedback.with_settings(beta2=0.95)
     for rate, (gradient,) in zip(_RATES, gradients, strict=True):
         optimizer.param_groups[0]["lr"] = rate
         weights.grad = torch.from_numpy(gradient.copy())

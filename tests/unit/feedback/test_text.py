@@ -131,7 +131,7 @@ def test_what_is_not_allowed_is_repeated(text: str) -> None:
         ("topk:density=0.1,density=0.2", "density once"),
         ("topk:schedule=expontial(steps=4)", "unknown schedule 'expontial'.*exponential, linear, stairs"),
         ("topk:schedule=linear(stps=4)", "argument of linear 'stps'.*steps"),
-        ("topk:feedback=momentun(momentum=0.5)", "unknown feedback 'momentun'.*error, momentum, none"),
+        ("topk:feedback=momentun(momentum=0.5)", "unknown feedback 'momentun'.*error, momentum, muon, none"),
         ("topk:schedule=linear()", "steps=None"),
         ("topk:densities={'a':2}", "densities.'a'.=2"),
         ("topk:density", "NAME:ARGUMENT=VALUE"),

@@ -12,7 +12,7 @@ import torch
 
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.feedback import recipe
-from horovod_sparse.feedback.alikeness import Alikeness
+from horovod_sparse.feedback.adam import Alikeness
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import flat_gradient, streams
 from horovod_sparse.tensors.accumulator import TorchAccumulator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,8 +10,7 @@ import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import AdamFeedback, BestFeedback, RMSpropFeedback, VelocityFeedback
-from horovod_sparse.tensors.own_steps import feedback_for, kind_of, own_step
+from horovod_sparse.feedback import kind_of, parse_recipe, recipe_for
 
 OPTIM = torch.optim
 
@@ -147,44 +147,74 @@ def test_a_skipped_step_leaves_moments_and_their_age(kind: type, schedule: Any) 
 
 
 def test_best_is_found_by_the_optimizer() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(2))]
-    wanted = {
-        OPTIM.AdamW: AdamFeedback,
-        OPTIM.Adam: AdamFeedback,
-        OPTIM.RMSprop: RMSpropFeedback,
-        OPTIM.SGD: VelocityFeedback,
-    }
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2))]
+    wanted = {"AdamW": "adam", "Adam": "adam", "RMSprop": "rmsprop", "SGD": "sgd", "Muon": "muon"}
     for kind, feedback in wanted.items():
-        optimizer: Any = kind(parameters, lr=0.1)
-        assert type(feedback_for(optimizer, BestFeedback())) is feedback
-        assert kind_of(optimizer) is kind
+        optimizer: Any = getattr(OPTIM, kind)(parameters, lr=0.1)
+        assert recipe_for(optimizer, parse_recipe("best")).feedback.text_name == feedback
+        assert kind_of(optimizer) == kind
     with pytest.raises(ArgumentError, match="'best' or 'adam' with AdamW"):
-        feedback_for(OPTIM.AdamW(parameters), RMSpropFeedback())
+        recipe_for(OPTIM.AdamW(parameters), parse_recipe("topk:feedback=rmsprop"))
+
+
+def named(name: str, base: type = OPTIM.Optimizer) -> Any:
+    """An optimizer of another library: its name, and a step of its own."""
+    own = {"step": lambda self, closure=None: None, "__module__": "elsewhere"}
+    kind = type(name, (base,), own)
+    return (lambda given: kind(given, {})) if base is OPTIM.Optimizer else kind
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda given: OPTIM.AdamW(given, amsgrad=True), "amsgrad=False"),
-        (lambda given: OPTIM.RMSprop(given, centered=True), "centered=False"),
-        (lambda given: OPTIM.RMSprop(given, momentum=0.9), "0 with RMSprop"),
-        (lambda given: OPTIM.Adagrad(given), "Adagrad: its second moment never forgets"),
-        (lambda given: OPTIM.NAdam(given), "NAdam: its first moment looks ahead"),
-        (lambda given: OPTIM.LBFGS(given), "LBFGS: it searches along a line"),
+        (lambda given: OPTIM.AdamW(given, amsgrad=True), "AdamW without: the largest second moment so far"),
+        (lambda given: OPTIM.SGD(given, 0.1, differentiable=True), "SGD without: autograd does not see"),
+        (lambda given: OPTIM.RMSprop(given, centered=True), "RMSprop without: what differs"),
+        (lambda given: OPTIM.RMSprop(given, momentum=0.9), "RMSprop without: error feedback is a momentum"),
+        (OPTIM.Adagrad, "Adagrad: its second moment never forgets"),
+        (OPTIM.Adadelta, "Adadelta: its rate is a moment of steps"),
+        (OPTIM.Adamax, "Adamax: it divides by the largest gradient"),
+        (OPTIM.ASGD, "ASGD: it averages parameters"),
+        (OPTIM.Rprop, "Rprop: its steps have one length"),
+        (OPTIM.SparseAdam, "SparseAdam: its gradients are sparse already"),
+        (OPTIM.Adafactor, "Adafactor: its second moment is a product"),
+        (OPTIM.NAdam, "NAdam: its first moment looks ahead"),
+        (OPTIM.RAdam, "RAdam: it corrects the variance"),
+        (OPTIM.LBFGS, "LBFGS: it searches along a line"),
+        (named("Lion"), "Lion: its steps have one length"),
+        (named("SAM"), "SAM: it moves parameters for a while: give the optimizer within it"),
+        (named("LARS"), "LARS: it scales a layer's step"),
+        (named("FusedLAMB"), "FusedLAMB: it scales a layer's step"),
+        (named("AdamWScheduleFree"), "AdamWScheduleFree: it moves other parameters"),
+        (named("AdamW8bit"), "AdamW8bit: kernels of its own do the step: give torch.optim.AdamW"),
+        (named("DistributedShampoo"), "DistributedShampoo: what it multiplies by"),
+        (named("Mine"), "Mine: it is not known what its step is"),
+        (named("Mine", OPTIM.AdamW), "Mine: it is not known what its step is"),
+        (named("AdamW", OPTIM.AdamW), "AdamW: it is not known what its step is"),
+        (type("Mine", (OPTIM.NAdam,), {}), "Mine, or|NAdam: its first moment looks ahead"),
     ],
 )
 def test_what_has_no_rule_is_refused_with_the_reason(make: Any, words: str) -> None:
-    optimizer = make([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(ArgumentError, match=words):
-        hvd.DistributedOptimizer(optimizer, compression="best:density=0.1")
+        recipe_for(make([torch.nn.Parameter(torch.zeros(2))]), parse_recipe("best:density=0.1"))
+
+
+def test_every_optimizer_of_pytorch_has_a_rule_or_a_reason() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2))]
+    for name, kind in vars(OPTIM).items():
+        if isinstance(kind, type) and issubclass(kind, OPTIM.Optimizer) and kind is not OPTIM.Optimizer:
+            try:
+                kind_of(kind(parameters))
+            except ArgumentError as error:
+                assert "it is not known" not in str(error), name
 
 
 def test_momentum_that_comes_later_is_refused() -> None:
     optimizer = OPTIM.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-    feedback = feedback_for(optimizer, BestFeedback())
+    rule: Any = recipe_for(optimizer, parse_recipe("best")).feedback
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ArgumentError, match="0, as when the model was attached"):
-        own_step(OPTIM.SGD, feedback, optimizer.param_groups[0], 3)
+        rule.own_step("SGD", optimizer.param_groups[0], 3)
 
 
 @pytest.mark.parametrize("setting", ["merging", "max_grad_norm", "tensor_selection"])
@@ -197,15 +227,108 @@ def test_settings_of_the_backward_pass_are_refused(setting: str) -> None:
         hvd.DistributedOptimizer(optimizer, compression="topk:density=0.1", delay=1)
 
 
-def test_a_subclass_counts_unless_it_replaces_the_step() -> None:
+def test_a_subclass_that_replaces_nothing_counts() -> None:
     class Named(OPTIM.AdamW):
-        """Replaces nothing."""
+        def state_dict(self) -> Any:
+            return super().state_dict()
 
-    class Mine(OPTIM.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
+    assert kind_of(Named([torch.nn.Parameter(torch.zeros(2))])) == "AdamW"
 
-    parameters = [torch.nn.Parameter(torch.zeros(2))]
-    assert kind_of(Named(parameters)) is OPTIM.AdamW
-    with pytest.raises(ArgumentError, match="Mine: it is not known what its step is"):
-        kind_of(Mine(parameters))
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8, "weight_decay": 0.0}],
+)
+@pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
+def test_muon_that_sends_everything_is_muon(settings: Any, schedule: Any) -> None:
+    """With a gradient that is missing now and then; decay comes with the mean, which may be late."""
+    if schedule:
+        settings = {**settings, "weight_decay": 0.0}
+    found = []
+    for sends in (True, False):
+        net = net_of()
+        matrices = [one for one in net.parameters() if one.ndim == 2]
+        optimizer = OPTIM.Muon(matrices, lr=0.02, **settings)
+        if sends:
+            hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best", **schedule)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(10):
+            optimizer.zero_grad()
+            net(torch.randn(6, 9, generator=generator)).square().sum().backward()
+            if step == 4:
+                matrices[0].grad = None
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        found.append([*matrices, *(state[number]["momentum_buffer"] for number in range(2))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_of_muon_that_is_not_finite_leaves_its_momentum(caplog: Any) -> None:
+    net = net_of()
+    optimizer = OPTIM.Muon([net[0].weight], lr=0.02)
+    with caplog.at_level("INFO", "horovod_sparse"):
+        hvd.DistributedOptimizer(optimizer, compression="best", on_nonfinite="skip")
+    assert [one for one in caplog.messages if one.startswith("density 0.05 with Muon")] == [
+        caplog.messages[0]
+    ]
+    assert recipe_for(optimizer, parse_recipe("best:density=0.001")).sparsifier.density == 0.001
+    for bad in (False, True):
+        before = net[0].weight.detach().clone()
+        momentum = optimizer.state[net[0].weight]["momentum_buffer"].clone() if bad else None
+        net[0].weight.grad = torch.randn(20, 9)
+        if bad:
+            net[0].weight.grad[3, 2] = float("nan")
+        optimizer.step()
+    assert torch.equal(net[0].weight, before)
+    assert torch.equal(optimizer.state[net[0].weight]["momentum_buffer"], momentum)
+    with pytest.raises(ArgumentError, match="levels='host' is not allowed: give 'flat' with Muon"):
+        hvd.DistributedOptimizer(OPTIM.Muon([net[0].weight]), compression="best", levels="host")
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused", "capturable", "tensor rate"])
+@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.Adam, OPTIM.SGD, OPTIM.RMSprop])
+def test_forms_of_pytorchs_kernels_make_no_difference(kind: Any, how: str) -> None:
+    asked = (
+        {"lr": torch.tensor(0.01, dtype=torch.float64)} if how == "tensor rate" else {"lr": 0.01, how: True}
+    )
+    if how not in kind([torch.nn.Parameter(torch.zeros(2))]).param_groups[0] and how != "tensor rate":
+        pytest.skip("has no such form")
+    found = []
+    for settings in ({"lr": 0.01}, asked):
+        net = net_of()
+        optimizer = kind(net.parameters(), **settings)
+        hvd.DistributedOptimizer(optimizer, compression="topk:density=0.1,feedback=best")
+        found.append(trained(net, optimizer))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_groups_have_settings_of_their_own_and_schedules_change_betas() -> None:
+    found = []
+    for sends in (True, False):
+        net = net_of()
+        groups = [
+            {"params": net[0].parameters(), "betas": (0.0, 0.9), "eps": 1e-3},
+            {"params": net[2].parameters(), "lr": 0.002, "weight_decay": 0.1, "maximize": True},
+        ]
+        optimizer = OPTIM.Adam(groups, lr=0.01, betas=(0.0, 0.99))
+        schedule = OPTIM.lr_scheduler.OneCycleLR(
+            optimizer, [0.02, 0.004], total_steps=20, cycle_momentum=False
+        )
+        if sends:
+            hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best")
+        found.append(trained(net, optimizer, schedule=schedule))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_a_pass_keeps_no_gradient() -> None:
+    """After zero_grad its memory is free, before the next pass needs it."""
+    for schedule in ({}, {"delay": 1}):
+        net = net_of()
+        optimizer = OPTIM.AdamW(net.parameters())
+        hvd.DistributedOptimizer(optimizer, compression="best:density=0.1", **schedule)
+        trained(net, optimizer, 2)
+        kept = [weakref.ref(one.grad) for one in net.parameters()]
+        optimizer.zero_grad()
+        assert not any(one() is not None for one in kept)

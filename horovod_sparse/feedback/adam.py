@@ -1,0 +1,172 @@
+"""Adam and AdamW: each rank normalizes its gradient by a second moment of its own.
+
+How long the whole batch's steps are (`whole_batch`) follows from how alike the ranks' gradients are. In every
+step all ranks draw the same random signs, and each tells, in spare bits of its message, how far its gradient
+leans along them. The squared mean of what they tell estimates the mean gradient's square, and the mean of
+squares that of one rank's: both up to the same factor, averaged over steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from horovod_sparse.arrays import Accumulator, FoldRule
+from horovod_sparse.checks import check_number
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers.base import step_generator
+
+#: elements whose signs are drawn in a step; how much this step counts beside those before, which is as one
+#: that leans so many times as far, squared, at most
+_SAMPLE, _NEWS, _MOST = 4096, 0.03, 10.0
+
+
+@dataclass(frozen=True)
+class Normalizing(Rule):
+    """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
+
+    A normalizer says which: by its defaults, and whether v is corrected for its beginning at 0.
+    """
+
+    num_companions: ClassVar[int] = 1  # the second moment
+    adds_up: ClassVar[bool] = False
+    default_beta2: ClassVar[float]
+    #: whether v is divided by ``1 - beta2^t``
+    corrected: ClassVar[bool]
+
+    beta2: float | None = None
+    eps: float | None = None
+    clip_norm: float | None = None
+    whole_batch: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.whole_batch, bool):
+            raise ArgumentError("whole_batch", self.whole_batch, "True or False")
+        for name, value, most, allowed in (
+            ("beta2", self.beta2, 1.0, "a number between 0 and 1, or None"),
+            ("eps", self.eps, math.inf, "a number above 0, or None"),
+        ):
+            if value is not None:
+                check_number(name, value, allowed, low=0.0, high=most, include_high=False)
+        super().__post_init__()
+
+    @property
+    def _beta2(self) -> float:
+        return self.default_beta2 if self.beta2 is None else self.beta2
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        return {
+            "masking": False,
+            "moment": self._beta2,
+            "eps": 1e-8 if self.eps is None else self.eps,
+            # where none is known who applies the sum multiplies it
+            "rate": rates.longer * (1.0 if rates.given is None else rates.given),
+            "count": rates.age + 1 if self.corrected else math.inf,
+        }
+
+    def with_settings(self, **settings: float) -> Any:
+        """Returns the rule with an optimizer's settings, where nobody has given others."""
+        found: dict[str, Any] = {
+            name: value for name, value in settings.items() if getattr(self, name) is None
+        }
+        return dataclasses.replace(self, **found) if found else self
+
+    def moved(self, age: int, new_age: int) -> float:
+        """Between two buckets the estimate stays, whose bias depends on the number of steps."""
+        if not age:
+            return 0.0
+        return (1.0 - self._beta2**new_age) / (1.0 - self._beta2**age) if self.corrected else 1.0
+
+
+@dataclass(frozen=True)
+class AdamFeedback(Normalizing):
+    """``acc = e + s eta z``, ``z = g / (sqrt(v / (1 - beta2^t)) + eps)``, ``v = beta2 v + (1 - beta2) g^2``.
+
+    An optimizer with moments behind plain error feedback meets every element as a spike: its second moment
+    becomes 1 / density times too large, and its first one pushes on in a direction that is old already. So a
+    gradient is normalized where it is still dense, on its rank, and the *step* waits and is sent. There is no
+    first moment: error feedback is one, with a memory of 1 / density steps. What comes back is applied as it
+    is, after AdamW's decay: ``theta = theta (1 - eta weight_decay) - mean over ranks``. PyTorch's
+    `DistributedOptimizer` and `attach` let the user's AdamW do that, and take eta, beta2 and eps from it.
+
+    Of which gradient v is: of this rank's own, in float32 or float64. A loss's scale is divided out before,
+    and clipping comes before, too. Passes that are accumulated count once, as the optimizer would see their
+    sum. With two levels v is of the host's sum. A gradient that is not finite, or whose square is not, leaves
+    v as it is; a gradient that is dropped with its step is taken out of v, to the rounding of its sum. What
+    was sent is not cleared in v. Checkpoints hold v and the number of its steps. At another number of ranks a
+    rank averages v of the ranks whose residuals it takes over; where other ranks share hosts v starts anew.
+
+    Args:
+        beta2: in (0, 1); None: the optimizer's, or 0.999 where none is known.
+        eps: above 0; None: the optimizer's, or 1e-8.
+        clip_norm: see `MomentumCorrection`.
+        whole_batch: steps as long as those of the mean gradient, whose v is up to P times smaller than that
+            of one rank's part of the batch: ``s = (mean |g_i|^2 / |mean g_i|^2)^(1/2)``, at most sqrt(P),
+            of means over about 30 steps. Ranks learn it from how far each one's gradient leans along random
+            signs that they share, which spare bits of their messages tell. False: s = 1.
+
+    Example:
+        >>> AdamFeedback(beta2=0.99).with_settings(beta2=0.95, eps=1e-6)
+        AdamFeedback(beta2=0.99, eps=1e-06, clip_norm=None, whole_batch=True)
+    """
+
+    text_name: ClassVar[str] = "adam"
+    default_beta2: ClassVar[float] = 0.999
+    corrected: ClassVar[bool] = True
+    optimizers: ClassVar[tuple[str, ...]] = ("AdamW", "Adam")
+    keras: ClassVar[tuple[str, ...]] = ("AdamW", "Adam")
+    moment: ClassVar[str] = "exp_avg_sq"
+    refused: ClassVar[Mapping[str, str]] = {
+        "amsgrad": "the largest second moment so far is that of the noisiest of one rank's gradients"
+    }
+
+    def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
+        rate, (sign, decay) = float(group["lr"]), weights_of(group)
+        own = self.with_settings(beta2=float(group["betas"][1]), eps=float(group["eps"]))
+        if kind == "AdamW" or group.get("decoupled_weight_decay"):
+            return OwnStep(own, (sign, 0.0), 1.0 - rate * decay, rate)
+        return OwnStep(own, (sign, decay), 1.0, rate)
+
+    def of_keras(self, optimizer: Any) -> AdamFeedback:
+        own: AdamFeedback = self.with_settings(beta2=float(optimizer.beta_2), eps=float(optimizer.epsilon))
+        return own
+
+
+class Alikeness:
+    """Of the gradients of a bucket: learns it, and says what follows; the estimate is in `Progress.leans`."""
+
+    def __init__(self, info: BucketInfo) -> None:
+        self._info = info
+
+    def longer(self, leans: tuple[float, float]) -> float:
+        """By how much steps of the whole batch are longer than one rank's: at most sqrt(P).
+
+        Example:
+            >>> [Alikeness(BucketInfo("b", 9, size=4)).longer(leans) for leans in ((0.0, 0.0), (0.1, 1.0))]
+            [1.0, 2.0]
+        """
+        mean, own = leans
+        return max(mean / own, 1.0 / self._info.size) ** -0.5 if own else 1.0
+
+    def fold(self, accumulator: Accumulator, gradient: Any, rule: FoldRule, step: int) -> None:
+        """Folds what is normalized; the report says how far it leans along signs that ranks share."""
+        n = self._info.num_elements
+        drawn = step_generator(0, self._info.name, step).integers(0, 2 * n, min(n, _SAMPLE))
+        accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
+
+    def learned(self, leans: tuple[float, float], told: np.ndarray) -> tuple[float, float]:
+        """The estimate after another step, in which ranks have told [P] how far their gradients lean."""
+        squares = float(told.mean()) ** 2, float(np.square(told).mean())
+        # in the beginning steps are one rank's
+        known = leans if any(leans) else (squares[1], squares[1])
+        # one bad batch would rule for hundreds of steps
+        part = _NEWS * min(1.0, _MOST * known[1] / squares[1])
+        mean, own = ((1 - _NEWS) * old + part * now for old, now in zip(known, squares, strict=True))
+        return mean, own

@@ -1,0 +1,98 @@
+"""Muon: each rank makes the steps of its matrices orthogonal, by a momentum of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
+
+#: by the optimizer's `adjust_lr_fn`: factor of the rate of a matrix of so many rows and columns
+_ADJUSTED: Mapping[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+@dataclass(frozen=True)
+class MuonFeedback(Rule):
+    """``b = m b + (1 - m) g``, ``acc = e + eta s NS(b)``: Muon's step on each rank, with its own momentum b.
+
+    NS makes a matrix orthogonal, nearly: of its singular values about 1, by Newton and Schulz' iteration.
+    With Nesterov's momentum it is of ``(1 - m) g + m b``; s depends on the matrix's shape. What is applied is
+    the mean of the ranks' steps, and no step of their mean gradient. The elements of such steps are about
+    equally large: the largest few hold less of them than of other steps, so more has to be sent.
+
+    Matrices have to be whole on a rank. Parameters of other shapes are a second optimizer's, as in PyTorch.
+
+    Example:
+        >>> MuonFeedback().num_companions
+        1
+    """
+
+    text_name: ClassVar[str] = "muon"
+    num_companions: ClassVar[int] = 1  # the momentum
+    optimizers: ClassVar[tuple[str, ...]] = ("Muon",)
+    moment: ClassVar[str] = "momentum_buffer"
+    takes_whole: ClassVar[bool] = True
+    least_density: ClassVar[float] = 0.05
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        return {"masking": False}  # what is folded is the step
+
+    def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
+        rate, (sign, decay) = float(group["lr"]), weights_of(group)
+        if group["adjust_lr_fn"] not in _ADJUSTED:
+            raise ArgumentError(
+                "adjust_lr_fn", group["adjust_lr_fn"], "None, 'original' or 'match_rms_adamw'"
+            )
+        return OwnStep(self, (sign, 0.0), 1.0 - rate * decay, rate, Matrices(group))
+
+
+class Matrices:
+    """Momentum and step of single matrices, tensors of PyTorch; a gradient that is not finite leaves both.
+
+    Args:
+        group: parameter group of the optimizer.
+    """
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._group, self._last = group, float(group["momentum"])
+
+    def advance(self, momentum: Any, gradient: Any) -> None:
+        """Adds a gradient to the momentum."""
+        momentum.lerp_(gradient.where(gradient.isfinite().all(), momentum), 1.0 - self._last)
+
+    def take_back(self, momentum: Any, gradient: Any) -> None:
+        """Undoes `advance` to the rounding of its sum."""
+        if self._last:
+            finite = gradient.isfinite().all()
+            momentum.copy_(momentum.lerp(gradient, 1.0 - 1.0 / self._last).where(finite, momentum))
+
+    def step(self, momentum: Any, gradient: Any) -> Any:
+        """Returns a matrix's step, after `advance`; it is not finite where the gradient is not."""
+        update = gradient.lerp(momentum, self._last) if self._group["nesterov"] else momentum
+        update = update.where(gradient.isfinite().all(), gradient)
+        made = orthogonal(update, self._group["ns_coefficients"], self._group["ns_steps"], self._group["eps"])
+        rate = float(self._group["lr"]) * _ADJUSTED[self._group["adjust_lr_fn"]](*update.shape)
+        return made.to(momentum.dtype).mul_(rate)
+
+
+def orthogonal(matrix: Any, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Any:
+    """Returns the nearest orthogonal matrix, nearly, in bfloat16.
+
+    Each step applies ``a s + b s^3 + c s^5`` to the singular values, which are at most 1 before.
+    """
+    a, b, c = coefficients
+    is_high = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_high else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        square = x @ x.T
+        x = x.addmm(square.addmm(square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if is_high else x

@@ -1,0 +1,123 @@
+"""All feedbacks by name, and which of them makes the steps of which optimizer of PyTorch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.feedback import feedbacks
+from horovod_sparse.feedback.adam import AdamFeedback
+from horovod_sparse.feedback.muon import MuonFeedback
+from horovod_sparse.feedback.rmsprop import RMSpropFeedback
+from horovod_sparse.feedback.sgd import VelocityFeedback
+
+_log = logging.getLogger("horovod_sparse")
+
+RULES: tuple[type[feedbacks.Rule], ...] = (AdamFeedback, MuonFeedback, RMSpropFeedback, VelocityFeedback)
+_OTHERS: tuple[type[feedbacks.Feedback], ...] = (
+    feedbacks.BestFeedback,
+    feedbacks.ErrorFeedback,
+    feedbacks.MomentumCorrection,
+    feedbacks.NoFeedback,
+)
+FEEDBACKS: dict[str, type[feedbacks.Feedback]] = {
+    one.text_name: one for one in sorted([*RULES, *_OTHERS], key=lambda one: one.text_name)
+}
+
+_BY_NAME = {name: rule for rule in RULES for name in rule.optimizers}
+#: modules in which a `step` is that of PyTorch's own optimizer, or of Horovod's wrapper around it
+_KNOWN_STEPS = "torch.optim.", "horovod.torch", "horovod_sparse.torch"
+#: methods of an optimizer that make its step
+_STEP = "step", "_init_group"
+#: why other optimizers are refused, by patterns of their names; the first one counts
+_REASONS: Mapping[str, str] = {
+    "*ScheduleFree*": "it moves other parameters than those at which gradients are taken",
+    "*8bit* Paged* FusedAdam* *CPUAdam": "kernels of its own do the step: give torch.optim.AdamW",
+    "*LAMB* *Lamb* *LARS*": "it scales a layer's step by the norm of all of it, of which a rank sends a part",
+    "*Lion* Sign* Rprop": "its steps have one length everywhere, so the largest are no better than others",
+    "*SAM Lookahead*": "it moves parameters for a while: give the optimizer within it",
+    "Adafactor CAME": "its second moment is a product over rows and columns of the mean gradient",
+    "*Shampoo* SOAP GaLore*": "what it multiplies by is made of whole matrices of the mean gradient",
+    "Sophia*": "its curvature is that of the whole batch",
+    "LBFGS": "it searches along a line, with many losses in a step",
+    "SparseAdam": "its gradients are sparse already",
+    "Adagrad": "its second moment never forgets, and that of one rank's gradients is too large",
+    "Adadelta": "its rate is a moment of steps that were applied, and these are other ranks', too",
+    "Adamax": "it divides by the largest gradient so far, which is that of the noisiest rank",
+    "ASGD": "it averages parameters over steps: give SGD, and torch.optim.swa_utils.AveragedModel",
+    "NAdam": "its first moment looks ahead, and error feedback takes the place of that moment",
+    "RAdam": "it corrects the variance of a first moment, whose place error feedback takes",
+    "AdaBelief Adan": "it needs a first moment, whose place error feedback takes",
+    "Prodigy DAdapt*": "it finds its rate from sums over the mean gradients of the whole training",
+}
+
+
+def feedback_named(name: str | feedbacks.Feedback) -> feedbacks.Feedback:
+    """A feedback by its name, or the feedback itself.
+
+    Example:
+        >>> feedback_named("momentum").momentum
+        0.9
+    """
+    if isinstance(name, str):
+        if name not in FEEDBACKS:
+            raise UnknownNameError("feedback", name, FEEDBACKS)
+        return FEEDBACKS[name]()
+    if not isinstance(name, feedbacks.Feedback) or isinstance(name, type):
+        raise ArgumentError("feedback", name, f"one of {', '.join(sorted(FEEDBACKS))}, or a Feedback")
+    return name
+
+
+def kind_of(optimizer: Any) -> str:
+    """Names PyTorch's optimizer whose step one has: a subclass that replaces nothing of it counts as it.
+
+    Raises:
+        ArgumentError: for another optimizer, with the reason.
+    """
+    name = type(optimizer).__name__
+    for kind in type(optimizer).__mro__:
+        # PyTorch puts the step that a class inherits into the class, where it calls hooks
+        known = [vars(kind)[one].__module__.startswith(_KNOWN_STEPS) for one in _STEP if one in vars(kind)]
+        if not all(known):
+            break
+        if f"{kind.__module__}.".startswith("torch.optim."):
+            if kind.__name__ in _BY_NAME:
+                return kind.__name__
+            name = kind.__name__
+            break
+    reasons = [why for names, why in _REASONS.items() if any(fnmatchcase(name, one) for one in names.split())]
+    allowed = f"{', '.join(_BY_NAME)}, or a subclass with the same step; {name}: "
+    allowed += [*reasons, "it is not known what its step is"][0]
+    raise ArgumentError("optimizer", name, f"{allowed}. feedback='error' leaves the step to any optimizer")
+
+
+def recipe_for(optimizer: Any, recipe: Any) -> Any:
+    """Returns a recipe with the rule of an optimizer in place of "best".
+
+    Raises:
+        ArgumentError: for a rule of another optimizer, or settings that it does not follow.
+    """
+    kind, given = kind_of(optimizer), recipe.feedback
+    own: Any = _BY_NAME[kind]
+    if isinstance(given, feedbacks.BestFeedback):
+        given = own() if given.clip_norm is None else own(clip_norm=given.clip_norm)
+    if not isinstance(given, own):
+        name = getattr(given, "text_name", type(given).__name__)
+        raise ArgumentError("feedback", name, f"'best' or {own.text_name!r} with {kind}")
+    for group in optimizer.param_groups:
+        for setting, why in {"differentiable": "autograd does not see the step", **own.refused}.items():
+            if group.get(setting):
+                raise ArgumentError(setting, group[setting], f"{kind} without: {why}")
+        if own.takes_whole and any(hasattr(one, "device_mesh") for one in group["params"]):
+            allowed = f"one without shards with {kind}, whose step is made of whole matrices"
+            raise ArgumentError("model", "one that fully_shard has sharded", allowed)
+    sparsifier = recipe.sparsifier
+    if not recipe.density_given and sparsifier.density < own.least_density:
+        sparsifier = replace(sparsifier, density=own.least_density)
+        told = "density %g with %s, if none is given: its steps are flat, and fewer elements cost accuracy"
+        _log.info(told, own.least_density, kind)
+    return replace(recipe, sparsifier=sparsifier, feedback=given.of(optimizer.param_groups))

@@ -1,0 +1,69 @@
+"""SGD: each rank has a velocity of its own, and sends steps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from horovod_sparse.errors import ArgumentError
+from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
+
+
+@dataclass(frozen=True)
+class VelocityFeedback(Rule):
+    """``u = m u + g,  acc = e + eta u``: SGD's own step on each rank, whose velocity nothing clears.
+
+    With Nesterov's momentum ``acc = e + eta (g + m u)``. At density 1 that is SGD with momentum of the mean
+    gradient: momentum is linear. Weight decay and dampening come with the gradient.
+
+    Args:
+        momentum: m, in [0, 1); 0 keeps no velocity. None: the optimizer's.
+        nesterov: whether the optimizer has it; None: the optimizer's.
+        clip_norm: see `MomentumCorrection`.
+    """
+
+    text_name: ClassVar[str] = "sgd"
+    optimizers: ClassVar[tuple[str, ...]] = ("SGD",)
+    moment: ClassVar[str] = "momentum_buffer"
+
+    momentum: float | None = None
+    nesterov: bool | None = None
+    clip_norm: float | None = None
+
+    @property
+    def num_companions(self) -> int:  # type: ignore[override]
+        """The velocity, where there is momentum."""
+        return int(bool(self.momentum))
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        if not self.momentum:
+            return {}  # the rate comes with the gradient
+        rate = 1.0 if rates.given is None else rates.given
+        nesterov = bool(self.nesterov)
+        return {"momentum": self.momentum, "nesterov": nesterov, "masking": False, "rate": rate}
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> VelocityFeedback:
+        if self.momentum is not None:
+            return self
+        momentum = max(group["momentum"] for group in groups)
+        return replace(self, momentum=momentum, nesterov=any(group["nesterov"] for group in groups))
+
+    def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
+        """See `Rule.own_step`.
+
+        Example:
+            >>> group = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.25, "nesterov": False}
+            >>> VelocityFeedback(momentum=0.0).own_step("SGD", group, 0).weights
+            (0.5, 0.125)
+        """
+        rate, momentum, (sign, decay) = float(group["lr"]), float(group["momentum"]), weights_of(group)
+        if not self.momentum:  # nothing but the weights can have the rate
+            if momentum:
+                allowed = "0, as when the model was attached: no velocity is kept"
+                raise ArgumentError("momentum", momentum, allowed)
+            return OwnStep(self, (sign * rate, decay * rate), 1.0, rate)
+        # where a schedule has taken momentum away, a velocity of one step
+        own = replace(self, momentum=momentum or 5e-324, nesterov=bool(group["nesterov"]))
+        damped = 1.0 - float(group["dampening"]) if age else 1.0
+        return OwnStep(own, (sign * damped, decay * damped), 1.0, rate)
