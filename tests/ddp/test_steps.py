@@ -93,6 +93,52 @@ def test_sgd_at_density_1_is_sgd_of_the_mean_gradient(settings, rank, size):
     torch.testing.assert_close(flat(net), flat(plain), rtol=1e-5, atol=1e-6)
 
 
+def test_muon_at_density_1_takes_the_mean_of_the_ranks_own_steps(rank, size):
+    """From common parameters, by each rank's own momentum; AdamW has the rest."""
+    net, plain = net_of(), net_of()
+    matrices = [one for one in net.parameters() if one.ndim == 2]
+    own = [one for one in plain.parameters() if one.ndim == 2]
+    optimizer, reference = torch.optim.Muon(matrices, lr=0.02), torch.optim.Muon(own, lr=0.02)
+    rest = torch.optim.AdamW([one for one in net.parameters() if one.ndim == 1], lr=1e-2)
+    ddp.attach(net, "topk:density=1.0,feedback=best", optimizer)
+    ddp.attach(net, "best:density=0.5", rest)
+    for batch in batches(rank, 8):
+        plain.load_state_dict(net.state_dict())
+        backward(plain, batch)
+        reference.step()
+        for one in own:
+            dist.all_reduce(one.detach())
+            one.detach().div_(size)
+        backward(net, batch)
+        optimizer.step()
+        for one, other in zip(matrices, own, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        rest.step()
+        assert same_on_all_replicas(*net.parameters())
+
+
+@schedules
+def test_muon_trains_sparsely_and_a_nan_leaves_nothing(every, delay, rank):
+    net = net_of()
+    matrices = [one for one in net.parameters() if one.ndim == 2]
+    optimizer = torch.optim.Muon(matrices, lr=0.02)
+    sync = ddp.attach(net, "best", optimizer, every=every, delay=delay, on_nonfinite="skip")
+    losses = []
+    for step, batch in enumerate(batches(rank, 40)):
+        if step == 6 and rank == 1:
+            batch = batch[0] * float("nan"), batch[1]
+        losses.append(float(backward(net, batch).detach()))
+        optimizer.step()
+        with sync.common():
+            assert same_on_all_replicas(*net.parameters())
+    sync.finish()
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert all(
+        torch.isfinite(one).all()
+        for one in [flat(net), *(optimizer.state[m]["momentum_buffer"] for m in matrices)]
+    )
+
+
 @schedules
 def test_a_nan_on_one_rank_leaves_nothing_on_any(every, delay, rank):
     """The exchange that holds the pass is given up on all ranks; later ones go on, and nobody keeps a NaN."""
@@ -325,23 +371,30 @@ def test_a_saved_training_goes_on_bit_for_bit(every, delay, rank):
         assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon]
+)
 def test_the_optimizers_own_state_suffices(kind, rank, size):
     """What any trainer saves: second moments under PyTorch's names, and the residual; and plain goes on."""
+
+    def trained(model):
+        return [one for one in model.parameters() if one.ndim == 2 or kind is not torch.optim.Muon]
+
     more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     net = net_of()
-    optimizer = kind(net.parameters(), lr=1e-2, **more)
+    optimizer = kind(trained(net), lr=1e-2, **more)
     sync = ddp.attach(net, "best:density=0.1", optimizer)
     train(net, optimizer, rank, 10)
     saved = copy.deepcopy(optimizer.state_dict())
-    name = {torch.optim.SGD: "momentum_buffer", torch.optim.RMSprop: "square_avg"}.get(kind, "exp_avg_sq")
     moments = sync.state_dict()["companions"][0]
-    for number, (parameter, _) in enumerate(net.named_parameters()):
+    names = [name for name, _ in net.named_parameters() if name in moments]
+    for number, parameter in enumerate(names):
+        (name,) = {"momentum_buffer", "square_avg", "exp_avg_sq"} & set(saved["state"][number])
         assert torch.equal(saved["state"][number][name], moments[parameter])
 
     again = net_of()
     again.load_state_dict(net.state_dict())
-    other = kind(again.parameters(), lr=1e-2, **more)
+    other = kind(trained(again), lr=1e-2, **more)
     new = ddp.attach(again, "best:density=0.1", other)
     other.load_state_dict(saved)
     for model, stepping in ((net, optimizer), (again, other)):
@@ -355,7 +408,7 @@ def test_the_optimizers_own_state_suffices(kind, rank, size):
     )
 
     plain = net_of()
-    alone = kind(plain.parameters(), lr=1e-2, **more)
+    alone = kind(trained(plain), lr=1e-2, **more)
     alone.load_state_dict(saved)
     backward(plain, next(iter(batches(rank))))
     alone.step()

@@ -282,6 +282,10 @@ def test_a_step_of_muon_that_is_not_finite_leaves_its_momentum(caplog: Any) -> N
         optimizer.step()
     assert torch.equal(net[0].weight, before)
     assert torch.equal(optimizer.state[net[0].weight]["momentum_buffer"], momentum)
+    sharded = torch.nn.Parameter(torch.zeros(2, 2))
+    sharded.device_mesh = "any"  # as DTensors have
+    with pytest.raises(ArgumentError, match="give one without shards with Muon"):
+        hvd.DistributedOptimizer(OPTIM.Muon([sharded]), compression="best")
     with pytest.raises(ArgumentError, match="levels='host' is not allowed: give 'flat' with Muon"):
         hvd.DistributedOptimizer(OPTIM.Muon([net[0].weight]), compression="best", levels="host")
 
