@@ -11,23 +11,17 @@ import numpy as np
 
 @dataclass
 class BucketStep:
-    """Counts and times of one step of a bucket.
+    """Counts and times of one step of a bucket; with two levels counts are the host's.
 
     Attributes:
-        bucket: name.
-        num_elements: n.
         num_target: k, what was asked for.
-        num_selected: elements this rank selected; with two levels, its host.
         num_received: elements that came back, duplicates of different ranks counted each.
         bytes_sent: payload bytes this rank put into collectives; with two levels, in those among hosts.
-        bytes_by_round: both, round by round.
-        kinds_by_round: names of the requests.
         bytes_inside: payload bytes that this rank put into collectives within its host, besides.
         residual_norm: L2 norm of what this rank holds back after this step: ||e_{i,t+1}|| in ExDyna's
             Algorithm 1. Without error feedback, of what is lost.
         global_error: ExDyna, Eq. (1), ``||e_t|| = mean over ranks of ||e_{i,t}||``: of what the ranks
-            held back when this step began (0 in the first; the norms after it travel with the next
-            step's messages). NaN where the messages do not carry norms.
+            held back when this step began; NaN where the messages do not carry norms.
         fold_seconds: of the fused pass.
         select_seconds: of everything else done on this rank between collectives.
         facts: the algorithm's own (threshold, imbalance, density_error, ...).
@@ -54,11 +48,9 @@ class BucketReport:
     """A bucket's step, and what only the front end knows of it.
 
     Attributes:
-        step: as the bucket itself tells it.
         num_union: different elements that came back: the union of all ranks' selections.
-        dense_bytes: of its gradient: what an allreduce would have sent instead.
-        norms: float [P], L2 norm of the residual that every rank began the step with; None where the
-            messages do not carry it.
+        dense_bytes: what an allreduce would have sent instead.
+        norms: float [P], L2 norm of the residual that every rank began the step with, if messages carry it.
         wait_seconds: between the bucket's start and its end that this rank sat waiting for it.
         apply_seconds: of scattering the sum into the gradient.
     """
@@ -84,24 +76,13 @@ class StepReport:
     Counts are numbers of elements; densities are fractions of all elements that the optimizer
     synchronizes (parameters that stay dense count with density 1).
 
+    Attributes are sums of those of `BucketReport` and `BucketStep`, but for these:
+
     Attributes:
         step: number of the step, from 1; in a mean, the number of steps.
-        num_elements: n.
-        num_target: what was asked for.
-        num_selected: what this rank selected.
-        num_union: what all ranks together selected.
-        bytes_sent: payload bytes this rank put into collectives, each counted once.
-        bytes_inside: with two levels, payload bytes that this rank put into collectives within its host;
-            `bytes_sent` are those among hosts then.
-        dense_bytes: payload bytes of an allreduce of all gradients.
-        residual_norm: L2 norm of what this rank holds back after the step.
-        global_error: mean over all ranks of what they held back when the step began (ExDyna, Eq. 1); NaN
-            if a bucket's messages do not carry norms.
-        fold_seconds: of the pass over all elements.
-        select_seconds: of selection, packing and unpacking.
+        global_error: NaN if a bucket's messages do not carry norms.
         wait_seconds: that this rank had nothing to do but wait for collectives.
-        apply_seconds: of scattering sums into gradients.
-        buckets: the parts, in bucket order; empty in a mean.
+        buckets: in bucket order; empty in a mean.
     """
 
     step: float

@@ -16,27 +16,22 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 @dataclass(frozen=True)
 class ThresholdState:
-    """What a threshold rule carries from step to step.
+    """The state of a threshold rule."""
 
-    Attributes:
-        threshold: the last threshold used (magnitude, in units of the accumulator), 0 before the first.
-        correction: c of the sketch rule; the searched order is c * k.
-        share: part of the last union that lies in the window this rank searches next, in [0, 1];
-            negative where nothing is known of it.
-        ahead: elements by which unions were longer than wanted, in all, where few are wanted.
-        paused: steps in which, for that reason, nobody was to send anything; their turns are not used up.
-        scale: what the residual has been multiplied by since the first step; a first threshold is, too.
-    """
-
+    #: the last one used (magnitude, in units of the accumulator), 0 before the first
     threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
+    #: c of the sketch rule; the searched order is c * k
     correction: float = 1.0
+    #: part of the last union in the window this rank searches next; negative where it is unknown
     share: float = field(default=-1.0, metadata=LOCAL)
+    #: elements by which unions were longer than wanted, in all, where few are wanted
     ahead: int = 0
+    #: steps in which, for that reason, nobody was to send anything; their turns are not used up
     paused: int = 0
+    #: the factor of the residual since the first step, and of a first threshold
     scale: float = field(default=1.0, metadata={**LOCAL, **SCALED})
 
     def flaw(self, _fresh: ThresholdState) -> str:
-        """Of a loaded one: see `out_of_range`."""
         found = out_of_range(self, threshold=(0, LARGEST), correction=(SMALLEST, LARGEST), share=(-1, 1))
         return found or out_of_range(self, paused=(0, LARGEST), scale=(0, LARGEST))
 
@@ -69,7 +64,7 @@ class ThresholdScaling:
             raise ArgumentError("gamma", self.gamma, "a number in (0, 1)")
 
     def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
-        """All hits, as printed."""
+        """Returns all hits, as printed."""
         return num_hits
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
@@ -78,14 +73,7 @@ class ThresholdScaling:
         return replace(state, threshold=state.scale / (2.0 * math.sqrt(num_selected)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Scales the threshold by what the union count says.
-
-        Example:
-            >>> above = ThresholdScaling().steer(200, 100, ThresholdState(threshold=1.0))
-            >>> within = ThresholdScaling().steer(100, 100, above)
-            >>> round(above.threshold, 6), round(within.threshold, 6)
-            (1.005, 1.006256)
-        """
+        """Scales the threshold by the union count."""
         exam, factor = count / num_selected, 1.0 - self.gamma
         if exam > self.beta:
             factor = 1.0 + self.gamma
@@ -151,29 +139,23 @@ class Sketch:
 
     @staticmethod
     def _target(num_selected: int, state: ThresholdState) -> int:
-        """k, less a part of what was sent too much where few are wanted: all of it would be too much."""
+        """Returns k, less a part of the elements sent too much where few are wanted."""
         part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
         return max(0, num_selected - math.ceil(part * state.ahead))
 
     def _order(self, num_selected: int, state: ThresholdState) -> int:
-        """c * k: as many elements reach the threshold, unless several are equal to it."""
+        """Returns c * k: as many elements reach the threshold, unless several are equal to it."""
         return max(1, round(self._target(num_selected, state) * state.correction))
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """With this step's threshold: 0 (everything that is not 0) when all elements are wanted."""
+        """Sets this step's threshold: 0 (everything that is not 0) when all elements are wanted."""
         n, threshold = accumulator.num_elements, 0.0
         if num_selected < n:
             threshold = accumulator.kth_magnitude(min(self._order(num_selected, state), n))
         return replace(state, threshold=threshold)
 
     def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
-        """How many elements of its window a rank sends.
-
-        Example:
-            >>> state = ThresholdState(threshold=0.5, share=0.25)
-            >>> Sketch().wanted(num_hits=4000, num_selected=10_000, state=state)
-            2687
-        """
+        """Returns how many elements of its window a rank sends."""
         target = self._target(num_selected, state)
         if target == 0:
             return 0
@@ -186,12 +168,7 @@ class Sketch:
         return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Corrects c by what the union count says; an empty union says nothing about c.
-
-        Example:
-            >>> round(Sketch().steer(200, 100, ThresholdState()).correction, 4)
-            0.7071
-        """
+        """Corrects c by the union count; an empty union says nothing about c."""
         target, correction = self._target(num_selected, state), state.correction
         few = num_selected < _FEW
         ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
@@ -208,20 +185,20 @@ class ThresholdRule(Protocol):
     """Finds a threshold for a step, and learns from the count that it led to."""
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """With this step's threshold."""
+        """Sets this step's threshold."""
 
     def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
-        """How many elements of its window a rank sends, when `num_hits` there reach the threshold."""
+        """Returns how many elements of its window a rank sends, when `num_hits` reach the threshold."""
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """What the union count of this step teaches."""
+        """Learns from the union count of this step."""
 
 
 RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
 
 
 def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
-    """A rule by its name, or the rule itself."""
+    """Returns a rule by its name, or the rule itself."""
     if isinstance(rule, str):
         if rule not in RULES:
             raise UnknownNameError("threshold rule", rule, RULES)
@@ -251,12 +228,7 @@ class SampledThreshold:
         check_density("sample_fraction", self.fraction, "a fraction in (0, 1]")
 
     def stride(self, num_elements: int, k: int) -> int:
-        """Distance of sampled elements.
-
-        Example:
-            >>> SampledThreshold(0.01).stride(1_000_000, 10_000), SampledThreshold(0.01).stride(1000, 10)
-            (100, 1)
-        """
+        """Returns the distance of sampled elements."""
         enough = max(
             math.ceil(self.fraction * num_elements), math.ceil(_LEAST_SAMPLED_HITS * num_elements / k)
         )

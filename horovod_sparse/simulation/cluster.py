@@ -70,11 +70,11 @@ class SimulatedCluster:
         return run_lockstep(steps, self.recorder, keep_errors=keep_errors, topology=self.topology)
 
     def step(self, gradients: Sequence[Any], learning_rate: float | None = None) -> np.ndarray:
-        """One step on all ranks; the synchronized gradient (a sum) of rank 0, dense."""
+        """Steps on all ranks, and returns the synchronized gradient (a sum) of rank 0, dense."""
         return self.dense(self.synchronize(gradients, learning_rate)[0])
 
     def dense(self, sum_: SparseSum) -> np.ndarray:
-        """A sparse sum as an array of n elements."""
+        """Returns a sparse sum as an array of n elements."""
         if sum_.whole:
             return np.array(sum_.values)
         whole = self.buckets[0].whole
@@ -83,5 +83,5 @@ class SimulatedCluster:
         return out
 
     def residuals(self) -> list[np.ndarray]:
-        """What every rank holds back, [n] each, as copies."""
+        """Returns copies of the residuals of all ranks, [n] each."""
         return [bucket.spread(bucket.accumulator.values()).copy() for bucket in self.buckets]

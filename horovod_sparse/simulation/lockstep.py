@@ -17,7 +17,7 @@ from horovod_sparse.topology import Topology
 
 
 def num_rounds(kind: str, size: int) -> int:
-    """Messages one behind the other in a collective, by its usual algorithm.
+    """Returns the messages one behind the other in a collective, by its usual algorithm.
 
     Example:
         >>> [num_rounds(kind, 8) for kind in ("allgather", "allreduce", "exchange")]
@@ -30,7 +30,7 @@ def num_rounds(kind: str, size: int) -> int:
 
 
 def share_of_bytes(kind: str, size: int) -> float:
-    """Bytes that arrive at a rank for every byte that a rank puts in.
+    """Returns the bytes that arrive at a rank for every byte that a rank puts in.
 
     Example:
         >>> [share_of_bytes(kind, 8) for kind in ("allgather", "allreduce", "exchange")]
@@ -45,14 +45,11 @@ def share_of_bytes(kind: str, size: int) -> float:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Cost of a collective for one rank.
+    """The cost of a collective for one rank."""
 
-    Attributes:
-        rounds: messages one behind the other (each pays alpha).
-        bytes_received: payload that arrives at this rank (each byte pays beta).
-    """
-
+    #: messages one behind the other, each of which pays alpha
     rounds: int
+    #: payload that arrives at this rank, each byte of which pays beta
     bytes_received: float
 
     def __add__(self, other: CollectiveCost) -> CollectiveCost:
@@ -61,18 +58,14 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A network: ``time = rounds * alpha + bytes * beta``.
+    """A network: ``time = rounds * alpha + bytes * beta``."""
 
-    Args:
-        alpha_seconds: latency of one message.
-        beta_seconds: time of one byte, the inverse of the bandwidth.
-    """
-
+    #: latency of one message
     alpha_seconds: float = 50e-6
+    #: time of one byte, the inverse of the bandwidth
     beta_seconds: float = 8e-9
 
     def seconds(self, cost: CollectiveCost) -> float:
-        """Time of a cost on this network."""
         return cost.rounds * self.alpha_seconds + cost.bytes_received * self.beta_seconds
 
 
@@ -86,7 +79,7 @@ class SharedWords(np.ndarray):
 
     @classmethod
     def of(cls, buffer: collectives.Words) -> SharedWords:
-        """The same memory, read-only from now on."""
+        """Shares a buffer's memory, read-only from now on."""
         buffer.flags.writeable = False
         shared = buffer.view(cls)
         shared._decoded = {}
@@ -107,28 +100,21 @@ class SharedWords(np.ndarray):
 
 @dataclass
 class Recorder:
-    """Counts the collectives of P ranks, and runs an alpha-beta clock.
-
-    Attributes:
-        network: the clock's constants.
-        host_network: those between the ranks of a host, where levels are told apart.
-        kinds: type of every round, in order.
-        levels: among whom every round was.
-        bytes_sent: round -> rank -> payload bytes put in.
-        costs: round -> rank -> cost on the network.
-        seconds: the clock: rounds one behind the other, each as slow as its slowest rank.
-    """
+    """Counts the collectives of P ranks, by round and rank, and runs an alpha-beta clock."""
 
     network: AlphaBeta = field(default_factory=AlphaBeta)
+    #: between the ranks of a host, where levels are told apart
     host_network: AlphaBeta | None = None
     kinds: list[type[Request]] = field(default_factory=list)
     levels: list[collectives.Level] = field(default_factory=list)
+    #: payload bytes put in
     bytes_sent: list[list[int]] = field(default_factory=list)
     costs: list[list[CollectiveCost]] = field(default_factory=list)
+    #: of rounds one behind the other, each as slow as its slowest rank
     seconds: float = 0.0
 
     def record(self, requests: Sequence[Request], topology: Topology | None = None) -> None:
-        """Takes note of one round: the requests of all ranks, in rank order."""
+        """Records one round: the requests of all ranks, in rank order."""
         level, costs = requests[0].level, [CollectiveCost(0, 0)] * len(requests)
         sent = [0] * len(requests)
         for ranks in groups_of(requests, topology):
@@ -143,7 +129,7 @@ class Recorder:
         self.seconds += max(map(network.seconds, costs))
 
     def total(self, rank: int) -> CollectiveCost:
-        """Cost of everything recorded so far, for one rank."""
+        """Returns the cost of everything recorded so far, for one rank."""
         return sum((costs[rank] for costs in self.costs), CollectiveCost(0, 0))
 
 

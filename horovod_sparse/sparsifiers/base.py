@@ -29,15 +29,7 @@ def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """The facts of a bucket on a rank.
-
-    Attributes:
-        name: stable over ranks and steps.
-        num_elements: n.
-        rank: of this process within its process set.
-        size: P, the number of ranks in the process set.
-        dtype: of the gradient: "float32", "float64", "float16" or "bfloat16".
-    """
+    """The facts of a bucket on a rank; its name is stable over ranks and steps, `dtype` is the gradient's."""
 
     name: str
     num_elements: int
@@ -47,27 +39,25 @@ class BucketInfo:
 
     @property
     def value_dtype(self) -> np.dtype[Any]:
-        """Of accumulators and of values in messages."""
+        """The dtype of accumulators and of values in messages."""
         return accumulator_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
 class SparsifierState:
-    """Everything a checkpoint needs to go on; algorithms with more of it derive from this.
+    """A sparsifier's state in checkpoints; algorithms with more of it derive from this.
 
-    A state is a value: nothing in it is changed, a step makes the next one. So a step that is given up needs
-    no more than not to take that. What a rank has for itself is marked `LOCAL`; all else is equal on all
-    ranks after every step. A law checks that, and the ranks do when Horovod starts again.
-
-    Attributes:
-        step: synchronizations done; the bucket counts them.
+    A state is a value: a step makes the next one, and a step that is cancelled drops it. Fields that differ
+    from rank to rank are marked `LOCAL`; all others are equal on all ranks after every step, which a law
+    checks, and ranks do when Horovod starts again.
     """
 
+    #: synchronizations done; the bucket counts them
     step: int = 0
 
 
 def rescaled(state: State, factor: float) -> State:
-    """A state whose fields in units of the accumulator (marked `SCALED`) are multiplied by a factor."""
+    """Multiplies a state's fields in units of the accumulator (marked `SCALED`) by a factor."""
     changed: dict[str, Any] = {}
     for item in dataclasses.fields(state):  # type: ignore[arg-type]
         value = getattr(state, item.name)
@@ -80,7 +70,7 @@ def rescaled(state: State, factor: float) -> State:
 
 @dataclass
 class SparseSum:
-    """What a synchronization ends in, the same on every rank.
+    """The result of a synchronization, the same on every rank.
 
     Attributes:
         indices: int32; an index may stand more than once (its values add up).
@@ -101,22 +91,14 @@ class SparseSum:
 
     @classmethod
     def of(cls, gathered: Gathered) -> SparseSum:
-        """The sum of messages that carry indices and values, one behind the other."""
+        """Adds up messages that carry indices and values, one behind the other."""
         if gathered.values is None:
             raise MessageError("messages without values have no sum")
         return cls(gathered.indices, gathered.values, gathered.counts, gathered.notes)
 
 
 class WholeSum(SparseSum):
-    """A sum that has all n elements, in their order: nobody has to be told where they are.
-
-    That of `Dense` may be a tensor on the gradient's device.
-
-    Example:
-        >>> sum_ = WholeSum(np.ones(3, np.float32), np.array([3]), Notes())
-        >>> sum_.whole, sum_.indices.tolist()
-        (True, [0, 1, 2])
-    """
+    """A sum of all n elements, in their order; that of `Dense` may be a tensor on the gradient's device."""
 
     whole = True
 
@@ -133,22 +115,18 @@ class WholeSum(SparseSum):
 
     @functools.cached_property
     def indices(self) -> Indices:  # type: ignore[override]
-        """All positions, made when somebody asks for them: front ends do not."""
+        """All positions; front ends do not ask for them."""
         return np.arange(len(self.values), dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one round costs, as the algorithm declares it; checked against what is counted.
-
-    Attributes:
-        kind: type of the request.
-        bytes_sent: payload that this rank puts in; the least, where it depends on the data.
-        at_most: the most, where it depends on the data; None where `bytes_sent` is exact.
-    """
+    """The cost of one round, as the algorithm declares it; checked against what is counted."""
 
     kind: type[Request]
+    #: payload that this rank puts in; the least, where it depends on the data
     bytes_sent: int
+    #: the most, where it depends on the data
     at_most: int | None = None
 
 
@@ -196,94 +174,69 @@ class Sparsifier(abc.ABC):
     @final
     @property
     def wire(self) -> WireFormat:
-        """How selections are written."""
         return _wire_format(self.values, self.indices, self.quantum)
 
     @final
     def density_at(self, step: int) -> float:
-        """The density that is asked for in a step (from 0)."""
+        """Returns the density that is asked for in a step (from 0)."""
         return self.density if self.schedule is None else self.schedule.density_at(step, self.density)
 
     @final
     def num_selected(self, info: BucketInfo, step: int) -> int:
-        """``k = max(1, round(density * n))``, at most n: what the user asked for in a step (from 0)."""
+        """Returns ``k = max(1, round(density * n))``, at most n, in a step (from 0)."""
         return min(info.num_elements, max(1, round(self.density_at(step) * info.num_elements)))
 
     def resolved(self, info: BucketInfo) -> Sparsifier:
-        """The description for one bucket: what depends on its size, or on the number of ranks, decided.
-
-        Every rank decides alike, from the facts of the bucket alone.
-        """
+        """Decides what depends on a bucket's size or the number of ranks, alike on all ranks."""
         return self
 
     @property
     def diverges(self) -> str:
-        """Why error feedback would add up without limit what this loses; empty where it does not."""
+        """Why error feedback would add up losses without limit; empty where it does not."""
         return ""
 
     def init(self, info: BucketInfo) -> SparsifierState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return SparsifierState()
 
     @abc.abstractmethod
     def synchronize(
         self, accumulator: Accumulator, state: Any, info: BucketInfo
     ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
-        """One bucket, one step: selects, yields collectives, and clears what was sent.
+        """Runs a step of a bucket: selects, yields collectives, and clears what was sent.
 
-        Args:
-            accumulator: residual + gradient of this rank; what stays in it is the next residual.
-            state: made by `init`, or by the step before.
-            info: the facts of the bucket.
-
-        Returns:
-            The sum, and the state after the step, in which the bucket counts it.
+        The accumulator holds residual + gradient of this rank; what stays in it is the next residual. `state`
+        is that of `init`, or of the step before. Returns the sum, and the state after the step.
         """
 
     @abc.abstractmethod
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Declared cost of a step for this rank.
+        """Declares the cost of a step (from 0) for this rank; `counts` [P] are elements that ranks selected.
 
-        Args:
-            info: the facts of the bucket.
-            counts: int [P], elements that each rank selected.
-            step: which step it was, from 0.
-
-        Returns:
-            One entry for each request that `synchronize` yields, in order; their kinds are fixed for a number
-            of ranks.
+        One entry for each request that `synchronize` yields, in order; their kinds are fixed for a number of
+        ranks.
         """
 
     @final
     def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """The kinds of request that `synchronize` yields, as `traffic` declares them.
-
-        A graph driver unrolls them when it traces.
-        """
+        """Returns the kinds of request that `synchronize` yields, as `traffic` declares them."""
         declared = self.traffic(BucketInfo("any", size, 0, size), np.ones(size, np.int64))
         return tuple(one.kind for one in declared)
 
     @final
     def describe(self) -> str:
-        """The description as `Compression.parse` reads it; arguments at their default are left out.
-
-        Example:
-            >>> from horovod_sparse.sparsifiers import TopK
-            >>> TopK(density=0.01).describe()
-            'topk:density=0.01'
-        """
+        """Returns the text that `Compression.parse` reads, without arguments at their default."""
         return f"{self.name}:{arguments_text(self, always=('density',))}"
 
 
 class Selected(NamedTuple):
-    """What `SelectAndGather.select` gives.
+    """The result of `SelectAndGather.select`."""
 
-    Positions that this rank sends, int32, ascending and unique; facts for the telemetry (`SparseSum.facts`);
-    and the state after the step, None where it stays as it is.
-    """
-
+    #: that this rank sends, int32, ascending and unique
     indices: Indices
+    #: for the telemetry
     facts: dict[str, float] = {}  # noqa: RUF012
+    #: after the step, None where it stays as it is
     state: SparsifierState | None = None
 
 
@@ -296,21 +249,19 @@ class SelectAndGather(Sparsifier):
 
     @property
     def names_senders(self) -> bool:
-        """Whether a sum says which rank has sent what."""
+        """True if a sum says which rank has sent what."""
         return True
 
     @abc.abstractmethod
     def select(self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo) -> Selected:
-        """What this rank sends in this step; `k` is what density asks for."""
+        """Selects what this rank sends in this step; `k` is what density asks for."""
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
-        """How the selections of a step are written."""
         return self.wire
 
     def synchronize(
         self, accumulator: Accumulator, state: Any, info: BucketInfo
     ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
-        """Selects, then one allgather."""
         indices, facts, after = self.select(accumulator, self.num_selected(info, state.step), state, info)
         wire = self.message_format(info, state.step)
         sent = accumulator.remove(indices, None if wire.exact else wire.round)
@@ -319,7 +270,6 @@ class SelectAndGather(Sparsifier):
         return sum_, state if after is None else after
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Indices and values of what was selected."""
         wire, count = self.message_format(info, step), int(counts[info.rank])
         return (Traffic(AllGather, wire.message_bytes(count, info.num_elements, info.value_dtype)),)
 
@@ -327,14 +277,14 @@ class SelectAndGather(Sparsifier):
 def exchange_selections(
     accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[Gathered]:
-    """The round most algorithms have: every rank's selection to every rank, in one allgather."""
+    """Sends every rank's selection to every rank, in one allgather."""
     n = info.num_elements
     gathered = yield AllGather(pack(indices, values, accumulator.report, format=wire, num_elements=n))
     return unpack_sum(gathered, info.size, wire, n, None if values is None else info.value_dtype)
 
 
 def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -> np.random.Generator:
-    """A fresh generator for one step of one bucket.
+    """Returns a fresh generator for one step of one bucket.
 
     No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
     """
@@ -343,7 +293,7 @@ def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -
 
 
 def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
-    """``argument=value,argument=value`` of a dataclass; arguments at their default are left out."""
+    """Writes ``argument=value,argument=value`` of a dataclass, without arguments at their default."""
     return ",".join(
         f"{item.name}={value_text(getattr(described, item.name))}"
         for item in dataclasses.fields(described)
@@ -352,7 +302,7 @@ def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as `feedback.recipe.parse_value` reads it."""
+    """Writes a value as `feedback.recipe.parse_value` reads it."""
     name = getattr(type(value), "text_name", None)
     if name is not None:
         return f"{name}({arguments_text(value)})"

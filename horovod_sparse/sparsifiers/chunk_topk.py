@@ -25,7 +25,6 @@ class ChunkTopK(SelectAndGather):
     whole, chunks take turns with the rest. Density is per rank.
 
     Args:
-        density: k / n, in (0, 1].
         chunk: elements of a chunk; the last one of a bucket may be shorter.
 
     Source: the chunks of DeMo (Peng et al. 2024) and SparseLoCo (Sarfi et al. 2025). Departures: flat chunks

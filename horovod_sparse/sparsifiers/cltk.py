@@ -23,9 +23,6 @@ class CLTK(Sparsifier):
     global: the union is exactly k. Only the leader searches, so others wait for it, and what a rank
     alone finds important waits for its turn.
 
-    Args:
-        density: k / n, in (0, 1].
-
     Source: ScaleCom (Chen et al., NeurIPS 2020), Algorithm 1, cyclic local top-k. Departure: plain
     error feedback, which is its low-pass filter of the residual with beta = 1.
     """

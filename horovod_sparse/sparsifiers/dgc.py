@@ -34,7 +34,6 @@ class DGC(SelectAndGather):
     an optimizer without momentum, and a warm-up for the length of an epoch.
 
     Args:
-        density: k / n, in (0, 1].
         sample_fraction: share of elements in the sample.
         threshold: "sampled" (the paper), or "exact" (k-th largest by block maxima, which costs less
             than the sample here).

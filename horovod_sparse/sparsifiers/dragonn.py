@@ -89,7 +89,6 @@ class DRAGONN(SelectAndGather):
     collisions), so density 1 is dense.
 
     Args:
-        density: k / n, in (0, 1].
         slots_per_selected: m / k, above 0. About 37 % of k slots stay empty when k hits are hashed into
             them, and as many hits wait for the next step.
         sample_fraction: share of elements in the sample behind the threshold.

@@ -150,14 +150,12 @@ class ExDyna(ExclusiveThreshold):
     the gathered indices, so this costs no message.
 
     Args:
-        density: k / n of the union, in (0, 1].
         threshold: "sketch" or "paper", or a rule; see MiCRO.
         rebalance: "proportional" (default: bounds move up to half the way to where counts would have
             been equal), "paper" (one block per pair of neighbours and step), or "none".
         num_blocks: n_b for large buckets.
         alpha: imbalance that the paper's rule tolerates.
         blocks_per_move: blk_move of the paper's rule.
-        quantum: see `Sparsifier`.
 
     Source: ExDyna (2024), Algorithms 1-5; constants from its public program. Departures: the sketch
     rule, the proportional move, n_b chosen from n and P for small buckets, and bounds that rest for P of

@@ -31,9 +31,6 @@ class GTopK(Sparsifier):
     stage drops goes into the residual of the rank that dropped it. Nothing is lost, though it may come
     back through another rank.
 
-    Args:
-        density: k / n, in (0, 1].
-
     Source: Shi et al., ICDCS 2019 (gTop-k S-SGD). Departures: any number of ranks, not powers of two
     only. The paper puts back what did not end in the global k, at the rank it came from; what was
     dropped on the way at an index that did end there is lost. Here it is not.

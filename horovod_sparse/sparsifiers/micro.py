@@ -19,10 +19,8 @@ class MiCRO(ExclusiveThreshold):
     their union. Density is global: the union is k, whatever P is.
 
     Args:
-        density: k / n of the union, in (0, 1].
         threshold: "sketch" (default: exact order statistic of this step) or "paper" (scaled by the
             count; the first one is a guess that takes hundreds of steps to settle), or a rule.
-        quantum: see `Sparsifier`.
 
     Source: MiCRO (HiPC 2023), Algorithm 1. Departures: the sketch rule; equal parts take the
     remainder one element each, as in the public program.

@@ -27,7 +27,6 @@ class MSTopK(SelectAndGather):
     it is not the largest that are sent; more passes narrow that gap.
 
     Args:
-        density: k / n, in (0, 1].
         num_passes: most counting passes; each halves the interval of the threshold.
 
     Source: Shi et al., MLSys 2021 (MSTopk). Departures: bisection starts from 0, not the mean (where

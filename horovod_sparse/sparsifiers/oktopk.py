@@ -135,7 +135,6 @@ class OkTopk(Sparsifier):
     steps what did not pass stays, summed up, with the owner of its region.
 
     Args:
-        density: k / n of the union, in (0, 1].
         threshold_steps: 0, or as the paper has it: thresholds are found exactly every so many steps, from
             all magnitudes, and steered by their counts in between.
         region_steps: how often regions are drawn anew.

@@ -48,12 +48,10 @@ class RandomK(SelectAndGather):
     the union is exactly k. With own positions: one allgather of indices and values, as top-k.
 
     Args:
-        density: k / n, in (0, 1].
         shared: whether all ranks draw the same positions.
         seed: of the generator, which is this sparsifier's own: drawing never touches the global seeds
             of NumPy or of a framework. Positions depend on seed, bucket name and step alone, so a
             resumed run draws what an uninterrupted one would have.
-        quantum: see `Sparsifier`.
 
     Source: Stich et al. 2018 (random-k with memory).
 

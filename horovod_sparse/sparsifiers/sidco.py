@@ -126,7 +126,6 @@ class SIDCo(SelectAndGather):
     One round: an allgather of as many indices and values as pass. Density is per rank.
 
     Args:
-        density: k / n, in (0, 1].
         distribution: "exponential", "pareto" (generalized), or "gamma" (first stage gamma, then
             generalized Pareto).
         first_density: share that a stage before the last leaves.

@@ -18,10 +18,6 @@ class TopK(SelectAndGather):
     One round: an allgather of k indices and k values. Density is per rank: selections of different
     ranks overlap only partly (build-up), so the union grows up to P * k.
 
-    Args:
-        density: k / n, in (0, 1].
-        quantum: see `Sparsifier`.
-
     Source: Aji & Heafield 2017; Alistarh et al. 2018 (TopK-SGD); "TopkA" in SparDL. Selection is
     exact, by block maxima instead of sorting; ties go to the lowest index.
     """

@@ -38,9 +38,6 @@ class TopkDSA(Sparsifier):
     sums: sparse, or without indices where that is shorter for all regions together. Density is per rank;
     the union grows up to P * k.
 
-    Args:
-        density: k / n, in (0, 1].
-
     Source: SparCML (Renggli et al., SC 2019), as "TopkDSA" in Ok-Topk and SparDL. The sizes decide for all
     ranks alike whether the sums travel dense.
     """

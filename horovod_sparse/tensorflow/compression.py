@@ -185,6 +185,7 @@ def _comparable(value: Any) -> Any:
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
+    density: kept fraction in (0, 1], of each rank's elements or of the union of all ranks.
     feedback: "error" (default: what is not sent is kept for the next step) or "none".
 
 Returns:

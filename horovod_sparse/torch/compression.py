@@ -134,6 +134,7 @@ class SparseCompressor(hvd.compression.Compressor):
 
 _COMMON_ARGUMENTS = """
 Arguments that every algorithm takes:
+    density: kept fraction in (0, 1], of each rank's elements or of the union of all ranks.
     feedback: "error" (default: what is not sent is kept for the next step), "momentum" (momentum
         correction; the optimizer must have none then), "none", or a feedback with arguments, as
         "momentum(momentum=0.9,clip_norm=1.0)".

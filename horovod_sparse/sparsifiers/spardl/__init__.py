@@ -45,7 +45,6 @@ class SparDL(Sparsifier):
     ``2 k (P - 1) / P`` elements with one team, whatever P is; top-k needs ``k (P - 1)``.
 
     Args:
-        density: k / n of the union, in (0, 1].
         teams: d, a divisor of P; or "auto": the cheapest by the cost model, from the two network arguments.
         residuals: "global" (nothing is lost), "partial" or "local" (as other methods do; for comparison).
         between: the sum between teams: "recursive" (R-SAG, d a power of two), "bruck" (B-SAG, any d), or
