@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from horovod_sparse.arrays import Indices, Values, WeightedParts
 from horovod_sparse.arrays.gradients import GradientParts
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.kernels.host import scatter
+from horovod_sparse.kernels.host import scatter, sparse_vectors
+from horovod_sparse.kernels.host.scatter import narrow, wide
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.flat_gradient import HOST_DEVICES, host_view
 from horovod_sparse.tensors.layout import memory_strides
@@ -50,12 +52,23 @@ class BucketParameters:
                 )
         self.parameters, self._places = list(parameters), list(places)
         self._stops = np.array([stop for _, stop in places])
-        self.on_host = local(parameters[0]).device.type in HOST_DEVICES
+        first = local(parameters[0])
+        self.on_host = first.device.type in HOST_DEVICES
+        #: moves reach the arrays by compiled kernels that read each once
+        self._at_once = self.on_host and first.dtype in (torch.float32, torch.float64)
+        #: where parameters lie, and their arrays there
+        self._lie: list[Any] = []
+        self._arrays: list[Any] = []
 
     def arrays(self) -> list[Any]:
         """The parameters' own memory, flat: arrays on the host, tensors elsewhere. Asked for in each pass."""
-        tensors = [flat(parameter) for parameter in self.parameters]
-        return [scatter.native_bits(host_view(one)) for one in tensors] if self.on_host else tensors
+        own = [local(parameter) for parameter in self.parameters]
+        lie = [(one.data_ptr(), one.stride()) for one in own]
+        if lie != self._lie:
+            tensors = [flat(one) for one in own]
+            flats = [scatter.native_bits(host_view(one)) for one in tensors] if self.on_host else tensors
+            self._lie, self._arrays = lie, flats
+        return self._arrays
 
     def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Any]]:
         """Parameters that have some of the positions: memory, which positions, and where these are in it."""
@@ -72,45 +85,77 @@ class BucketParameters:
             return [scatter.taken(array, where) for array, _, where in self._within(indices)]
         return [array[where] for array, _, where in self._within(indices)]
 
-    def put(self, indices: Indices, values: list[Any]) -> None:
-        for (array, _, where), old in zip(self._within(indices), values, strict=True):
+    def _placed(self, factors: Mapping[float, Sequence[int]] = MappingProxyType({})) -> list[Any]:
+        """Arrays, where they begin in the bucket, and the factor of each."""
+        factor_of = {number: factor for factor, numbers in factors.items() for number in numbers}
+        return [
+            (array, start, factor_of.get(number, 1.0))
+            for number, (array, (start, _)) in enumerate(zip(self.arrays(), self._places, strict=True))
+        ]
+
+    def put(self, indices: Indices, before: list[Any]) -> None:
+        if self._at_once:
+            sparse_vectors.replace(self._placed(), [(indices, before[0])])
+            return
+        for (array, _, where), old in zip(self._within(indices), before, strict=True):
             if self.on_host:
                 scatter.put_at(array, where, old)
             else:
                 array[where] = old
 
-    def subtract(self, indices: Indices, values: Values) -> None:
+    def move(self, indices: Indices, values: Values) -> list[Any]:
+        if self._at_once:
+            return sparse_vectors.replace(self._placed(), again=[(indices, values)])[1]
+        before = self.take(indices)
         for array, here, where in self._within(indices):
             self._subtract(array, where, values[here])
+        return before
 
     def _subtract(self, array: Any, where: Any, step: Values) -> None:
         if self.on_host:
-            scatter.subtract_at(array, where, step)
+            scatter.put_at(array, where, narrow(wide(scatter.taken(array, where)) - step, array.dtype))
         else:
             given = torch.from_numpy(np.ascontiguousarray(step)).to(array.device)
             array[where] = (array[where].to(given.dtype) - given).to(array.dtype)
 
-    def subtract_sum(self, total: SparseSum, scale: float) -> int:
+    def replace(
+        self,
+        undone: Sequence[tuple[Indices, list[Any]]],
+        shrunk: Mapping[float, Sequence[int]],
+        total: SparseSum,
+        scale: float,
+        again: Sequence[tuple[Indices, Values]],
+    ) -> tuple[int, list[list[Any]]]:
         values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
+        if self._at_once and not total.whole:
+            back = [(indices, before[0]) for indices, before in undone]
+            placed = self._placed(shrunk)
+            num_union, kept = sparse_vectors.replace(placed, back, (total.indices, values), again)
+            return num_union, [[one] for one in kept]
+        for indices, before in undone:
+            self.put(indices, before)
+        for factor, numbers in shrunk.items():
+            torch._foreach_mul_([local(self.parameters[number]) for number in numbers], factor)
+        num_union = self._subtract_sum(total, values)
+        return num_union, [self.move(*one) for one in again]
+
+    def _subtract_sum(self, total: SparseSum, values: Values) -> int:
         if total.whole:
             for array, (start, stop) in zip(self.arrays(), self._places, strict=True):
                 piece = values[start:stop]
                 if self.on_host:
-                    array[...] = scatter.narrow(scatter.wide(array) - piece, array.dtype)
+                    array[...] = narrow(wide(array) - piece, array.dtype)
                 else:
                     given = torch.from_numpy(np.ascontiguousarray(piece)).to(array.device)
                     array.copy_((array.to(given.dtype) - given).to(array.dtype))
             return int(values.size)
-        sums = scatter.RankSums(total.indices, values, int(self._stops[-1]))
+        sums = sparse_vectors.RankSums(total.indices, values, int(self._stops[-1]))
         for array, (start, stop) in zip(self.arrays(), self._places, strict=True):
             where, step = sums.within(start, stop)
             if where.size:
                 given = where if self.on_host else torch.from_numpy(where.copy()).to(array.device).long()
                 self._subtract(array, given, step)
         return sums.num_union
-
-    def shrink(self, numbers: Sequence[int], factor: float) -> None:
-        torch._foreach_mul_([local(self.parameters[number]) for number in numbers], factor)
 
     def to_save(self, values: list[Any]) -> list[torch.Tensor]:
         return [torch.from_numpy(one.copy()) if self.on_host else one.cpu() for one in values]

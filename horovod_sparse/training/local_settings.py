@@ -12,7 +12,7 @@ import numpy as np
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import ErrorFeedback, NoFeedback, Recipe, parse_recipe
-from horovod_sparse.kernels.host.scatter import RankSums
+from horovod_sparse.kernels.host.sparse_vectors import RankSums
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense

@@ -18,7 +18,7 @@ import numpy as np
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.feedback import Bucket
-from horovod_sparse.kernels.host.scatter import RankSums
+from horovod_sparse.kernels.host.sparse_vectors import RankSums
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
@@ -36,20 +36,27 @@ class Parameters(Protocol):
     def take(self, indices: Indices) -> Any:
         """Returns the values at ascending, unique positions, in the parameters' own type."""
 
-    def put(self, indices: Indices, values: Any) -> None:
-        """Writes values that `take` returned."""
+    def move(self, indices: Indices, values: Values) -> Any:
+        """Subtracts float32 or float64 values at ascending, unique positions; returns what stood there."""
 
-    def subtract(self, indices: Indices, values: Values) -> None:
-        """Subtracts float32 or float64 values at ascending, unique positions."""
+    def put(self, indices: Indices, before: Any) -> None:
+        """Writes values that `move` returned."""
 
-    def subtract_sum(self, total: SparseSum, scale: float) -> int:
-        """Subtracts scale times a sum over ranks; returns at how many different positions."""
+    def replace(
+        self,
+        undone: Sequence[tuple[Indices, Any]],
+        shrunk: Mapping[float, Sequence[int]],
+        total: SparseSum,
+        scale: float,
+        again: Sequence[tuple[Indices, Values]],
+    ) -> tuple[int, list[Any]]:
+        """Puts back, multiplies whole parameters by their factors, subtracts scale times a sum, moves again.
 
-    def shrink(self, numbers: Sequence[int], factor: float) -> None:
-        """Multiplies whole parameters, by their numbers in the bucket."""
+        Returns at how many different positions the sum was, and what `move` returns for each of `again`.
+        """
 
     def to_save(self, values: Any) -> Any:
-        """Converts the result of `take` for a checkpoint."""
+        """Converts the result of `move` for a checkpoint."""
 
     def from_saved(self, saved: Any) -> Any:
         """The inverse of `to_save`."""
@@ -131,8 +138,7 @@ class OwnMoves:
 
     def _move(self, indices: Indices, values: Values) -> None:
         self._left = None
-        self.moves.append(Move(indices, values, self._parameters.take(indices)))
-        self._parameters.subtract(indices, values)
+        self.moves.append(Move(indices, values, self._parameters.move(indices, values)))
 
     def begin(self, starter: Starter, name: str) -> None:
         """Begins the mean over ranks of all moves that are in no exchange yet."""
@@ -177,12 +183,12 @@ class OwnMoves:
 
         `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
         """
-        exchange, later = self._put_back()
-        for factor, numbers in shrunk.items():
-            self._parameters.shrink(numbers, factor)
-        num_union = self._parameters.subtract_sum(total, scale)
-        for move in later:
-            self._move(move.indices, move.values)
+        exchange, undone = self.in_flight.popleft(), [(one.indices, one.before) for one in self.moves[::-1]]
+        self.moves, self._left = self.moves[exchange.num_moves :], None
+        again = [(move.indices, move.values) for move in self.moves]
+        num_union, before = self._parameters.replace(undone, shrunk, total, scale, again)
+        for move, old in zip(self.moves, before, strict=True):
+            move.before = old
         exchange.report.residual_norm = float(np.sqrt(self._bucket.accumulator.square_norm))
         self._bucket.last = exchange.report
         return num_union
@@ -271,9 +277,7 @@ def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]
         return np.empty(0, np.int32), np.empty(0, info.value_dtype)
     indices = np.concatenate([move.indices for move in moves])
     values = np.concatenate([move.values for move in moves])
-    where, totals = RankSums(indices, values, info.num_elements).within(0, info.num_elements)
-    order = np.argsort(where, kind="stable")
-    return where[order], totals[order]
+    return RankSums(indices, values, info.num_elements).within(0, info.num_elements)
 
 
 def refuse_selections_of_peers(sparsifier: Any) -> str | None:

@@ -312,9 +312,7 @@ class Steps(Training):
         scale, reports = 1.0 / self.size, []
         for part, task, factors in zip(self.parts, tasks, shrunk, strict=True):
             started = time.perf_counter()
-            for factor, numbers in factors.items():
-                part.parameters.shrink(numbers, factor)
-            num_union = part.parameters.subtract_sum(task.result, scale)
+            num_union, _ = part.parameters.replace((), factors, task.result, scale, ())
             part.bucket.accept()
             self._show(part)
             took = time.perf_counter() - started

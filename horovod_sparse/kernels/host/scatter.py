@@ -21,10 +21,10 @@ from horovod_sparse.kernels.lanes import raw_bits, read
 Array = NDArray[Any]
 
 # Indices looked ahead: every element is a cache line of its own, far from the last.
-_AHEAD = 24
+AHEAD = 24
 # Elements that are written together, from the first-level cache; ascending runs of indices that each tile is
 # looked up in; bytes from which on sums are written past the caches: less may be read from there soon.
-_TILE, _MOST_RUNS, _LARGE, _LINE = 4096, 256, 1 << 22, 64
+TILE, _MOST_RUNS, _LARGE, _LINE = 4096, 256, 1 << 22, 64
 
 
 @kernel
@@ -47,8 +47,8 @@ def take_at(values, indices, out):  # type: ignore[no-untyped-def]
     """out = values[indices]."""
     m = indices.size
     for i in range(m):
-        if i + _AHEAD < m:
-            v.prefetch(values, indices[i + _AHEAD])
+        if i + AHEAD < m:
+            v.prefetch(values, indices[i + AHEAD])
         out[i] = values[indices[i]]
 
 
@@ -57,8 +57,8 @@ def put_at(values, indices, new):  # type: ignore[no-untyped-def]
     """values[indices] = new; of repeated indices the last one counts."""
     m = indices.size
     for i in range(m):
-        if i + _AHEAD < m:
-            v.prefetch(values, indices[i + _AHEAD])
+        if i + AHEAD < m:
+            v.prefetch(values, indices[i + AHEAD])
         values[indices[i]] = new[i]
 
 
@@ -67,8 +67,8 @@ def zero_at(values, indices):  # type: ignore[no-untyped-def]
     """values[indices] = 0."""
     m = indices.size
     for i in range(m):
-        if i + _AHEAD < m:
-            v.prefetch(values, indices[i + _AHEAD])
+        if i + AHEAD < m:
+            v.prefetch(values, indices[i + AHEAD])
         values[indices[i]] = 0
 
 
@@ -82,8 +82,8 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
     m = indices.size
     first_touches = 0
     for i in range(m):
-        if i + _AHEAD < m:
-            v.prefetch(values, indices[i + _AHEAD])
+        if i + AHEAD < m:
+            v.prefetch(values, indices[i + AHEAD])
         old = values[indices[i]]
         first_touches += raw_bits(old) == 0
         total = old + new[i]
@@ -92,7 +92,7 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
+def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
     """Adds to a tile of [start, stop) what the runs have for it; returns what `add_at` does."""
     first_touches = 0
     for run in range(at.size):
@@ -122,7 +122,7 @@ def write_runs(  # type: ignore[no-untyped-def]
     first_touches, start, stop = 0, 0, min(head, dense.size)
     scales = v.splat(scale)
     while start < dense.size:
-        first_touches += _fill_tile(tile, indices, values, at, stops, first + start, first + stop)
+        first_touches += fill_tile(tile, indices, values, at, stops, first + start, first + stop)
         j = 0
         while start + j + v.LANES <= stop:
             lanes = v.multiply(scales, v.load(tile, j))
@@ -168,7 +168,7 @@ def _step_by_runs(  # type: ignore[no-untyped-def]
         stop = min(begin + tile.size, last)
         for run in range(at.size):
             begun[run] = at[run]
-        first_touches += _fill_tile(tile, indices, values, at, stops, begin, stop)
+        first_touches += fill_tile(tile, indices, values, at, stops, begin, stop)
         if counts is not None:
             _divide_by_counts(tile, counts, indices, begun, at, begin)
         i = begin
@@ -188,41 +188,6 @@ def _step_by_runs(  # type: ignore[no-untyped-def]
                 line[i - first] = start[i]
             i += 1
     return first_touches
-
-
-@kernel
-def _sum_runs(indices, values, at, stops, tile, first, last, where, totals):  # type: ignore[no-untyped-def]
-    """The places within [first, last) that runs have values for, each once, and their sums; how many.
-
-    Runs and tile are those of `write_runs`; places count from `first`, and ascend from tile to tile.
-    """
-    count = 0
-    begun = at.copy()
-    for begin in range(first, last, tile.size):
-        stop = min(begin + tile.size, last)
-        for run in range(at.size):
-            begun[run] = at[run]
-        if _fill_tile(tile, indices, values, at, stops, begin, stop) == 0:
-            continue
-        for run in range(at.size):
-            for i in range(begun[run], at[run]):
-                place = indices[i] - begin
-                if raw_bits(tile[place]) != 0:  # the first of a repeated place takes the sum
-                    where[count] = indices[i] - first
-                    totals[count] = tile[place]
-                    tile[place] = 0
-                    count += 1
-    return count
-
-
-@kernel
-def _subtract_at(values, indices, step):  # type: ignore[no-untyped-def]
-    """values[indices] -= step, whose places are unique."""
-    m = indices.size
-    for i in range(m):
-        if i + _AHEAD < m:
-            v.prefetch(values, indices[i + _AHEAD])
-        values[indices[i]] -= step[i]
 
 
 @kernel
@@ -391,9 +356,8 @@ def apply_scaled_sums(
         raise MessageError(f"{where.size} indices came with {new.size} values")
     if kind.kind != "f":
         return _apply_half_sums(arrays, places, where, new if scale == 1.0 else new * new.dtype.type(scale))
-    where, new, at, stops = _runs_of(where, new)
-    room, num_union = np.zeros(_TILE + _LINE, kind), 0
-    tile = room[-room.ctypes.data % _LINE // kind.itemsize :][:_TILE]
+    where, new, at, stops = runs_of(where, new)
+    tile, num_union = aligned_tile(kind), 0
     for flat, (start, _) in zip(flats, places, strict=True):
         head, past_caches = -flat.ctypes.data % _LINE // kind.itemsize, flat.nbytes >= _LARGE
         runs = where, new, at, stops, kind.type(scale), tile, head, past_caches, start
@@ -426,7 +390,7 @@ def step_by_sum(
 
     With `mean` a sum counts as the mean of its values. Returns how many places the sum has something at.
     """
-    runs, tile = _runs_of(*_matched(start, indices, values)), np.zeros(_TILE, start.dtype)
+    runs, tile = runs_of(*_matched(start, indices, values)), aligned_tile(start.dtype)
     factor, num_union, counts = start.dtype.type(rate), 0, np.zeros_like(tile) if mean else None
     for first, last, line in lines:
         past_caches = line is not None and start.nbytes >= _LARGE and line.ctypes.data % _LINE == 0
@@ -434,49 +398,13 @@ def step_by_sum(
     return num_union
 
 
-class RankSums:
-    """Sums over ranks at single places, for arrays that lie one behind the other in a bucket.
-
-    Args:
-        indices: of all ranks, one behind the other, each rank's ascending; within [0, n).
-        values: as many, float32 or float64; what ranks give for one place is added up in their order.
-        num_elements: n.
-
-    Example:
-        >>> sums = RankSums(np.array([0, 3, 3], np.int32), np.array([1.0, 2.0, 4.0]), 4)
-        >>> [one.tolist() for one in sums.within(0, 2)], [one.tolist() for one in sums.within(2, 4)]
-        ([[0], [1.0]], [[1], [6.0]])
-    """
-
-    def __init__(self, indices: Array, values: Array, num_elements: int) -> None:
-        where = checked(indices, num_elements)
-        new = compiled_for(values, np.dtype(np.float64 if values.dtype == np.float64 else np.float32))
-        if new.size != where.size:
-            raise MessageError(f"{where.size} indices came with {new.size} values")
-        self._runs, self._tile = _runs_of(where, new), np.zeros(_TILE, new.dtype)
-        self._room = np.empty(where.size, np.int32), np.empty(where.size, new.dtype)
-        #: different places that have been given out
-        self.num_union = 0
-
-    def within(self, start: int, stop: int) -> tuple[Array, Array]:
-        """Unique places within [start, stop), counted from `start`, and their sums. Windows ascend.
-
-        Both are gone with the next call.
-        """
-        count = int(_sum_runs(*self._runs, self._tile, start, stop, *self._room))
-        self.num_union += count
-        return self._room[0][:count], self._room[1][:count]
+def aligned_tile(kind: np.dtype[Any]) -> Array:
+    """Zeros for `fill_tile`, which begin where a cache line does: else most accesses would cross two."""
+    room = np.zeros(TILE + _LINE, kind)
+    return room[-room.ctypes.data % _LINE // kind.itemsize :][:TILE]
 
 
-def subtract_at(values: Array, where: Array, step: Array) -> None:
-    """``values[where] -= step`` in an array as `native_bits` gives it; half types are rounded once."""
-    if values.dtype.kind == "f":
-        _subtract_at(values, where, step)
-    else:
-        put_at(values, where, narrow(wide(taken(values, where)) - step, values.dtype))
-
-
-def _runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
+def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
     """Indices and values, sorted where they ascend seldom, and where each run of them begins and stops."""
     stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
     if stops.size > _MOST_RUNS:

@@ -1,7 +1,30 @@
-"""Sparse vectors, as ascending indices with a value each: merged, split and looked up."""
+"""Sparse vectors, as ascending indices with a value each: merged, split, looked up, summed and moved by."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.errors import MessageError
+from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.lanes import magnitude
+from horovod_sparse.kernels.host import scatter
+from horovod_sparse.kernels.host.scatter import AHEAD, fill_tile
+from horovod_sparse.kernels.lanes import as_key, magnitude, mask_at_least, raw_bits
+from horovod_sparse.kernels.layout import bits_dtype
+from horovod_sparse.kernels.packing import append
+
+Array = NDArray[Any]
+#: values at ascending, unique positions
+Vector = tuple[NDArray[np.int32], Array]
+
+#: a sum at more than one position in so many is subtracted from all elements of a tile
+_SPARSE = 16
+#: elements of a tile that stays in the first-level cache beside its sums
+_SMALL = 1024
 
 
 @kernel
@@ -65,3 +88,173 @@ def absent(indices, others, out):  # type: ignore[no-untyped-def]
         while j < m and others[j] < index:
             j += 1
         out[i] = j == m or others[j] != index
+
+
+@kernel
+def _sum_runs(indices, values, at, stops, tile, first, last, where, words):  # type: ignore[no-untyped-def]
+    """The places within [first, last) that runs have values for, each once, and their sums' bits; how many.
+
+    Runs and tile are those of `scatter.write_runs`; places ascend, and count from `first`.
+    """
+    count = 0
+    for begin in range(first, last, tile.size):
+        if fill_tile(tile, indices, values, at, stops, begin, min(begin + tile.size, last)) == 0:
+            continue
+        for i in range(0, tile.size, v.LANES):
+            sums = v.words(v.load(tile, i))
+            touched = mask_at_least(sums, v.splat(as_key(words[0], 1)))
+            count = append(sums, touched, begin - first + i, where, words, count)
+            v.store(tile, i, v.zeros_like(v.load(tile, i)))
+    return count
+
+
+@kernel
+def _replace(values, first, undone, factors, crowded, sums, tile, again, kept):  # type: ignore[no-untyped-def]
+    """Puts old values back, multiplies by factors[0], subtracts a sum over ranks, and moves again.
+
+    `undone`, `sums` and `again` are indices, values, and where each run of them begins and stops; indices
+    count from the start of a bucket, in which the array begins at `first`. `kept` becomes what stood there
+    before each new move. Returns at how many places there was a sum.
+    """
+    (back, olds, back_at, back_stops), (more, steps, more_at, more_stops) = undone, again
+    where, totals, at, stops = sums
+    streams = crowded or factors[0] != 1
+    num_union, factor, minus, begun = 0, v.splat(factors[0]), v.splat(factors[1]), at.copy()
+    for begin in range(0, values.size, tile.size):
+        stop = min(begin + tile.size, values.size)
+        last = first + stop
+        if streams and back.size != 0:  # in order: what reads memory ahead does not follow scattered places
+            for i in range(begin, stop, 64 // values.itemsize):
+                v.prefetch(values, i)
+        for run in range(back_at.size):
+            i = back_at[run]
+            while i < back_stops[run] and back[i] < last:
+                if not streams and i + AHEAD < back.size:
+                    v.prefetch(values, back[i + AHEAD] - first)
+                values[back[i] - first] = olds[i]
+                i += 1
+            back_at[run] = i
+        for run in range(at.size):
+            begun[run] = at[run]
+        num_union += fill_tile(tile, where, totals, at, stops, first + begin, last)
+        whole = begin + (stop - begin) // (2 * v.LANES) * (2 * v.LANES)
+        if crowded:
+            for i in range(begin, whole, v.LANES):
+                less = v.multiply(minus, v.load(tile, i - begin))
+                v.store(values, i, v.add(v.multiply(factor, v.load(values, i)), less))
+                v.store(tile, i - begin, v.zeros_like(factor))
+            for i in range(whole, stop):
+                values[i] = factors[0] * values[i] - tile[i - begin]
+                tile[i - begin] = 0
+        elif streams:
+            for i in range(begin, whole, 2 * v.LANES):
+                j = i + v.LANES
+                one, other = v.load(values, i), v.load(values, j)
+                v.store(values, i, v.multiply(factor, one))
+                v.store(values, j, v.multiply(factor, other))
+            for i in range(whole, stop):
+                values[i] *= factors[0]
+        if not crowded:
+            for run in range(at.size):
+                for i in range(begun[run], at[run]):
+                    if not streams and i + AHEAD < where.size:
+                        v.prefetch(values, where[i + AHEAD] - first)
+                    place = where[i] - first
+                    total = tile[place - begin]
+                    if raw_bits(total) != 0:  # the first of a repeated place takes the sum
+                        values[place] -= total
+                        tile[place - begin] = 0
+        for run in range(more_at.size):
+            i = more_at[run]
+            while i < more_stops[run] and more[i] < last:
+                if not streams and i + AHEAD < more.size:
+                    v.prefetch(values, more[i + AHEAD] - first)
+                kept[i] = values[more[i] - first]
+                values[more[i] - first] -= steps[i]
+                i += 1
+            more_at[run] = i
+    return num_union
+
+
+def _joined(vectors: Sequence[Vector], dtype: Any) -> tuple[Array, Array, Array, Array]:
+    """Indices and values of all vectors, and where each begins and stops."""
+    indices = [scatter.compiled_for(one, np.int32) for one, _ in vectors] or [np.empty(0, np.int32)]
+    values = [scatter.compiled_for(one, dtype) for _, one in vectors] or [np.empty(0, dtype)]
+    stops = np.cumsum([one.size for one in indices])
+    joined = (
+        (indices[0], values[0]) if len(indices) == 1 else (np.concatenate(indices), np.concatenate(values))
+    )
+    return *joined, np.append(0, stops[:-1]), stops
+
+
+def replace(
+    arrays: Sequence[tuple[Array, int, float]],
+    undone: Sequence[Vector] = (),
+    total: Vector | None = None,
+    again: Sequence[Vector] = (),
+) -> tuple[int, list[Array]]:
+    """Replaces moves in arrays of a bucket by a sum over ranks, reading each array once.
+
+    Args:
+        arrays: float32 or float64; each with its start in the bucket, and a factor for all its elements.
+        undone: old values that are put back before, in this order.
+        total: subtracted after the factor; places may repeat, and ascend by rank.
+        again: subtracted after that, in this order.
+
+    Returns:
+        At how many places there was a sum, and what stood at those of `again` before each.
+
+    Example:
+        >>> array, one = np.array([1.0, 2.0, 4.0]), np.array([1], np.int32)
+        >>> put, add = [(one, np.array([8.0]))], [(one, np.array([0.5]))]
+        >>> replace([(array, 0, 0.5)], put, (np.array([1, 1], np.int32), np.ones(2)), add), array.tolist()
+        ((1, [array([2.])]), [0.5, 1.5, 2.0])
+    """
+    dtype, num_elements = arrays[0][0].dtype, sum(array.size for array, *_ in arrays)
+    back, more = _joined(undone, dtype), _joined(again, dtype)
+    where, new = _joined([] if total is None else [total], dtype)[:2]
+    sums = scatter.runs_of(scatter.checked(where, num_elements), new)
+    tile, kept, num_union = scatter.aligned_tile(dtype), np.empty(more[0].size, dtype), 0
+    crowded = where.size * _SPARSE > num_elements
+    for array, first, factor in arrays:
+        factors = np.array([factor, -1], dtype)
+        own = tile if crowded or factor == 1.0 else tile[:_SMALL]
+        num_union += int(_replace(array, first, back, factors, crowded, sums, own, more, kept))
+    return num_union, np.split(kept, np.cumsum([one.size for one, _ in again])[:-1]) if again else []
+
+
+class RankSums:
+    """Sums over ranks at single places, for arrays that lie one behind the other in a bucket.
+
+    Args:
+        indices: of all ranks, one behind the other, each rank's ascending; within [0, n).
+        values: as many, float32 or float64; what ranks give for one place is added up in their order.
+        num_elements: n.
+
+    Example:
+        >>> sums = RankSums(np.array([0, 3, 3], np.int32), np.array([1.0, 2.0, 4.0]), 4)
+        >>> [one.tolist() for one in sums.within(0, 2)], [one.tolist() for one in sums.within(2, 4)]
+        ([[0], [1.0]], [[1], [6.0]])
+    """
+
+    def __init__(self, indices: Array, values: Array, num_elements: int) -> None:
+        where = scatter.checked(indices, num_elements)
+        new = scatter.compiled_for(values, np.dtype(np.float64 if values.dtype == np.float64 else np.float32))
+        if new.size != where.size:
+            raise MessageError(f"{where.size} indices came with {new.size} values")
+        self._runs, self._tile = scatter.runs_of(where, new), scatter.aligned_tile(new.dtype)
+        self._room = (
+            np.empty(where.size + v.LANES, np.int32),
+            np.empty(where.size + v.LANES, bits_dtype(new.dtype)),
+        )
+        #: different places that have been given out
+        self.num_union = 0
+
+    def within(self, start: int, stop: int) -> Vector:
+        """Unique ascending places within [start, stop), counted from `start`, and their sums. Windows ascend.
+
+        Both are gone with the next call.
+        """
+        count = int(_sum_runs(*self._runs, self._tile, start, stop, *self._room))
+        self.num_union += count
+        return self._room[0][:count], self._room[1][:count].view(self._tile.dtype)

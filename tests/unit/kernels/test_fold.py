@@ -9,7 +9,7 @@ from horovod_sparse import kernels
 from horovod_sparse.arrays import FoldRule, Moments
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host import fold as folding
-from horovod_sparse.kernels.host import scatter, select
+from horovod_sparse.kernels.host import scatter, select, sparse_vectors
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.kernels.host.statistics import moments_at_least
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
@@ -152,7 +152,7 @@ def test_sums_in_place_of_what_there_was(dtype, n, offset, counts, in_order, see
     values = make("ties", indices.size, seed ^ 1, dtype)
     expected, touched = reference.add_into(np.zeros(n, dtype), indices, values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scatter, "_TILE", 48)
+        patch.setattr(scatter, "TILE", 48)
         patch.setattr(scatter, "_MOST_RUNS", 8)
         patch.setattr(scatter, "_LARGE", 0 if large else 1 << 30)
         assert kernels.apply_scaled_sum(dense, indices, values, scale) == touched
@@ -285,3 +285,37 @@ def test_subnormal_numbers_among_others(dtype, threshold):
     got = np.zeros(4)
     moments_at_least(values, bits_of(threshold, dtype), got)
     reference.check_moments(Moments(*got), values, threshold)
+
+
+@rows_by("kind,num_ranks,factor", [np.float32, np.float64], [1, 3, 40], [1.0, 0.75])
+def test_moves_are_replaced_by_a_sum(kind, num_ranks, factor):
+    sizes, generator = [1, 9_000, 31, 0, 4_100], np.random.default_rng(num_ranks)
+    n = sum(sizes)
+
+    def vector(k):
+        return np.sort(generator.choice(n, k, replace=False)).astype(np.int32), generator.normal(
+            size=k
+        ).astype(kind)
+
+    arrays = [generator.normal(size=size).astype(kind) for size in sizes]
+    bounds = np.cumsum([0, *sizes[:-1]]).tolist()
+    factors = [factor, 1.0, factor, factor, factor]
+    expected, placed = np.concatenate(arrays), list(zip(arrays, bounds, factors, strict=True))
+    undone, again = [vector(700), vector(300)], [vector(500), vector(800)]
+    total = tuple(map(np.concatenate, zip(*[vector(600) for _ in range(num_ranks)], strict=True)))
+    for where, old in undone:
+        expected[where] = old
+    expected *= np.repeat(np.array(factors, kind), sizes)
+    sums = np.zeros(n, kind)
+    np.add.at(sums, *total)
+    expected -= sums
+    before = []
+    for where, step in again:
+        before.append(expected[where])
+        expected[where] -= step
+    num_union, kept = sparse_vectors.replace(placed, undone, total, again)
+    assert num_union == np.unique(total[0]).size
+    assert same_bits(np.concatenate(arrays), expected)
+    assert all(same_bits(one, other) for one, other in zip(kept, before, strict=True))
+    where, found = sparse_vectors.RankSums(*total, n).within(0, n)
+    assert same_bits(where, np.unique(total[0]).astype(np.int32)) and same_bits(found, sums[where])
