@@ -14,11 +14,6 @@ class HorovodSparseError(Exception):
 class ArgumentError(HorovodSparseError, ValueError):
     """An argument is outside what is allowed.
 
-    Args:
-        argument: name of the argument, as the user wrote it.
-        given: the value that was given.
-        allowed: what would have been accepted, in words.
-
     Example:
         >>> raise ArgumentError("density", 2.0, "a number in (0, 1]")
         Traceback (most recent call last):
@@ -34,13 +29,7 @@ class ArgumentError(HorovodSparseError, ValueError):
 
 
 class UnknownNameError(ArgumentError):
-    """A misspelt name: of an argument, an algorithm, or a rule.
-
-    Args:
-        kind: what the name should have named ("argument of topk", "sparsifier").
-        given: the name that was given.
-        known: the names that exist.
-        hint: goes before these.
+    """A misspelt name: of an argument, an algorithm, or a rule; `hint` goes before the known names.
 
     Example:
         >>> str(UnknownNameError("sparsifier", "topq", ["topk", "micro"]))
@@ -65,7 +54,7 @@ class HorovodMissingError(HorovodSparseError, ImportError):
 
     @classmethod
     def explained(cls, reason: str) -> HorovodMissingError:
-        """The error for a reason, and where to read how Horovod is built."""
+        """Makes the error of a reason, with a link to how Horovod is built."""
         return cls(
             f"{reason}. Horovod 0.28.1 does not build against today's PyTorch and TensorFlow as it is "
             "published: scripts/setup of horovod_sparse builds it, docs/install.md says how to do it by hand."
@@ -75,18 +64,13 @@ class HorovodMissingError(HorovodSparseError, ImportError):
 class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
     """A gradient holds NaN or Inf on some rank; raised on every rank.
 
-    The step was given up on all ranks alike: nothing was applied, and the next step may go on. All of
-    the affected rank's gradients of this step are dropped, as far as the front end still has them; those
-    of the other ranks wait in their residuals.
-
-    Args:
-        bucket: name of the bucket.
-        where: for each affected rank, the parameter (or "element i") where the first one stands.
-
-    Attributes:
-        hosts: ranks whose gradients were summed before anybody looked: one of them is affected then.
+    All ranks cancelled the step: nothing was applied, and the next step may go on. The affected rank's
+    gradients of this step are dropped, as far as the front end still has them; those of the other ranks stay
+    in their residuals. `where` names, for each affected rank, the parameter (or "element i") of the first
+    one.
     """
 
+    #: ranks whose gradients were summed before a check: one of them is affected then
     hosts: Sequence[Sequence[int]] = ()
 
     def __init__(self, bucket: str, where: dict[int, str]) -> None:
@@ -95,7 +79,7 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 
     @property
     def finding(self) -> str:
-        """What was seen, without what became of the step."""
+        """The finding, without what became of the step."""
         words: dict[str, None] = {}
         for rank, place in sorted(self.where.items()):
             host = next((host for host in self.hosts if rank in host and len(host) > 1), None)
@@ -113,12 +97,8 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 class NonFiniteSumError(NonFiniteGradientError):
     """The sum of gradients that are finite on every rank is not; raised on every rank.
 
-    The step was given up on all ranks alike, as for a gradient that is not finite: all gradients are dropped.
-
-    Args:
-        bucket: name of the bucket.
-        where: none of the ranks.
-        parameter: where the first such element stands.
+    All ranks cancelled the step, as for a gradient that is not finite: all gradients are dropped. `parameter`
+    has the first such element; `where` names no rank.
     """
 
     def __init__(self, bucket: str, where: dict[int, str], parameter: str = "") -> None:
@@ -127,7 +107,6 @@ class NonFiniteSumError(NonFiniteGradientError):
 
     @property
     def finding(self) -> str:
-        """What was seen, without what became of the step."""
         return (
             f"the sum over ranks of {self.bucket} is more than its type holds ({self.parameter}), though the "
             "gradient of every rank is finite"
@@ -143,12 +122,9 @@ class NonFiniteSumError(NonFiniteGradientError):
 class EditedGradientError(HorovodSparseError, RuntimeError):
     """A gradient was changed after its synchronization had begun; raised on every rank.
 
-    No rank applied the step. Gradients as they were before the change wait in the residuals; with two levels,
-    where the ranks of a host read them where they lie, it may be what they were changed to.
-
-    Args:
-        bucket: name of the bucket that brought the news.
-        where: for each rank that changed gradients, which ones, where that is known on this rank.
+    No rank applied the step. Gradients as they were before the change stay in the residuals; with two levels,
+    where the ranks of a host read them where they lie, it may be what they were changed to. `where` names,
+    for each rank that changed gradients, which ones, if this rank knows them.
     """
 
     def __init__(self, bucket: str, where: dict[int, str]) -> None:
@@ -173,11 +149,7 @@ class CollectiveMismatchError(HorovodSparseError, RuntimeError):
 class DeadlineError(HorovodSparseError, TimeoutError):
     """A collective has waited too long for some ranks. The training cannot go on in this process.
 
-    Args:
-        bucket: name of what was waited for.
-        round: its collective, from 0.
-        seconds: that were waited.
-        missing: ranks that do not wait for it, and what else they wait for, if they do; None if unknown.
+    `missing` has the ranks that do not wait for it, and what else they wait for, if they do; None if unknown.
     """
 
     def __init__(self, bucket: str, round: int, seconds: float, missing: dict[int, str] | None) -> None:
@@ -212,11 +184,7 @@ class StateMismatchError(HorovodSparseError, RuntimeError):
 
 
 class DriftError(StateMismatchError):
-    """Parameters or optimizer state are not equal on all ranks any more; raised on every rank.
-
-    Args:
-        what: which of them, since when, and on which ranks.
-    """
+    """Parameters or optimizer state are not equal on all ranks any more; raised on every rank."""
 
     def __str__(self) -> str:
         return (

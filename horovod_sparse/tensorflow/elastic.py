@@ -50,10 +50,6 @@ class TensorFlowKerasState(_StockKerasState):
         optimizer: the model's if left out.
         backend: accepted for Horovod's sake.
         **attributes: more that is saved and synchronized, as attributes of this object.
-
-    Raises:
-        ArgumentError: if the model is not built, or has no optimizer.
-        UnsupportedError: without eager execution.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
@@ -99,10 +95,6 @@ class TensorFlowState(_StockState):
         variables: to be kept.
         session: accepted for Horovod's sake: must be None.
         **attributes: more that is saved and synchronized, as attributes of this object.
-
-    Raises:
-        ArgumentError: without variables.
-        UnsupportedError: without eager execution.
     """
 
     def __init__(

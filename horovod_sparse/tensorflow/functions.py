@@ -34,9 +34,6 @@ def broadcast_variables(
         root_rank: whose values they are.
         process_set: the ranks that take part.
         inplace: accepted for Horovod's sake: values are assigned.
-
-    Raises:
-        UnsupportedError: for a variable that does not hold numbers.
     """
     every = [as_variable(variable) for variable in variables]
     if not tf.executing_eagerly():

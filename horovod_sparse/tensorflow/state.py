@@ -221,8 +221,8 @@ def save(
 ) -> int:
     """Saves what every rank needs to go on; all ranks call it together, between the same two steps.
 
-    What a checkpoint is `horovod_sparse.torch.save` says. With `variables` (``model.variables +
-    optimizer.variables``) it is all that `load` needs to go on bit for bit; without, save them first.
+    With `variables` (``model.variables + optimizer.variables``) a checkpoint is all that `load` needs to go
+    on bit for bit; without, save them first. Errors are those of `horovod_sparse.torch.save`.
 
     Args:
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
@@ -233,13 +233,6 @@ def save(
 
     Returns:
         The step: synchronizations done so far.
-
-    Raises:
-        UnsupportedError: on every rank, if a step is under way on any, or none has been taken.
-        StateMismatchError: on every rank, if they are at different steps.
-        CheckpointError: on every rank, if one could not write, or the directory is another optimizer's. Older
-            checkpoints are untouched.
-        ArgumentError: for a source without a sparsifier.
     """
     return save_more(directory, source, keep, variables, {})
 
@@ -249,7 +242,7 @@ def load(
 ) -> int:
     """Goes on from the newest checkpoint that is complete on all ranks; all ranks call it together.
 
-    At another number of ranks than saved it: see `horovod_sparse.torch.load`.
+    Other numbers of ranks, and errors: see `horovod_sparse.torch.load`.
 
     Args:
         directory: as given to `save`.
@@ -260,11 +253,6 @@ def load(
 
     Returns:
         The step that `save` returned.
-
-    Raises:
-        CheckpointError: on every rank, if there is no complete checkpoint, or it was changed or damaged.
-        StateMismatchError: on every rank, if it does not fit on any. Nothing has been loaded then.
-        ArgumentError: for a source without a sparsifier.
     """
     loaded, _ = load_more(directory, source, step, variables)
     return loaded

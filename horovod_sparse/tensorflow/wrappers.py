@@ -67,13 +67,6 @@ def DistributedGradientTape(
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
             `horovod_sparse.training.settings.Settings`. Plans by times are measured in a `tf.function`, and
             taken by `compression.replan`.
-
-    Returns:
-        A tape.
-
-    Raises:
-        ArgumentError: for an argument that is not allowed.
-        UnsupportedError: for Adasum.
     """
     arguments = Arguments.of(locals(), DistributedGradientTape)
     if not isinstance(gradtape, tf.GradientTape):
@@ -113,9 +106,6 @@ def PartialDistributedGradientTape(
 
     Args:
         local_layers: a layer, or several. All other arguments are those of `DistributedGradientTape`.
-
-    Raises:
-        ArgumentError: if something in `local_layers` is no layer.
     """
     given = dict(locals())
     layers, options = checked_layers(given.pop("local_layers")), given.pop("options")
@@ -153,10 +143,6 @@ def DistributedOptimizer(
         optimizer: of Keras, or `tf.compat.v1.train.Optimizer`.
         use_locking: of optimizers of TensorFlow 1. All other arguments are those of
             `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
-
-    Raises:
-        ArgumentError: for an argument that is not allowed.
-        UnsupportedError: for a sparsifier with an optimizer of TensorFlow 1.
     """
     arguments = Arguments.of(locals(), DistributedOptimizer).parsed()
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):

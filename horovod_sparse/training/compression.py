@@ -63,10 +63,6 @@ class Algorithms(type):
 
             Returns:
                 What the attribute of that name is, or makes.
-
-            Raises:
-                UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
-                ArgumentError: for a value that is not allowed.
             """
             recipe = recipe_of(text)
             return getattr(cls, text) if recipe is None else make(recipe)

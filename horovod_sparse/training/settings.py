@@ -114,10 +114,6 @@ class Settings:
     `plan` and Horovod's `groups` exclude each other and all of `bucket_bytes`, `merging` and
     `tensor_selection`; `bucket_bytes` is short for ``merging=fixed(bytes=...)``. What is left to
     the environment is read when a front end is made.
-
-    Raises:
-        ArgumentError: for a value that is not allowed, of an argument or of the environment.
-        UnknownNameError: for a name that there is not, with those that there are.
     """
 
     plan: Plan | None = None

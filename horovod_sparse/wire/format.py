@@ -30,10 +30,6 @@ class WireFormat:
             stays in Horovod's response cache; a changed one costs an extra negotiation.
         capacity: elements that the payload has room for at least, whatever is in it.
 
-    Raises:
-        UnknownNameError: no such way to write values or indices.
-        ArgumentError: quantum is not a whole number from 1, or capacity not one from 0.
-
     Example:
         >>> WireFormat("float16", "gaps").message_bytes(25_600, 25_600_000, np.float32) / 25_600
         3.495...

@@ -143,9 +143,6 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             ``epoch + batch / steps_per_epoch``.
         momentum_correction: see above.
         steps_per_epoch: read from the training's parameters if left out.
-
-    Raises:
-        ArgumentError: if `initial_lr` is missing.
     """
 
     def __init__(
@@ -304,9 +301,6 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         keep: checkpoints that stay.
         local: the `LocalSteps` behind this one, whose state is saved in place of a distributed optimizer's.
             Then nothing may be broadcast once a checkpoint is there: weights differ within a round.
-
-    Raises:
-        ArgumentError: for another `save_freq`.
     """
 
     def __init__(

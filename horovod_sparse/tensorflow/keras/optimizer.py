@@ -91,10 +91,6 @@ def DistributedOptimizer(
         The optimizer itself, with all that it has: it is of a class derived from its own now, with
         `telemetry`, `plan`, `decision`, `is_measured`, `replan`, `state_dict`, `load_state_dict` and
         `register_local_var`.
-
-    Raises:
-        ArgumentError: for an argument that is not allowed.
-        UnsupportedError: for Adasum, or an optimizer that cannot be wrapped.
     """
     arguments = Arguments.of(locals(), DistributedOptimizer).checked()
     check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
@@ -135,7 +131,7 @@ def DistributedOptimizer(
     if arguments.settings.on_nonfinite == SKIP:
         raise UnsupportedError(
             "on_nonfinite='skip' needs an optimizer of Keras 3: under tf-keras Horovod's own applies "
-            "gradients. Give 'zero' or 'raise'"
+            "gradients. Give 'raise'"
         )
     if synchronizer is None:
         return keras2.adopted(optimizer, _stock(optimizer, **arguments.taken_by(_stock)))
@@ -201,9 +197,6 @@ def PartialDistributedOptimizer(
     Args:
         local_layers: a layer, or several; built already. All other arguments are those of
             `DistributedOptimizer`.
-
-    Raises:
-        ArgumentError: if something in `local_layers` is no layer, or is not built yet.
     """
     given = dict(locals())
     layers, more = checked_layers(given.pop("local_layers")), given.pop("more")
