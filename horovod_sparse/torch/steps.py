@@ -162,8 +162,9 @@ def bound(
     """
     for name in ("merging", "tensor_selection", "profile", "max_grad_norm"):
         if (given := getattr(settings, name)) is not None:
-            allowed = "None: own steps are exchanged, behind backward; feedback='error' exchanges gradients"
-            raise ArgumentError(name, given, allowed)
+            remedy = "torch.nn.utils.clip_grad_norm_ before step() clips" if name == "max_grad_norm" else ""
+            remedy = remedy or "feedback='error' exchanges gradients"
+            raise ArgumentError(name, given, f"None: own steps are exchanged, behind backward; {remedy}")
     recipe = recipe_for(optimizer, recipe)
     names = {one: name for name, one in named_parameters or ()}
     process_set = optimizer.process_set
