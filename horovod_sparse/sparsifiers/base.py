@@ -23,7 +23,7 @@ State = TypeVar("State")
 
 
 def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
-    """The dtype residuals have: float64 for float64, float32 for float32 and the half types."""
+    """Returns the dtype of residuals: float64 for float64, else float32."""
     return np.dtype(np.float64 if gradient_dtype == "float64" else np.float32)
 
 

@@ -44,7 +44,7 @@ class ChunkTopK(SelectAndGather):
         check_count("chunk", self.chunk, "a number of elements, 1 or more")
 
     def quotas(self, num_elements: int, k: int, step: int) -> NDArray[np.int64]:
-        """How many elements every chunk gives in a step: never more than it has, k in all.
+        """Returns how many elements every chunk gives in a step: never more than it has, k in all.
 
         ``floor((stop k + s) / n) - floor((start k + s) / n)``, where the shift s / n goes through the
         multiples of the golden ratio, so that every chunk has its turns at nearly equal distances.

@@ -41,7 +41,6 @@ class CLTK(Sparsifier):
         return (yield from sum_at(accumulator, indices, counts, info, self.wire)), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """The leader's indices; everyone's values."""
         k = int(counts[0])
         leads = info.rank == step % info.size
         return (Traffic(Broadcast, 4 * k if leads else 0), *sum_traffic(k, info, self.wire))

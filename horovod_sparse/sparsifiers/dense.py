@@ -50,7 +50,6 @@ class Dense(Sparsifier):
         return (yield from sum_at(accumulator, indices, counts, info, self.wire)), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """All values, and what ranks tell: more of it from an accumulator that has a residual."""
         (most,) = sum_traffic(info.num_elements, info, self.wire)
         least = (info.num_elements + HEALTH_NUMBERS * info.size) * info.value_dtype.itemsize
         return (Traffic(AllReduce, least, most.bytes_sent),)

@@ -59,7 +59,7 @@ class HashFunction:
 
 
 def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -1) -> Indices:
-    """One write for each hit, later ones overwrite: the hits that are left in the slots at the end.
+    """Writes each hit into its slot, and returns the hits that no later one has overwritten.
 
     The hit at `last` is written last; the others are written in ascending order, around the circle. With the
     same one in all steps, and few slots, some hits would never be left.
@@ -122,7 +122,7 @@ class DRAGONN(SelectAndGather):
         return min(info.num_elements, max(1, round(self.slots_per_selected * k)))
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
-        """All messages as long as all slots, whatever was hit."""
+        """Makes all messages as long as all slots, whatever was hit."""
         return dataclasses.replace(self.wire, capacity=self.num_slots(info, step))
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:

@@ -32,7 +32,7 @@ class ExclusiveState(SparsifierState):
 
     @property
     def turn(self) -> int:
-        """How often ranks have changed windows: in every step in which something was to be sent."""
+        """Returns how often ranks have changed windows: in every step in which something was to be sent."""
         return self.step - self.threshold.paused
 
 
@@ -60,7 +60,7 @@ class ExclusiveThreshold(Sparsifier):
         """(start, stop) of what this rank searches in this step."""
 
     def observed(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
-        """The state that the selections of all ranks lead to: how many each has, and all in a row."""
+        """Returns the state after the selections of all ranks: how many each has, and all in a row."""
         return state
 
     def synchronize(
@@ -91,7 +91,6 @@ class ExclusiveThreshold(Sparsifier):
         return sum_, replace(after, threshold=replace(after.threshold, share=share))
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """This rank's indices; the union's values."""
         num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, None)
         values = sum_traffic(int(counts.sum()), info, self.wire, ask_health=False)
         return (Traffic(AllGather, num_bytes), *values)
@@ -100,7 +99,7 @@ class ExclusiveThreshold(Sparsifier):
 def _select(
     accumulator: Accumulator, rule: ThresholdRule, k: int, window: Window, state: ThresholdState
 ) -> Indices:
-    """What a rank sends of its window: its hits, or as many of its largest as the rule says."""
+    """Returns what a rank sends of its window: its hits, or as many of its largest as the rule says."""
     start, stop = window
     selection = accumulator.at_least(state.threshold, start, stop)
     num_hits = selection.size

@@ -29,7 +29,6 @@ class Partitions:
     num_blocks: np.ndarray
 
     def flaw(self, fresh: Partitions) -> str:
-        """Of loaded ones: what they have not in common with new ones of the same bucket."""
         if self.block_length != fresh.block_length:
             return f"block_length is {self.block_length}, not {fresh.block_length}"
         if self.num_blocks.min() < 0 or self.num_blocks.sum() != fresh.num_blocks.sum():

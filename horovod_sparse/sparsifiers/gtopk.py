@@ -97,15 +97,15 @@ def _distances(size: int) -> list[int]:
 
 
 def _parent(rank: int, distance: int) -> int | None:
-    """Where a rank sends its sum at a stage, if it is its turn."""
+    """Returns where a rank sends its sum at a stage, if it is its turn."""
     return rank - distance if rank % (2 * distance) == distance else None
 
 
 def _child(rank: int, distance: int, size: int) -> int | None:
-    """Whose sum a rank awaits at a stage, if there is one."""
+    """Returns whose sum a rank awaits at a stage, if there is one."""
     return rank + distance if rank % (2 * distance) == 0 and rank + distance < size else None
 
 
 def _subtree(rank: int, distance: int, info: BucketInfo) -> range:
-    """The ranks whose selections are in the sum that a rank has before a stage."""
+    """Returns the ranks whose selections are in the sum that a rank has before a stage."""
     return range(rank, min(rank + distance, info.size))

@@ -54,7 +54,7 @@ class HardThreshold(SelectAndGather):
         return HardThresholdState()
 
     def threshold_for(self, info: BucketInfo, state: HardThresholdState) -> float:
-        """The user's threshold, or the guess, in the residual's units; 0 at density 1."""
+        """Returns the user's threshold, or the guess, in the residual's units; 0 at density 1."""
         k = self.num_selected(info, state.step)
         if k == info.num_elements and self.density_at(state.step) == 1.0:
             return 0.0

@@ -65,7 +65,7 @@ class MSTopK(SelectAndGather):
 
     @staticmethod
     def _among(reserve: Indices, values: np.ndarray, k: int, low: float, high: float, passes: int) -> Indices:
-        """The passes that are left, counting in what reaches `low`; then the fill."""
+        """Runs the passes that are left, counting in what reaches `low`; then the fill."""
         sizes = np.abs(values.astype(np.float64))
         for _ in range(passes):
             middle = low + (high - low) / 2

@@ -65,7 +65,7 @@ def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
 
 
 def steered(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
-    """The threshold for the next step: lower if fewer than `band` times k passed, higher if more."""
+    """Returns the threshold for the next step: lower if fewer than `band` times k passed, higher if more."""
     low, high = band
     if count < low * k:
         return threshold / factor
@@ -78,7 +78,7 @@ _FINENESS = 1.1
 
 @functools.lru_cache(maxsize=64)
 def told_orders(k: int) -> NDArray[np.int64]:
-    """Which of its magnitudes a rank tells: the largest ten, then every one a tenth further down, up to k."""
+    """Returns orders of magnitudes in a message: the largest ten, then each a tenth further down, to k."""
     orders = [1]
     while orders[-1] < k:
         orders.append(min(k, max(orders[-1] + 1, math.ceil(orders[-1] * _FINENESS))))
@@ -203,7 +203,7 @@ class OkTopk(Sparsifier):
         return SparseSum(sum_.indices, sum_.values, pruned.selected, arrived.notes, facts), after
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> tuple[Indices, float]:
-        """What passes the local threshold, and this threshold."""
+        """Returns what passes the local threshold, and this threshold."""
         if k == accumulator.num_elements:  # everything, zeros too
             return np.arange(k, dtype=np.int32), state.local_threshold
         threshold = state.local_threshold
@@ -212,13 +212,13 @@ class OkTopk(Sparsifier):
         return accumulator.at_least(threshold), threshold
 
     def _exact(self, step: int) -> bool:
-        """Whether thresholds are found in this step, not steered."""
+        """True if thresholds are found in this step, not steered."""
         return self.threshold_steps == 0 or step % self.threshold_steps == 0
 
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[_Pruned]:
-        """What passes the global threshold, and how many do on each rank; new regions when it is time.
+        """Returns what passes the global threshold, and counts by rank; draws new regions when it is time.
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of
@@ -288,7 +288,6 @@ class OkTopk(Sparsifier):
         return SparseVector(sum_.indices, sum_.values), error
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """All but the number of selected elements depends on the data."""
         most = min(info.num_elements, int(counts.sum()))
         words = [self.wire.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)]
         told = 2 + (info.size - 1 if step % self.region_steps == 0 else 0)

@@ -14,7 +14,7 @@ class Schedule(Protocol):
     """The density of every step."""
 
     def density_at(self, step: int, final: float) -> float:
-        """Density of a step (from 0); `final` is the sparsifier's own, for after the schedule's end."""
+        """Returns the density of a step (from 0); `final` is the sparsifier's own, after the end."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Warmup:
 
     @property
     def length(self) -> int:
-        """In steps."""
+        """The length in steps."""
         if self.steps is not None:
             return self.steps
         return max(1, round((self.epochs or 0) * (self.steps_per_epoch or 0)))
@@ -135,7 +135,7 @@ class Stairs:
 
     @property
     def length(self) -> int:
-        """Of a stair, in steps."""
+        """The length of a stair, in steps."""
         return self._length().length
 
     def density_at(self, step: int, final: float) -> float:

@@ -34,7 +34,7 @@ class Excess:
 
     @classmethod
     def of(cls, moments: Moments, threshold: float) -> Excess:
-        """From the moments of the magnitudes themselves; there must be at least one."""
+        """Makes an excess of the moments of magnitudes; there must be at least one."""
         variance = max(0.0, moments.mean_square - moments.mean**2)
         return cls(moments.mean - threshold, variance, moments.mean_logarithm)
 
@@ -169,7 +169,7 @@ class SIDCo(SelectAndGather):
         return SIDCoState(num_stages=min(max(stages, 1), self.max_stages))
 
     def threshold(self, moments_above: Callable[[float], Moments], k: int, num_stages: int) -> float:
-        """The threshold that `num_stages` fits lead to; 0 where there is nothing to fit."""
+        """Returns the threshold after `num_stages` fits; 0 where there is nothing to fit."""
         moments, threshold = moments_above(0.0), 0.0
         # zeros are not fitted, so the share is one of the others
         density = k / max(moments.count, 1)

@@ -51,7 +51,7 @@ class SignSGD(Quantizer):
 
     @property
     def votes(self) -> bool:
-        """Whether the majority decides."""
+        """True if the majority decides."""
         return self.vote == "majority"
 
     @property

@@ -71,7 +71,7 @@ class TopkDSA(Sparsifier):
         return SparseSum(indices, values, counts, arrived.notes, facts), state
 
     def _is_dense(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
-        """Whether all regions together are shorter without indices."""
+        """True if all regions together are shorter without indices."""
         sparse = sum(
             self.wire.message_words(int(size), info.num_elements, info.value_dtype) for size in sizes
         )
@@ -92,7 +92,6 @@ class TopkDSA(Sparsifier):
         return indices, dense[indices]
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """How much goes to other regions, and how long the union is there, depends on the data."""
         start, stop = part(info.num_elements, info.rank, info.size)
         longest = min(stop - start, int(counts.sum()))
         sparse = [

@@ -15,7 +15,7 @@ from horovod_sparse.wire import Notes, WireFormat, note, pack, unpack_sum
 
 
 def ceil_log2(number: int) -> int:
-    """The least m with 2**m >= number."""
+    """Returns the least m with 2**m >= number."""
     return (number - 1).bit_length()
 
 
@@ -41,13 +41,13 @@ class Mail:
         self._notes[info.rank] = note(report)
 
     def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
-        """One message: the vector, whose values must have been rounded, and the notes of some ranks."""
+        """Writes a vector, whose values have been rounded, and the notes of some ranks."""
         n = self._info.num_elements
         words = pack(vector.indices, vector.values, FoldReport(), format=self._wire, num_elements=n)
         return np.concatenate([words, self._notes[list(ranks)].reshape(-1)])
 
     def read(self, words: Words, ranks: Sequence[int] = ()) -> SparseVector:
-        """The vector of a message; takes in its notes, which are those of the same ranks."""
+        """Reads the vector of a message, and takes in its notes, which are those of the same ranks."""
         end = words.size - _WORDS_PER_NOTE * len(ranks)
         if end < 0:
             raise MessageError(f"a message of {words.size} words cannot hold the notes of {len(ranks)} ranks")
@@ -58,13 +58,13 @@ class Mail:
         return SparseVector(gathered.indices, gathered.values)
 
     def sum_of(self, vector: SparseVector, num_selected: int) -> SparseSum:
-        """What all ranks end with, of whom each has selected so many elements, and has told its note."""
+        """Returns the sum that all ranks end with, with counts of selected elements and notes by rank."""
         counts = np.full(len(self._notes), num_selected, np.int64)
         return SparseSum(vector.indices, vector.values, counts, Notes.of(self._notes))
 
 
 def bruck_bags(num_members: int) -> list[int]:
-    """How many messages a member sends in each round: all it holds, or what the other still lacks."""
+    """Returns how many messages a member sends in each round: all it holds, or what the other lacks."""
     return [min(1 << stage, num_members - (1 << stage)) for stage in range(ceil_log2(num_members))]
 
 

@@ -121,7 +121,7 @@ def _sum_in_parts(
 def gather_parts(
     values: Values, parts: Sequence[Window], info: BucketInfo, wire: WireFormat
 ) -> Synchronization[tuple[Values, Values]]:
-    """A vector of which every rank gives its part, and what rounding takes from this rank's."""
+    """Gathers a vector from the parts of all ranks; returns this rank's rounding error, too."""
     gathered = yield AllGather(wire.encode_values(values))
     whole, begin = np.empty(parts[-1][1], values.dtype), 0
     for start, stop in parts:

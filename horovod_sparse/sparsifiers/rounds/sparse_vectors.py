@@ -43,7 +43,7 @@ def empty(dtype: np.dtype) -> SparseVector:
 
 
 def added(first: SparseVector, second: SparseVector) -> SparseVector:
-    """The sum by index. The order of the two does not matter, not in the last bit either."""
+    """Adds two vectors by index; their order does not matter to any bit."""
     if not len(second):
         return first
     if not len(first):
@@ -56,7 +56,7 @@ def added(first: SparseVector, second: SparseVector) -> SparseVector:
 
 
 def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """The k largest magnitudes, and the others. Ties go to the lowest index."""
+    """Splits off the k largest magnitudes. Ties go to the lowest index."""
     if len(vector) <= k:
         return vector, empty(vector.values.dtype)
     if k == 0:
@@ -76,7 +76,7 @@ def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVec
 
 
 def cut(vector: SparseVector, start: int, stop: int) -> SparseVector:
-    """The elements whose index is in [start, stop), as views."""
+    """Returns views of the elements whose index is in [start, stop)."""
     low, high = np.searchsorted(vector.indices, (start, stop))
     return SparseVector(vector.indices[low:high], vector.values[low:high])
 
@@ -93,7 +93,7 @@ def joined(parts: Sequence[SparseVector], dtype: np.dtype) -> SparseVector:
 
 
 def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
-    """Which of some ascending indices are not among some other ascending ones.
+    """Returns which of some ascending indices are not among some other ascending ones.
 
     Example:
         >>> missing_in(np.array([1, 3, 5], np.int32), np.array([3, 4], np.int32))
@@ -105,7 +105,7 @@ def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
 
 
 def shared_out(values: Values, num_parts: int, part: int) -> Values:
-    """One of nearly equal parts of every value, whose sum over the parts is the value exactly."""
+    """Returns one of nearly equal parts of every value; the parts add up to it exactly."""
     if num_parts == 1:
         return values
     equal = values / values.dtype.type(num_parts)
@@ -117,7 +117,7 @@ def shared_out(values: Values, num_parts: int, part: int) -> Values:
 
 
 def rounded(vector: SparseVector, wire: WireFormat) -> tuple[SparseVector, Values | None]:
-    """A vector as receivers will see it, and what that takes away (None: nothing)."""
+    """Rounds a vector as receivers will see it; returns the rounding error, too, or None."""
     values = wire.round(vector.values)
     if values is vector.values:
         return vector, None
@@ -125,7 +125,7 @@ def rounded(vector: SparseVector, wire: WireFormat) -> tuple[SparseVector, Value
 
 
 def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) -> SparseVector:
-    """A vector as receivers will see it; what that takes away stays at this rank."""
+    """Rounds a vector as receivers will see it; the error stays at this rank."""
     seen, error = rounded(vector, wire)
     if error is not None:
         accumulator.add(vector.indices, error)
@@ -133,7 +133,7 @@ def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) ->
 
 
 def discards_meet(step: int) -> bool:
-    """Whether what a step discards stays with the ranks that dropped it: in one of 16 steps.
+    """True in one of 16 steps, in which discards stay with the ranks that dropped them.
 
     Discards that go back to where they came from never meet: where the gradients of two ranks cancel, as
     those of ranks with different data do in the end, both would choose that element for ever. The steps keep

@@ -85,7 +85,7 @@ class SparDL(Sparsifier):
             check_number(argument, value, "a time in seconds", low=0.0, high=1e9, include_low=True)
 
     def resolved(self, info: BucketInfo) -> SparDL:
-        """With a number of teams that divides P, and a way between them that exists for it."""
+        """Decides the number of teams, which divides P, and the way between them."""
         size, teams, between, gather = info.size, self.teams, self.between, self.gather
         if teams == "auto":
             k = replace(self, schedule=None).num_selected(info, 0)  # that after a warm-up

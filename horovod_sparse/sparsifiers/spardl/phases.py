@@ -56,7 +56,7 @@ class Ledger:
             self.receive(SparseVector(vector.indices, shared_out(vector.values, num_holders, holder)))
 
     def round(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> SparseVector:
-        """The vector as receivers will see it; this rank's share of the rounding error is kept."""
+        """Rounds a vector as receivers will see it; keeps this rank's share of the error."""
         seen, error = rounded(vector, self._wire)
         if error is not None:
             share = SparseVector(vector.indices, shared_out(error, num_holders, holder))
@@ -171,11 +171,11 @@ class Phases:
         return kept, len(total)
 
     def _ranks_of(self, teams: range | list[int]) -> list[int]:
-        """Whose notes go with a message between teams."""
+        """Returns the ranks whose notes go with a message between teams."""
         return [self._layout.rank(team, self._position) for team in teams] if self._notes_travel else []
 
     def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """All blocks for all ranks, by Bruck's all-gather within every team."""
+        """Gathers all blocks on all ranks, by Bruck's all-gather within every team."""
         layout, mail = self._layout, self._mail
         block = self.ledger.round(block, layout.teams, self._team)
         team = [layout.rank(self._team, position) for position in range(layout.team_size)]
@@ -185,7 +185,7 @@ class Phases:
         return mail.sum_of(joined(blocks, block.values.dtype), layout.num_selected)
 
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """All blocks for all ranks by one allgather: every team gives its d-th part of each block."""
+        """Gathers all blocks on all ranks by one allgather: every team gives its d-th part of each block."""
         layout = self._layout
         start, stop = part(len(block), self._team, layout.teams)
         mine = self.ledger.round(SparseVector(block.indices[start:stop], block.values[start:stop]))

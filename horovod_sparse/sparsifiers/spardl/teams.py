@@ -38,11 +38,11 @@ class TeamLayout:
         return divmod(rank, self.team_size)
 
     def rank(self, team: int, position: int) -> int:
-        """Who has a place; positions count around the circle."""
+        """Returns the rank at a place; positions count around the circle."""
         return team * self.team_size + position % self.team_size
 
     def column(self, position: int) -> list[int]:
-        """The ranks at one position of all teams: those who end with the same block."""
+        """Returns the ranks at one position of all teams, which end with the same block."""
         return [self.rank(team, position) for team in range(self.teams)]
 
     def window(self, block: int) -> Window:
@@ -63,7 +63,7 @@ class TeamLayout:
         return (stop * k + shift) // n - (start * k + shift) // n
 
     def bag(self, position: int, stage: int) -> list[int]:
-        """The next 2**stage blocks, or what is left: what a position sends over the distance 2**stage."""
+        """Returns the blocks that a position sends over the distance 2**stage: so many, or what is left."""
         first = 1 << stage
         stop = min(2 * first, self.team_size)
         return [(position + offset) % self.team_size for offset in range(first, stop)]
@@ -72,7 +72,7 @@ class TeamLayout:
 def spardl_traffic(
     info: BucketInfo, layout: TeamLayout, wire: WireFormat, recursive: bool, notes_travel: bool
 ) -> tuple[Traffic, ...]:
-    """All rounds of a step for one rank."""
+    """Returns all rounds of a step for one rank."""
     team, position = layout.team_and_position(info.rank)
     d, quota = layout.teams, layout.quota(position)
     # of a block, B-SAG may leave as few elements as one team gives
@@ -175,7 +175,7 @@ class SparDLState(SparsifierState):
 
 
 def fresh_state(teams: int) -> SparDLState:
-    """As the paper begins: h = k / P, the stride 0.01 k (d - 1) / P."""
+    """Returns the paper's first state: h = k / P, the stride 0.01 k (d - 1) / P."""
     return SparDLState(share=1.0 / teams, stride=_FIRST_STRIDE * (teams - 1) / teams)
 
 
