@@ -1,10 +1,15 @@
 """Plans: which parameters are synchronized together, which stay dense, and what that costs."""
 
-from horovod_sparse.planning.cost_model import AffineTime as AffineTime
-from horovod_sparse.planning.cost_model import CostModel as CostModel
-from horovod_sparse.planning.cost_model import Fit as Fit
-from horovod_sparse.planning.cost_model import bytes_by_round as bytes_by_round
-from horovod_sparse.planning.cost_model import fit_time as fit_time
+from horovod_sparse.planning.model import AffineTime as AffineTime
+from horovod_sparse.planning.model import CostModel as CostModel
+from horovod_sparse.planning.model import Fit as Fit
+from horovod_sparse.planning.model import Span as Span
+from horovod_sparse.planning.model import Timeline as Timeline
+from horovod_sparse.planning.model import Workload as Workload
+from horovod_sparse.planning.model import bytes_by_round as bytes_by_round
+from horovod_sparse.planning.model import fit_time as fit_time
+from horovod_sparse.planning.model import plan_of_segments as plan_of_segments
+from horovod_sparse.planning.model import predict as predict
 from horovod_sparse.planning.profile import DENSE as DENSE
 from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
 from horovod_sparse.planning.profile import Profile as Profile
@@ -13,11 +18,6 @@ from horovod_sparse.planning.request import MinElements as MinElements
 from horovod_sparse.planning.request import TensorSelection as TensorSelection
 from horovod_sparse.planning.request import min_elements as min_elements
 from horovod_sparse.planning.request import select_tensors as select_tensors
-from horovod_sparse.planning.step import Span as Span
-from horovod_sparse.planning.step import Timeline as Timeline
-from horovod_sparse.planning.step import Workload as Workload
-from horovod_sparse.planning.step import plan_of_segments as plan_of_segments
-from horovod_sparse.planning.step import predict as predict
 from horovod_sparse.planning.strategies import Fixed as Fixed
 from horovod_sparse.planning.strategies import Strategy as Strategy
 from horovod_sparse.planning.strategies import fixed as fixed

@@ -14,7 +14,7 @@ from horovod_sparse.cli.launch import FRAMEWORKS, Launch, start
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback.recipe import parse_arguments, parse_recipe
 from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds
-from horovod_sparse.planning.cost_model import Fit
+from horovod_sparse.planning.model import Fit
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 

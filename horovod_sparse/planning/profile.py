@@ -14,8 +14,7 @@ from typing import Any, Literal
 from horovod_sparse.checks import check_count, check_seconds
 from horovod_sparse.collectives import COLLECTIVES
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError
-from horovod_sparse.planning.cost_model import AffineTime, CostModel, Fit, communication_of
-from horovod_sparse.planning.step import Workload
+from horovod_sparse.planning.model import AffineTime, CostModel, Fit, Workload, communication_of
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.topology import ClusterFacts, Topology

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMismatchError, UnknownNameError
-from horovod_sparse.planning.cost_model import AffineTime, CostModel
+from horovod_sparse.planning.model import AffineTime, CostModel, Workload, predict
 from horovod_sparse.planning.profile import Profile
-from horovod_sparse.planning.step import Workload, predict
 from horovod_sparse.planning.strategies import Fixed, Strategy, fixed, layerwise, omgs, optimal, single
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier

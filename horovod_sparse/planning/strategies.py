@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.planning.cost_model import CostModel
-from horovod_sparse.planning.step import Workload, plan_of_segments, predict
+from horovod_sparse.planning.model import CostModel, Workload, plan_of_segments, predict
 from horovod_sparse.plans import MAX_BUCKET_ELEMENTS, Kind, Plan, fixed_bytes, fixed_elements, same_kind
 
 Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ProfileMismatchError
-from horovod_sparse.planning.buckets import BucketMemory
-from horovod_sparse.planning.calibration import QUICK, Extent, calibration
+from horovod_sparse.planning.calibration import QUICK, BucketMemory, Extent, calibration
 from horovod_sparse.planning.request import Decision, PlanRequest
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier

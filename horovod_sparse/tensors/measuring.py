@@ -9,7 +9,7 @@ import torch
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning.buckets import BucketMemory, HostBucketMemory
+from horovod_sparse.planning.calibration import BucketMemory, HostBucketMemory
 from horovod_sparse.planning.warmup import HostStamps
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.dense import Dense

@@ -80,7 +80,7 @@ def wire() -> tuple[Callable[[bytes], None], list[bytes]]:
 
 def profile() -> tuple[Callable[[bytes], None], list[bytes]]:
     """Saved measurements."""
-    from horovod_sparse.planning.cost_model import Fit
+    from horovod_sparse.planning.model import Fit
     from horovod_sparse.planning.profile import Profile
 
     whole = {"collectives": {"allgather": Fit(1e-3, 1e-8, num_points=9), "allreduce": Fit(2e-3, 3e-8)}}

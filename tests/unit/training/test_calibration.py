@@ -8,8 +8,7 @@ from horovod_sparse.collectives import COLLECTIVES, AllGather, AllToAll, Broadca
 from horovod_sparse.errors import ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
 from horovod_sparse.merging import Fit, ParameterFacts, Plan
-from horovod_sparse.planning.buckets import HostBucketMemory
-from horovod_sparse.planning.calibration import Extent, calibration
+from horovod_sparse.planning.calibration import Extent, HostBucketMemory, calibration
 from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
