@@ -28,7 +28,7 @@ def check_number(
     include_low: bool = False,
     include_high: bool = True,
 ) -> None:
-    """Refuses a number outside (low, high], naming the argument."""
+    """Refuses a number outside (low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentError(argument, value, allowed)
     above = low <= value if include_low else low < value
@@ -38,19 +38,16 @@ def check_number(
 
 
 def check_density(argument: str, value: object, allowed: str = "a density in (0, 1]") -> None:
-    """Refuses what is not a kept fraction, naming the argument."""
     check_number(argument, value, allowed, low=0.0, high=1.0)
 
 
 def check_seconds(
     argument: str, value: object, allowed: str = "a finite number of seconds, 0 or more"
 ) -> None:
-    """Refuses what is not a finite number of 0 or more, naming the argument."""
     check_number(argument, value, allowed, low=0.0, high=math.inf, include_low=True, include_high=False)
 
 
 def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1) -> None:
-    """Refuses what is not a whole number from `low` on, naming the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ArgumentError(argument, value, allowed or f"a whole number, {low} or more")
 

@@ -172,6 +172,10 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
     """Returns a plan of `count` buckets of about as many parameters, as Horovod's ``groups=count``.
 
     There are more where kinds would mix, and fewer where there are fewer parameters.
+
+    Example:
+        >>> num_buckets([ParameterFacts(name, 1) for name in "abcde"], 2).buckets
+        (('e', 'd', 'c'), ('b', 'a'))
     """
     check_count("groups", count, "a whole number, 1 or more, or a list of lists of parameters")
     backward = list(reversed(parameters))

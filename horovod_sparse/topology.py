@@ -50,17 +50,12 @@ class Topology:
 
     @classmethod
     def regular(cls, num_hosts: int, per_host: int) -> Topology:
-        """The first ranks on the first host, and so on.
-
-        Example:
-            >>> Topology.regular(2, 2).hosts
-            ((0, 1), (2, 3))
-        """
+        """Puts the first ranks on the first host, and so on."""
         return cls(tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(num_hosts)))
 
     @classmethod
     def of(cls, places: Sequence[tuple[str, int]]) -> Topology:
-        """Of what ranks tell of themselves.
+        """Makes hosts of what ranks tell of themselves.
 
         Example:
             >>> Topology.of([("b", 1), ("a", 0), ("b", 0), ("a", 1)]).hosts

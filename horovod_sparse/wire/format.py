@@ -97,12 +97,7 @@ class WireFormat:
         return values
 
     def message_words(self, count: int, num_elements: int, dtype: Any) -> int:
-        """Returns the exact length of a message, header and padding included, in 32-bit words.
-
-        Example:
-            >>> WireFormat().message_words(3, 100, np.float32), WireFormat().message_words(3, 100, None)
-            (12, 9)
-        """
+        """Returns the exact length of a message, header and padding included, in 32-bit words."""
         return sections(self, count, num_elements, dtype).length
 
     def message_bytes(self, count: int, num_elements: int, dtype: Any) -> int:
