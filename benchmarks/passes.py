@@ -1,0 +1,105 @@
+"""`scripts/bench passes`: a sparse `optimizer.step()` beside the same optimizer's own, fused by PyTorch.
+
+All of a pass is timed: fold, selection, weight decay, own moves, the message and its sum, on one rank alone
+and one thread, so that nothing waits for a network. The baseline is the fused step, in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks.common.options import count, density  # noqa: E402
+from benchmarks.common.timing import Timing, Work, measure, tell  # noqa: E402
+from horovod_sparse import ddp  # noqa: E402
+
+#: an optimizer of parameters, and the largest ratio of a pass to its fused step that is allowed
+OPTIMIZERS: dict[str, tuple[Any, float]] = {
+    "AdamW": (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True), 1.15),
+    "SGD": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True), 1.3),
+}
+_SCHEDULES = (1, 0), (4, 0), (1, 1)
+
+
+class _Model:
+    """A model of one parameter, whose optimizer steps by noise around a gradient that stays."""
+
+    def __init__(self, num_elements: int, made: Any) -> None:
+        self.net = torch.nn.ParameterList([torch.nn.Parameter(0.02 * torch.randn(num_elements))])
+        self.optimizer, self._mean = made(self.net.parameters()), 1e-3 * torch.randn(num_elements)
+        self.net[0].grad = torch.empty(num_elements)
+
+    def prepare(self) -> None:
+        gradient: Any = self.net[0].grad
+        gradient.normal_().mul_(3e-3).add_(self._mean, alpha=0.3)
+
+    def work(self, name: str, budget: float | None = None) -> Work:
+        return Work(name, self.optimizer.step, self.prepare, budget)
+
+
+def _cpu_seconds(work: Work) -> float:
+    """Counts all threads of the process: ranks select in one of their own."""
+    work.prepare()
+    start = time.process_time()
+    work.run()
+    return time.process_time() - start
+
+
+def passes(name: str, num_elements: int, kept: float, num_rounds: int) -> list[Timing]:
+    """Times an optimizer's fused step and its passes at each schedule, in CPU time."""
+    made, budget = OPTIMIZERS[name]
+    works = []
+    for every, delay in _SCHEDULES:
+        model = _Model(num_elements, made)
+        compression = f"best:density={kept:g}"
+        ddp.attach(model.net, compression, model.optimizer, every=every, delay=delay, check_every=0)
+        works.append(model.work(f"pass: {name}, every={every}, delay={delay}", budget))
+    fused = _Model(num_elements, made).work(f"torch: fused {name}")
+    # the first passes fill a residual from nothing: bounds of a selection are learned from those before
+    return measure(fused, works, num_rounds, num_warmup=12, seconds=_cpu_seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns 1 if --check found a budget exceeded."""
+    parser = argparse.ArgumentParser(prog="scripts/bench passes", description=__doc__)
+    parser.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
+    parser.add_argument("--density", type=density, default=0.01, help="kept fraction (default %(default)s)")
+    parser.add_argument("--repeat", type=count, default=16, help="rounds (default %(default)s)")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
+    )
+    parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sizes = options.elements, options.density, options.repeat
+        timings = [timing for name in OPTIMIZERS for timing in passes(name, *sizes)]
+    finally:
+        dist.destroy_process_group()
+    facts = {
+        "elements": options.elements,
+        "density": options.density,
+        "rounds": options.repeat,
+        "threads": 1,
+        "clock": "cpu",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+    }
+    tell(timings, facts, options.json)
+    return 1 if options.check and not all(timing.fits for timing in timings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
