@@ -204,6 +204,8 @@ class Binding(Steps):
                 part.release()
 
     def finish(self) -> None:
+        if not self.facts:  # this rank has had no batch
+            self.meet()
         for part in self.parts:
             part.prepare()  # there are no gradients: nothing of this rank is sent any more
         super().finish()

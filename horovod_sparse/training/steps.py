@@ -210,6 +210,9 @@ class Steps(Training):
                 part.moves.note()
         else:
             self._move_together(idle, overflowed)
+        self._compare()
+
+    def _compare(self) -> None:
         if self.step >= self.drift.next_step:
             with self.common():
                 self._together(self.drift.run(self.step, self.shared_entries()))
@@ -501,13 +504,14 @@ class Steps(Training):
         self.agree()
         if not self.schedule.moves_alone:
             while not self._move_together(self.starter.idle_seconds, False, finishing=True):
-                pass
+                self._compare()
             return
         while True:
             self._land(0)  # statistics that are averaged next are the last then
             self._begin_exchange(finishing=True)
             if self._land(0):
                 return
+            self._compare()
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:

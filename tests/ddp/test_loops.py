@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -41,17 +42,40 @@ def test_an_average_of_common_parameters_is_equal_on_all_ranks(every, delay, ran
     assert same_on_all_replicas(*average.module.parameters())
 
 
-@schedules
-def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, rank):
+@pytest.mark.parametrize(("every", "delay", "fewer"), [(1, 0, 0), (1, 0, 7), (1, 1, 7), (4, 0, 0), (4, 0, 7)])
+def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, fewer, rank):
     net = net_of()
     optimizer = adamw(net)
     sync = attached(net, optimizer, every, delay)
-    train(net, optimizer, rank, 7 if rank else 10)
+    train(net, optimizer, rank, fewer if rank else 10)
     sync.finish()
     assert same_on_all_replicas(*net.parameters())
     train(net, optimizer, rank, 3)
     sync.finish()
     sync.finish()
+    assert same_on_all_replicas(*net.parameters())
+
+
+@alone
+def test_a_scale_that_is_too_large_on_one_rank_alone_gives_an_exchange_up(every, delay, rank):
+    net = net_of()
+    optimizer = adamw(net)
+    sync = attached(net, optimizer, every, delay)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step, batch in enumerate(batches(rank)):
+        net.zero_grad()
+        scaler.scale(mse_loss(net(batch[0]), batch[1])).backward()
+        if step == 5 and rank == 1:
+            net[0].weight.grad[0, 0] = float("inf")
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        with sync.common():
+            assert same_on_all_replicas(*net.parameters())
+    sync.finish()
+    assert scaler.get_scale() == (128.0 if rank == 1 else 256.0)
+    assert torch.isfinite(flat(net)).all()
     assert same_on_all_replicas(*net.parameters())
 
 
