@@ -100,8 +100,8 @@ class Binding(Steps):
     ) -> None:
         self.optimizer, self._kind = optimizer, kind_of(optimizer)
         self._rule = cast(Rule, recipe.feedback)
-        if self._rule.takes_whole and settings.levels != "flat":
-            allowed = f"'flat' with {self._kind}, whose step is made of whole matrices"
+        if settings.levels != "flat":
+            allowed = "'flat' with own steps; feedback='error' exchanges gradients, by hosts, too"
             raise ArgumentError("levels", settings.levels, allowed)
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         #: gradients that each parameter has had, by name
@@ -379,10 +379,7 @@ class Binding(Steps):
             parameters = [facts[name][1] for name in spec.names]
             recipe = spec.recipe
             step = partial(self.step_of, facts[spec.names[0]][0].group)
-            hosts = None if spec.dense else topology
-            made.append(
-                StepBucket(spec, parameters, recipe, place, hosts, step, self._gradient_of, self.ages)
-            )
+            made.append(StepBucket(spec, parameters, recipe, place, step, self._gradient_of, self.ages))
         return made
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from horovod_sparse.arrays.gradients import GradientParts, joined_pieces
-from horovod_sparse.feedback import Bucket, Member, OwnStep, Recipe, TwoLevelBucket, shard_of
+from horovod_sparse.feedback import Bucket, Member, OwnStep, Recipe
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.flat_gradient import GradientMemory, host_view, memory_of
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped, view_into
 from horovod_sparse.tensors.parameters import BucketParameters, flat, local
-from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import PartSpec
 from horovod_sparse.training.moves import OwnMoves
@@ -31,7 +30,6 @@ class StepBucket(common.BucketPart):
         parameters: Sequence[torch.Tensor],
         recipe: Recipe,
         place: tuple[int, int],
-        topology: Topology | None,
         step: Callable[[int], OwnStep],
         gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
         ages: dict[str, int],
@@ -47,15 +45,7 @@ class StepBucket(common.BucketPart):
         self.num_bytes = stops[-1] * first.element_size()
         whole = BucketInfo(self.label, stops[-1], *place, dtype_name(first) or "unknown")
         members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
-        if topology is None:
-            self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
-        else:
-            accumulator = self.memory.accumulator(shard_of(whole, topology), recipe)
-            self.bucket = TwoLevelBucket(
-                *(whole, recipe, accumulator, members, topology),
-                summable=self.memory.summable,
-                foldable=self.memory.shard,
-            )
+        self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
         self.moves = OwnMoves(self.bucket, self.parameters)
         #: gradients that each parameter has had, by name: the moments of one that is used late are young
         self.ages, self.hidden = ages, None

@@ -217,9 +217,9 @@ def test_momentum_that_comes_later_is_refused() -> None:
         rule.own_step("SGD", optimizer.param_groups[0], 3)
 
 
-@pytest.mark.parametrize("setting", ["merging", "max_grad_norm", "tensor_selection"])
+@pytest.mark.parametrize("setting", ["merging", "max_grad_norm", "tensor_selection", "levels"])
 def test_settings_of_the_backward_pass_are_refused(setting: str) -> None:
-    given = {"merging": "optimal", "max_grad_norm": 1.0, "tensor_selection": "all"}[setting]
+    given = {"merging": "optimal", "max_grad_norm": 1.0, "tensor_selection": "all", "levels": "host"}[setting]
     optimizer = OPTIM.AdamW([torch.nn.Parameter(torch.zeros(2))])
     words = "clip_grad_norm_ before step" if setting == "max_grad_norm" else setting
     with pytest.raises(ArgumentError, match=words):
@@ -287,8 +287,6 @@ def test_a_step_of_muon_that_is_not_finite_leaves_its_momentum(caplog: Any) -> N
     sharded.device_mesh = "any"  # as DTensors have
     with pytest.raises(ArgumentError, match="give one without shards with Muon"):
         hvd.DistributedOptimizer(OPTIM.Muon([sharded]), compression="best")
-    with pytest.raises(ArgumentError, match="levels='host' is not allowed: give 'flat' with Muon"):
-        hvd.DistributedOptimizer(OPTIM.Muon([net[0].weight]), compression="best", levels="host")
 
 
 @pytest.mark.parametrize("how", ["foreach", "fused", "capturable", "tensor rate"])
