@@ -306,7 +306,19 @@ def test_forms_of_pytorchs_kernels_make_no_difference(kind: Any, how: str) -> No
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_groups_have_settings_of_their_own_and_schedules_change_betas() -> None:
+class Changing:
+    """A schedule of rates and of second moments' decay."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+            group["betas"] = 0.0, 0.5 + 0.5 * group["betas"][1]
+
+
+def test_groups_have_settings_of_their_own_and_schedules_change_them() -> None:
     found = []
     for sends in (True, False):
         net = net_of()
@@ -314,13 +326,10 @@ def test_groups_have_settings_of_their_own_and_schedules_change_betas() -> None:
             {"params": net[0].parameters(), "betas": (0.0, 0.9), "eps": 1e-3},
             {"params": net[2].parameters(), "lr": 0.002, "weight_decay": 0.1, "maximize": True},
         ]
-        optimizer = OPTIM.Adam(groups, lr=0.01, betas=(0.0, 0.99))
-        schedule = OPTIM.lr_scheduler.OneCycleLR(
-            optimizer, [0.02, 0.004], total_steps=20, cycle_momentum=False
-        )
+        optimizer = OPTIM.Adam(groups, lr=0.01, betas=(0.0, 0.8))
         if sends:
             hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best")
-        found.append(trained(net, optimizer, schedule=schedule))
+        found.append(trained(net, optimizer, schedule=Changing(optimizer)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
