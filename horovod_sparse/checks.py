@@ -53,7 +53,7 @@ def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1
 
 
 def whole_number(text: str) -> int:
-    """What `int` makes of a text that a user wrote; -1 where it makes nothing of it.
+    """Reads a whole number from a text that a user wrote; -1 if it is none.
 
     "²" is a digit and no number, and a number may have too many digits: `str.isdigit` knows neither.
 

@@ -105,7 +105,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What is known of a cluster before anything is measured; a `Profile` repeats it.
+    """The facts of a cluster before anything is measured; a `Profile` repeats them.
 
     `rank` and `size` count within the process set, `controller` is Horovod's or the backend of
     torch.distributed, `device` is in words, and `topology` is None with one level.

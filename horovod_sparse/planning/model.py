@@ -269,7 +269,7 @@ class Timeline:
 
     @property
     def visible_seconds(self) -> float:
-        """What communication adds to computation: Eq. (9) of OMGS-SGD with its sign put right."""
+        """Seconds that communication adds to computation: Eq. (9) of OMGS-SGD with its sign put right."""
         return max(0.0, self.iteration_seconds - self.computation_end)
 
 

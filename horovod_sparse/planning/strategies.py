@@ -143,7 +143,7 @@ def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times,
 
 @dataclass(frozen=True)
 class SegmentTables:
-    """What every segment (i, j] of the sparse parameters, in backward order, does to the two queues.
+    """The effect of every segment (i, j] of the sparse parameters, in backward order, on the two queues.
 
     With computation done at time x and the network free at time y before the segment, after it
 

@@ -258,7 +258,7 @@ def _level(request: Request, topology: Topology | None) -> str:
 
 
 def _signature(request: Request, size: int) -> str:
-    """What has to be equal on all ranks."""
+    """Returns what has to be equal on all ranks."""
     name = type(request).__name__
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         return f"{name} of {request.buffer.size} {request.buffer.dtype}"
@@ -270,7 +270,7 @@ def _signature(request: Request, size: int) -> str:
 
 
 def answer(requests: Sequence[Request]) -> list[Any]:
-    """What each rank gets back for one round. All requests are of one kind."""
+    """Returns the answers of all ranks to one round of requests of one kind."""
     first, size = requests[0], len(requests)
     if isinstance(first, collectives.AllGather):
         gathered = np.concatenate([request.buffer for request in requests])  # type: ignore[union-attr]
