@@ -155,6 +155,24 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
 
 
 @kernel
+def _raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
+    """Drops what is below the k-th largest so far, which becomes the bound; returns how many are left."""
+    if not 0 < k <= count:
+        return count
+    num_bits = 8 * words.itemsize - 1
+    smallest, _ = kth_of(words[:count], k, num_bits)
+    bound[0] = digit(smallest, 0, (1 << num_bits) - 1)
+    v.store(words, count, v.splat(v.as_key(smallest, 0)))
+    bounds, kept = v.splat(bound[0]), 0
+    for i in range(0, count, v.LANES):  # in place: what is overwritten was read before
+        lanes, where = v.load(words, i), v.load(places, i)
+        mask = mask_at_least(v.magnitudes(lanes), bounds)
+        append_keys(where, mask, places, kept)
+        kept = append_keys(lanes, mask, words, kept)
+    return kept
+
+
+@kernel
 def note(values, start, stop, maxima, block, bound, count, places, words):  # type: ignore[no-untyped-def]
     """Appends the elements of [start, stop) that reach bound[0]; count[0] is `_FULL` where all have no room.
 
@@ -169,8 +187,11 @@ def note(values, start, stop, maxima, block, bound, count, places, words):  # ty
             passing = mask_at_least(v.load(maxima, first), bounds)
             while passing != 0:
                 if at > room:
-                    at = _FULL
-                    break
+                    at = _raise_bound(bound, count[2], places, words, at)
+                    bounds = v.splat(bound[0])
+                    if at > room:
+                        at = _FULL
+                        break
                 begin = (first + first_bit(passing)) * block
                 passing = without_first_bit(passing)
                 for i in range(begin, begin + block, v.LANES):
@@ -181,8 +202,11 @@ def note(values, start, stop, maxima, block, bound, count, places, words):  # ty
         else:
             for i in range(start, stop):
                 if at > room:
-                    at = _FULL
-                    break
+                    at = _raise_bound(bound, count[2], places, words, at)
+                    bounds = v.splat(bound[0])
+                    if at > room:
+                        at = _FULL
+                        break
                 if magnitude(values[i]) >= bound[0]:
                     places[at], words[at] = base + i, raw_bits(values[i])
                     at += 1
@@ -244,7 +268,7 @@ class Candidates:
         # what every finite magnitude is below
         self._never = np.finfo(dtype).max.view(self._bits) + self._bits.type(1)
         self._next, self._room = self._never, 0
-        self._bound, self._count = np.array([self._never]), np.array([_STALE, 0])
+        self._bound, self._count = np.array([self._never]), np.array([_STALE, 0, 0])
         self._places, self._words = np.empty(0, np.int32), np.empty(0, self._bits)
         #: how far the next bound is below the smallest selected magnitude, in bits
         self._margin = 1 << self._exponent - 3
@@ -252,7 +276,7 @@ class Candidates:
 
     def begin(self) -> tuple[Array, Array, Array, Array]:
         """Returns the arrays that a fold fills: bound, count and position, places, words."""
-        self._bound[0], self._count[:], self._fresh = self._next, 0, True
+        self._bound[0], self._count[:2], self._fresh = self._next, 0, True
         if self._places.size < self._room:
             self._places, self._words = np.empty(self._room, np.int32), np.empty(self._room, self._bits)
         return self._bound, self._count, self._places, self._words
@@ -289,7 +313,7 @@ class Candidates:
             self._next, self._last = self._never, 0
             return
         count = int(self._count[0])
-        if count == _FULL:
+        if count == _FULL or self._bound[0] > self._next:  # it was raised
             self._margin = max(self._margin >> 1, 1 << self._exponent - 8)
         elif count > k + k // 2:
             self._margin -= self._margin >> 3
@@ -298,4 +322,4 @@ class Candidates:
         # a residual that grows will grow by as much once more
         grown, self._last = int(smallest) - (self._last or int(smallest)), int(smallest)
         self._next = min(max(int(smallest) + grown - self._margin, 1), int(self._never))
-        self._room = 2 * k + 512
+        self._room, self._count[2] = 2 * k + 512, k
