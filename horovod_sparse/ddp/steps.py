@@ -111,8 +111,7 @@ class Synchronized(Binding):
             mesh = shards[0].device_mesh
             engine.shard = mesh.get_local_rank(), mesh.size()
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
-        inner = getattr(model, "_orig_mod", model)
-        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        inner = _inner(model)
         if inner not in _attached:
             _attached[inner] = weakref.WeakSet()
             inner._register_load_state_dict_pre_hook(_before_loading, with_module=True)
@@ -149,8 +148,7 @@ def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
         ArgumentError: if it trains others, too.
     """
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    named = {_plain(name): one for name, one in inner.named_parameters() if id(one) in given}
+    named = {_plain(name): one for name, one in _inner(model).named_parameters() if id(one) in given}
     known = set(map(id, named.values()))
     if strange := [
         f"group {number}, parameter {place} of shape {list(one.shape)}"
@@ -161,6 +159,12 @@ def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
         allowed = f"one of the model's parameters alone; it also has {'; '.join(strange[:3])}"
         raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
     return named
+
+
+def _inner(model: torch.nn.Module) -> torch.nn.Module:
+    """The module within torch.compile's and DistributedDataParallel's."""
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def _plain(name: str) -> str:

@@ -191,6 +191,16 @@ def test_what_is_compiled_steps_as_what_is_not(how, rank):
     assert torch.equal(*ends)
 
 
+def test_a_compiled_wrapper_has_the_parameters_names(rank):
+    net = net_of()
+    model = torch.compile(DistributedDataParallel(net), backend="eager")
+    optimizer = adamw(net)
+    sync = attached(model, optimizer)
+    train(model, optimizer, rank, 2)
+    assert set(sync.facts) == {name for name, _ in net.named_parameters()}
+    assert same_on_all_replicas(*net.parameters())
+
+
 def test_the_module_within_a_wrapper_keeps_its_ranks_gradients(rank):
     """Trainers give their callbacks the inner module."""
     net = net_of()
