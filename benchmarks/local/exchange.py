@@ -12,8 +12,10 @@ import torch
 from benchmarks.common.timing import Work
 from horovod_sparse.arrays import FoldReport
 from horovod_sparse.collectives import AllGather, Request
+from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in
+from horovod_sparse.tensors.binding import new_facts
+from horovod_sparse.tensors.local_steps import LocalBinding
 from horovod_sparse.topology import Placement
 from horovod_sparse.training.engine import Task, carry_out
 from horovod_sparse.training.local_settings import LocalSchedule
@@ -22,13 +24,14 @@ from horovod_sparse.wire import pack
 _ROW = 1024
 
 
-class _AloneEngine(LocalEngine):
+class _AloneEngine:
     """Rank 0 of P, where nobody waits: the others send messages that were made beforehand."""
 
     name, idle_seconds = "alone", 0.0
+    binding: LocalBinding
 
-    def __init__(self, schedule: LocalSchedule, named: dict[str, torch.Tensor], size: int) -> None:
-        self.schedule, self.named, self._size = schedule, named, size
+    def __init__(self, optimizer: torch.optim.Optimizer, size: int) -> None:
+        self._optimizer, self._size = optimizer, size
         self.others: dict[str, list[np.ndarray]] = {}
 
     def rank_and_size(self) -> tuple[int, int]:
@@ -38,7 +41,16 @@ class _AloneEngine(LocalEngine):
         return Placement(0, self._size, 0, self._size, host="here", host_rank=0, host_size=self._size)
 
     def start_token(self) -> object:
-        return self.named
+        return self.others
+
+    def facts(self, known: Any) -> Any:
+        return new_facts(self._optimizer, known, {}, ParameterRules())
+
+    def make_parts(self, *given: Any) -> Any:
+        return self.binding.make_parts(*given)
+
+    def declared(self) -> dict[str, object]:
+        return {}
 
     def carry_out(self, coroutine: Any, topology: Any) -> Any:
         return carry_out(coroutine, lambda request: answer([request] * self._size)[0])
@@ -93,8 +105,8 @@ class ExchangeWorks:
             schedule, settings = LocalSchedule.of(
                 1, {"compression": "sparseloco", "offload": offload, "check_every": 0}, "LocalSteps"
             )
-            engine = _AloneEngine(schedule, named_in(optimizer, model), self._ranks)
-            self._made[offload] = made = _Training(optimizer, model, engine, settings)
+            engine = _AloneEngine(optimizer, self._ranks)
+            self._made[offload] = made = _Training(optimizer, model, engine, schedule, settings)
             made.before_step()
             for part in made.parts:
                 generator = np.random.default_rng(0)
@@ -134,4 +146,4 @@ class ExchangeWorks:
     def works(self) -> list[Work]:
         """One exchange by the preset."""
         name = f"exchange: sparseloco, P={self._ranks}"
-        return [Work(name, partial(self._exchange, False), partial(self._train, False))]
+        return [Work(name, partial(self._exchange, False), partial(self._train, False), budget=13.0)]

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.ddp.collectives import Carrier, Communicator
-from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
+from horovod_sparse.ddp.distributed_engine import told_to_others
+from horovod_sparse.ddp.steps import Engine, OverGroup, silence
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in, plain, stepping
-from horovod_sparse.training.collective_errors import worst_of_all
-from horovod_sparse.training.engine import carry_out
+from horovod_sparse.tensors.local_steps import LocalBinding, stepping
 from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule
-from horovod_sparse.training.outcome import worst
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class _Engine(LocalEngine, DistributedEngine):
-    pass
-
-
-class LocalSteps(LocalBinding):
+class LocalSteps(OverGroup, LocalBinding):
     """Lets every rank train alone, and exchanges how far all have come every so many steps.
 
         model = DistributedDataParallel(net)
@@ -46,7 +38,7 @@ class LocalSteps(LocalBinding):
         optimizer: any of PyTorch, which trains parameters of `model`.
         model: a module, or a DistributedDataParallel without a communication hook. All ranks begin with equal
             parameters, and all that are trained are this optimizer's, or another's that has LocalSteps, too.
-            Its float buffers are averaged in every exchange; others become rank 0's.
+            Its float buffers and counters (integers of one element) are averaged in every exchange.
         every: H, local steps from one exchange to the next.
         compression: a sparsifier, as text ("sparseloco" is made for this) or as a recipe; None for none.
         outer: "sgd" (rate 1), "nesterov" (0.7, 0.9; without a compression alone), or an `OuterStep`.
@@ -69,7 +61,7 @@ class LocalSteps(LocalBinding):
     Source: Douillard et al. 2023 (DiLoCo); Sarfi et al. 2025 (SparseLoCo).
     """
 
-    engine: _Engine
+    engine: Engine
 
     def __init__(
         self,
@@ -82,23 +74,24 @@ class LocalSteps(LocalBinding):
     ) -> None:
         with told_to_others(process_group):
             schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
-            optimizer = stepping(optimizer)
-            named = named_in(optimizer, model, partial(_shard, process_group))
+            optimizer = stepping(optimizer, model)
             #: torch.compile gives a module that has one
             self._wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
             for inner in self._wrapped:
                 process_group = process_group or inner.process_group
-                _keep_local(inner)
-            engine = _Engine(schedule.recipe, None, named, process_group, settings.deadline_seconds)
-            engine.named, engine.schedule = named, schedule
-            sharded: list[Any] = [one for one in model.parameters() if hasattr(one, "device_mesh")]
-            #: ranks that have the other shards of the same parameters
-            self._within = Carrier(sharded[0].device_mesh.get_group()) if sharded else None
-            super().__init__(optimizer, model, engine, settings)
+                if inner.static_graph:
+                    words = "DistributedDataParallel(static_graph=True) cannot train without synchronizing"
+                    raise UnsupportedError(f"{words}: leave it out")
+            silence(self._wrapped)
+            _refuse_other_shards(model, process_group)
+            engine = self.engine_of(
+                model, schedule.recipe, optimizer, process_group, settings.deadline_seconds
+            )
+            super().__init__(optimizer, model, engine, schedule, settings)
 
-    @property
-    def starter(self) -> Communicator:
-        return self.engine.running()
+    def agree(self, *, as_first: bool = False) -> None:
+        super().agree(as_first=as_first)
+        self.starter.label = self.label
 
     def before_step(self) -> None:
         if any(inner._join_config.enable for inner in self._wrapped):
@@ -108,37 +101,16 @@ class LocalSteps(LocalBinding):
             )
         super().before_step()
 
-    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
-        if self._within is None:
-            return failures
-        failure = carry_out(worst_of_all(worst(failures) if failures else None), self._within)
-        return [] if failure is None else [failure]
 
-
-def _shard(group: dist.ProcessGroup | None, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter."""
-    if not hasattr(parameter, "device_mesh"):
-        return plain(name, parameter)
-    ranks, others = parameter.device_mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
-    if len(set(ranks) & set(others)) > 1:
-        allowed = (
-            'a model that fully_shard has sharded over ranks of a host (mesh["shard"]), and process_group='
-            'mesh["replicate"].get_group(), those with the same shard'
-        )
-        raise ArgumentError("model", f"{name}, of ranks {ranks}, to be exchanged by ranks {others}", allowed)
-    shard: Any = parameter.detach()
-    return torch.nn.Parameter(shard.to_local(), parameter.requires_grad)
-
-
-def _keep_local(model: DistributedDataParallel) -> None:
-    """Leaves gradients on their ranks for good, as `no_sync` does for a while."""
-    if model._comm_hooks:
-        raise UnsupportedError(
-            "the model has a communication hook, which synchronizes gradients: give LocalSteps a "
-            "DistributedDataParallel without one (no attach(), no register_comm_hook()), or its module"
-        )
-    if model.static_graph:
-        raise UnsupportedError(
-            "DistributedDataParallel(static_graph=True) cannot train without synchronizing: leave it out"
-        )
-    model.require_backward_grad_sync = model.require_forward_param_sync = False
+def _refuse_other_shards(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Refuses a group of ranks that have several shards of a model."""
+    for name, one in model.named_parameters():
+        mesh: Any = getattr(one, "device_mesh", None)
+        ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
+        if ranks and len(set(ranks) & set(others := dist.get_process_group_ranks(group))) > 1:
+            allowed = (
+                'a model that fully_shard has sharded over ranks of a host (mesh["shard"]), and '
+                'process_group=mesh["replicate"].get_group(), those with the same shard'
+            )
+            words = f"{name}, of ranks {ranks}, to be exchanged by ranks {others}"
+            raise ArgumentError("model", words, allowed)

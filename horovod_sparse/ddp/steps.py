@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +17,7 @@ from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding, new_facts
+from horovod_sparse.tensors.parts import ModelBuffers, inner_of, trained_by
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import worst_of_all
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
@@ -38,10 +38,10 @@ def _before_loading(model: torch.nn.Module, *_: Any) -> None:
             sync.roll_back()
 
 
-class _Engine(DistributedEngine):
+class Engine(DistributedEngine):
     """Facts of the parameters that an optimizer trains, by their names in a model."""
 
-    binding: Binding
+    binding: Any
     model: torch.nn.Module
 
     def facts(self, known: Facts) -> Facts:
@@ -61,36 +61,46 @@ class _Engine(DistributedEngine):
         return {**super().declared(), "optimizer": type(self.optimizer).__name__}
 
 
-class ModelBuffers:
-    """A model's float buffers, statistics of batches: averaged with every exchange."""
+class OverGroup:
+    """What `Steps` need of torch.distributed."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    engine: Engine
 
-    def _floats(self) -> list[torch.Tensor]:
-        # asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place
-        return [one for one in self._model.buffers() if one.is_floating_point() and one.numel()]
+    def engine_of(
+        self,
+        model: torch.nn.Module,
+        recipe: Recipe,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        seconds: float | None,
+    ) -> Engine:
+        """Returns a new engine for the parameters of a model that an optimizer trains."""
+        named = trained_by(optimizer, model)
+        engine = Engine(recipe, optimizer, named, group, seconds)
+        engine.binding, engine.model = self, model
+        shards: list[Any] = [one for one in named.values() if hasattr(one, "device_mesh")]
+        #: ranks that have the other shards of the same parameters: they step alike
+        self._within = Carrier(shards[0].device_mesh.get_group()) if shards else None
+        if shards:
+            mesh = shards[0].device_mesh
+            engine.shard = mesh.get_local_rank(), mesh.size()
+        return engine
 
-    def read(self) -> np.ndarray:
-        floats = [one.detach().double().reshape(-1).cpu().numpy() for one in self._floats()]
-        return np.concatenate(floats) if floats else np.zeros(0)
+    @property
+    def starter(self) -> Communicator:
+        return self.engine.running()
 
-    def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
-        first = 0
-        for one in self._floats():
-            here = slice(first, first + one.numel())
-            before, after = (torch.from_numpy(array[here].copy()).view(one.shape) for array in (sent, mean))
-            if torch.equal(one.detach().double().cpu(), before):
-                one.copy_(after)
-            else:  # what was learned since stays
-                one.add_((after - before).to(one.device, one.dtype))
-            first = here.stop
+    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
+        if self._within is None:
+            return failures
+        failure = carry_out(worst_of_all(worst(failures) if failures else None), self._within)
+        return [] if failure is None else [failure]
 
 
-class Synchronized(Binding):
+class Synchronized(OverGroup, Binding):
     """Binds an optimizer to passes over torch.distributed; `attach` returns it."""
 
-    engine: _Engine
+    engine: Engine
 
     def __init__(
         self,
@@ -101,21 +111,17 @@ class Synchronized(Binding):
         settings: Settings,
         schedule: Schedule,
     ) -> None:
-        named = trained_by(optimizer, model)
-        engine = _Engine(recipe, optimizer, named, group, settings.deadline_seconds)
-        engine.binding, engine.model = self, model
-        shards = [one for one in named.values() if hasattr(one, "device_mesh")]
-        #: ranks that have the other shards of the same parameters: they step alike
-        self._within = Carrier(shards[0].device_mesh.get_group()) if shards else None
-        if shards:
-            mesh = shards[0].device_mesh
-            engine.shard = mesh.get_local_rank(), mesh.size()
+        engine = self.engine_of(model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
-        inner = _inner(model)
+        inner = inner_of(model)
         if inner not in _attached:
             _attached[inner] = weakref.WeakSet()
             inner._register_load_state_dict_pre_hook(_before_loading, with_module=True)
         _attached[inner].add(self)
+
+    def agree(self) -> None:
+        super().agree()
+        self.starter.label = self.label
 
     def _before_saving(self, optimizer: Any) -> None:
         super()._before_saving(optimizer)
@@ -125,52 +131,6 @@ class Synchronized(Binding):
                 "saving an optimizer while ranks differ (every > 1 or delay > 0): save model and optimizer "
                 "within `with sync.common():`, or torch.distributed.checkpoint makes a patchwork of ranks"
             )
-
-    @property
-    def starter(self) -> Communicator:
-        return self.engine.running()
-
-    def agree(self) -> None:
-        super().agree()
-        self.starter.label = self.label
-
-    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
-        if self._within is None:
-            return failures
-        failure = carry_out(worst_of_all(worst(failures) if failures else None), self._within)
-        return [] if failure is None else [failure]
-
-
-def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of a model that an optimizer trains, by name.
-
-    Raises:
-        ArgumentError: if it trains others, too.
-    """
-    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    named = {_plain(name): one for name, one in _inner(model).named_parameters() if id(one) in given}
-    known = set(map(id, named.values()))
-    if strange := [
-        f"group {number}, parameter {place} of shape {list(one.shape)}"
-        for number, group in enumerate(optimizer.param_groups)
-        for place, one in enumerate(group["params"])
-        if id(one) not in known
-    ]:
-        allowed = f"one of the model's parameters alone; it also has {'; '.join(strange[:3])}"
-        raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
-    return named
-
-
-def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    """The module within torch.compile's and DistributedDataParallel's."""
-    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
-    return inner.module if isinstance(inner, DistributedDataParallel) else inner
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without what wrappers put before it."""
-    parts = name.split(".")
-    return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from horovod_sparse.tensors.layout import (
     view_into,
 )
 from horovod_sparse.tensors.parameters import local
-from horovod_sparse.tensors.parts import facts_of
+from horovod_sparse.tensors.parts import ModelBuffers
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import local_steps, parts
 from horovod_sparse.training.collective_errors import some_of
@@ -40,6 +40,8 @@ from horovod_sparse.training.state import check_entry
 _ADVICE = "LocalSteps uses {}: use the same algorithm, or load None to begin anew"
 #: parameters that some LocalSteps exchanges
 _have_local_steps: Any = WeakTensorKeyDictionary()
+#: by module; a hook of the module that held them would go into its copies
+_bound: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 class Displacement(local_steps.Displacement):
@@ -51,7 +53,7 @@ class Displacement(local_steps.Displacement):
     def __init__(self, part: LocalBucket, parameters: Sequence[torch.Tensor], schedule: Any) -> None:
         super().__init__(part.bucket, schedule)
         self._parameters, self._places, self._layouts = tuple(parameters), part.places, part.layouts
-        self._memory, first = part.memory, parameters[0]
+        self._memory, first = part.memory, local(parameters[0])
         pinned = first.device.type == "cuda" and schedule.offload
         if schedule.offload:
             first = torch.empty(0, dtype=first.dtype)
@@ -69,14 +71,14 @@ class Displacement(local_steps.Displacement):
     @torch.no_grad()
     def _gather(self, into: torch.Tensor) -> None:
         for number, parameter in enumerate(self._parameters):
-            self._view(into, number).copy_(parameter)
+            self._view(into, number).copy_(local(parameter))
 
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
         return view_into(flat, self._places[number][0], self._layouts[number])
 
     def _line(self, number: int) -> torch.Tensor:
         """Returns a parameter's elements in the order of `start`, its own memory if strides have stayed."""
-        parameter, layout = self._parameters[number].detach(), self._layouts[number]
+        parameter, layout = local(self._parameters[number]), self._layouts[number]
         if parameter.stride() != layout.stride():
             like = {"dtype": parameter.dtype, "device": parameter.device}
             parameter = torch.empty_strided(layout.shape, layout.stride(), **like).copy_(parameter)
@@ -124,7 +126,7 @@ class Displacement(local_steps.Displacement):
         """Steps while `start` is in the cache; parameters of its type and memory follow at once."""
         lines, others = [], []
         for number, place in enumerate(self._places):
-            line, parameter = self._line(number), self._parameters[number]
+            line, parameter = self._line(number), local(self._parameters[number])
             follows = not self.sent.numel() and line.data_ptr() == parameter.data_ptr()
             follows = follows and (line.dtype, line.device) == (self.start.dtype, self.start.device)
             lines.append((*place, line.numpy() if follows else None))
@@ -142,7 +144,7 @@ class Displacement(local_steps.Displacement):
 
     def _follow(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            parameter, start = self._parameters[number], self._view(self.start, number)
+            parameter, start = local(self._parameters[number]), self._view(self.start, number)
             if not self.sent.numel():
                 parameter.copy_(start)
                 continue
@@ -157,15 +159,14 @@ class Displacement(local_steps.Displacement):
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
-        own = [parameter.detach().clone() for parameter in self._parameters]
-        with torch.no_grad():
-            for number, parameter in enumerate(self._parameters):
-                parameter.copy_(self._view(self.start, number))
+        parameters = [local(parameter) for parameter in self._parameters]
+        own = [parameter.clone() for parameter in parameters]
+        for number, parameter in enumerate(parameters):
+            parameter.copy_(self._view(self.start, number))
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._parameters), own)
+            torch._foreach_copy_(parameters, own)
 
     def entry(self, number: int, name: str) -> TensorEntry:
         return TensorEntry(name, self._view(self.start, number))
@@ -185,12 +186,13 @@ class LocalBucket(parts.BucketPart):
         self.label = self.name = spec.label
         self.names, self.dense = tuple(spec.names), spec.dense
         parameters = [facts[name][1] for name in spec.names]
-        stops = np.cumsum([parameter.numel() for parameter in parameters]).tolist()
+        own = [local(parameter) for parameter in parameters]
+        stops = np.cumsum([one.numel() for one in own]).tolist()
         self.places = list(zip([0, *stops[:-1]], stops, strict=True))
         #: shape and order of each parameter, which stay when it changes its own
-        strides = [(one.shape, memory_strides(one)) for one in parameters]
+        strides = [(one.shape, memory_strides(one)) for one in own]
         self.layouts = [torch.empty_strided(*one, device="meta") for one in strides]
-        first = parameters[0]
+        first = own[0]
         self.memory = HOST if schedule.offload else memory_of(first.device, self.names[0])
         self.num_bytes = stops[-1] * first.element_size()
         info = BucketInfo(spec.title, stops[-1], *place, dtype_name(first) or "unknown")
@@ -206,30 +208,6 @@ class LocalBucket(parts.BucketPart):
         return unshaped(values, self.layouts[number])
 
 
-class LocalEngine:
-    """Parameters and buckets of local steps; an engine of a front end comes behind it among a class's bases.
-
-    Attributes:
-        named: the parameters by name.
-        schedule: of the exchanges.
-    """
-
-    named: Mapping[str, torch.Tensor]
-    schedule: LocalSchedule
-
-    def facts(self, known: Facts) -> Facts:
-        trained = [(name, p) for name, p in self.named.items() if name not in known and p.requires_grad]
-        return facts_of(trained, None, self.schedule.recipe.rules)
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Any]:
-        return [LocalBucket(spec, facts, place, self.schedule) for spec in specs]
-
-    def declared(self) -> Mapping[str, object]:
-        return {}
-
-
 def _others_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the parameters that no LocalSteps exchanges."""
     return [(name, one) for name, one in model.named_parameters() if one not in _have_local_steps]
@@ -240,74 +218,42 @@ def _mark(tensor: torch.Tensor, by_version: bool) -> bytes:
     return str(tensor._version).encode() if by_version else TensorEntry("", local(tensor)).sums().tobytes()
 
 
-class ModelBuffers(local_steps.Buffers):
-    """Buffers of a model, by contents, and frozen parameters, which a moving average may follow.
-
-    Statistics of batches are written past PyTorch's counters of versions; frozen parameters are not.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        super().__init__()
-
-    def entries(self) -> list[TensorEntry]:
-        # asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place
-        named = dict(self._module.named_buffers())
-        self._frozen = {name: one for name, one in _others_in(self._module) if not one.requires_grad}
-        return [TensorEntry(name, local(one)) for name, one in (named | self._frozen).items() if one.numel()]
-
-    def mark(self, entry: TensorEntry) -> bytes:
-        return _mark(entry.tensor, entry.name in self._frozen)
-
-    def wide(self, entry: TensorEntry) -> np.ndarray | None:
-        buffer = entry.tensor.detach()
-        return buffer.double().cpu().numpy().reshape(-1) if buffer.is_floating_point() else None
-
-    @torch.no_grad()
-    def assign(self, entry: TensorEntry, wide: np.ndarray) -> None:
-        entry.tensor.copy_(torch.from_numpy(wide).view(entry.tensor.shape))
-
-
-class _LoadHook:
-    """Tells a training before a module loads a state; a copy of the module has one that does nothing."""
-
-    def __init__(self, training: LocalBinding | None = None) -> None:
-        self._training = (lambda: None) if training is None else weakref.ref(training)
-
-    def __call__(self, *_: Any) -> None:
-        if (training := self._training()) is not None:
-            training.before_load()
-
-    def __deepcopy__(self, memo: Any) -> _LoadHook:
-        return _LoadHook()
-
-    def __reduce__(self) -> Any:
-        return _LoadHook, ()
+def _before_loading(module: torch.nn.Module, *_: Any) -> None:
+    for training in _bound.get(module, ()):
+        training.before_load()
 
 
 class LocalBinding(local_steps.LocalTraining):
     """Binds one optimizer's steps to local steps; see `LocalSteps` of the front ends."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, engine: Any, settings: Settings
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        engine: Any,
+        schedule: LocalSchedule,
+        settings: Settings,
     ) -> None:
+        engine.binding, self.schedule = self, schedule
         self.optimizer, self._model = optimizer, model
-        self._ids = {id(parameter) for parameter in self._trained()}
-        exchanged = [one for name, one in model.named_parameters() if name in engine.named]
-        _have_local_steps.update(dict.fromkeys(exchanged, True))
+        _have_local_steps.update(dict.fromkeys(self._trained(), True))
         #: of parameters that others may train, whether they were frozen, and a digest, where training begins
         self._known: dict[str, tuple[bool, bytes]] = {}
         #: digests of the parameters before a state was loaded since the last step
         self._before_load: list[bytes] | None = None
         self._is_restored = False
-        super().__init__(engine, engine.schedule, settings, engine.facts({}), ModelBuffers(model))
+        super().__init__(engine, schedule, settings, engine.facts({}), ModelBuffers(model))
         for hook in getattr(optimizer, "_local_hooks", ()):  # the one that was made last has the optimizer
             hook.remove()
+        for module in model.modules():
+            if module not in _bound:
+                _bound[module] = weakref.WeakSet()
+                module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+            _bound[module].add(self)
         # the optimizer keeps this alive: a script need not. torch.compile(optimizer.step) leaves it as it is
         optimizer._local_hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            *(one._register_load_state_dict_pre_hook(_LoadHook(self)) for one in model.modules()),
         ]
 
     @torch._disable_dynamo
@@ -323,7 +269,7 @@ class LocalBinding(local_steps.LocalTraining):
 
     def _trained(self) -> Iterator[torch.Tensor]:
         given = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return (parameter for parameter in given if parameter.requires_grad and parameter.numel())
+        return (one for one in given if one.requires_grad and local(one).numel())
 
     def before_step(self) -> None:
         super().before_step()
@@ -346,21 +292,24 @@ class LocalBinding(local_steps.LocalTraining):
 
     def _begin_exchange(self, *, finishing: bool = False) -> None:
         self._take_loaded()
-        if new := [list(one.shape) for one in self._trained() if id(one) not in self._ids]:
+        known = {id(parameter) for _, parameter in self.facts.values()}
+        if new := [list(one.shape) for one in self._trained() if id(one) not in known]:
             raise UnsupportedError(
                 f"the optimizer trains parameters of shapes {new[:3]} that LocalSteps did not find when it "
                 "was made: other ranks would not hear of them. On all ranks, finish() this one before "
                 "add_param_group() or requires_grad_(True), and make another after it"
             )
-        moved = [
-            name
-            for name, one in _others_in(self._model)
-            if one.requires_grad and name in self._known and not self._is_as_known(name, one)
-        ]
+        others = [(name, one) for name, one in _others_in(self._model) if name in self._known]
+        moved = [one for one in others if not self._is_as_known(*one)]
+        if trained := [name for name, one in moved if one.requires_grad]:
+            raise UnsupportedError(
+                f"another optimizer trains {some_of(trained)}, whose gradients stay on their ranks: give it "
+                f"LocalSteps, too: LocalSteps(other_optimizer, model, every={self.schedule.every})"
+            )
         if moved:
             raise UnsupportedError(
-                f"another optimizer trains {some_of(moved)}, whose gradients stay on their ranks: give it "
-                f"LocalSteps, too: LocalSteps(other_optimizer, model, every={self.schedule.every})"
+                f"{some_of([name for name, _ in moved])}, which no optimizer trains, have changed here: "
+                "give averages of parameters to register_buffer, which is averaged over ranks"
             )
         super()._begin_exchange(finishing=finishing)
 
@@ -395,6 +344,12 @@ class LocalBinding(local_steps.LocalTraining):
     def _digests(self) -> list[bytes]:
         return [_mark(one, False) for _, one in self.facts.values()]
 
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[LocalBucket]:
+        """Makes parts as `Engine.make_parts` does, which engines of front ends leave to a binding."""
+        return [LocalBucket(spec, facts, place, self.schedule) for spec in specs]
+
     def _take_loaded(self) -> None:
         before, self._before_load = self._before_load, None
         if before is not None and before != self._digests():  # not lent for an evaluation
@@ -423,33 +378,19 @@ class LocalBinding(local_steps.LocalTraining):
         if entry is not None:
             entry = host_entry(entry)
             check_entry(entry, self.recipe, _ADVICE)
-            known = {name: parameter for name, (_, parameter) in self.facts.items()}
+            known = {name: local(parameter) for name, (_, parameter) in self.facts.items()}
             self.check_fits(entry, known, known)
         self.load(entry)
         self._before_load, self._is_restored = None, entry is not None
 
 
-def stepping(optimizer: Any) -> Any:
-    """Returns the optimizer whose `step` moves the parameters: that within a wrapper, or within SAM."""
-    return unwrapped(getattr(optimizer, "base_optimizer", optimizer))
-
-
-def plain(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter that this rank has all of; refuses a sharded one."""
-    if type(parameter.data) is not torch.Tensor:
-        allowed = "a model of plain tensors; horovod_sparse.ddp.LocalSteps takes one of fully_shard"
-        raise ArgumentError("model", f"{name}, a {type(parameter.data).__name__}", allowed)
-    return parameter
-
-
-def named_in(
-    optimizer: Any, module: Any, own: Callable[[str, torch.Tensor], torch.Tensor] = plain
-) -> dict[str, torch.Tensor]:
-    """Returns what this rank has of the parameters that an optimizer trains, by their names in a model.
+def stepping(optimizer: Any, module: Any) -> torch.optim.Optimizer:
+    """Returns the optimizer whose `step` moves a model's parameters: that within a wrapper, or within SAM.
 
     Raises:
-        ArgumentError: for what is no optimizer of PyTorch, or no model, or one without some of them.
+        ArgumentError: for what is no optimizer of PyTorch, or no model.
     """
+    optimizer = unwrapped(getattr(optimizer, "base_optimizer", optimizer))
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_allreduce_delay"):
         allowed = "one of PyTorch, whose gradients nobody synchronizes: torch.optim.AdamW(...)"
         raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
@@ -457,9 +398,4 @@ def named_in(
         raise ArgumentError(
             "model", type(module).__name__, "the module whose parameters the optimizer trains"
         )
-    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in given}
-    if len(named) < len(given):
-        allowed = f"the one that has all {len(given)} parameters of the optimizer"
-        raise ArgumentError("model", f"one that has {len(named)} of them", allowed)
-    return {name: own(name, parameter) for name, parameter in named.items()}
+    return optimizer

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBucket, shard_of
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
@@ -196,3 +197,65 @@ def groups_of(optimizer: Any) -> dict[torch.Tensor, int]:
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
+
+
+def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model that an optimizer trains, by name.
+
+    Raises:
+        ArgumentError: if it trains others, too.
+    """
+    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    named = {_plain(name): one for name, one in inner_of(model).named_parameters() if id(one) in given}
+    known = set(map(id, named.values()))
+    if strange := [
+        f"group {number}, parameter {place} of shape {list(one.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, one in enumerate(group["params"])
+        if id(one) not in known
+    ]:
+        allowed = f"one of the model's parameters alone; it also has {'; '.join(strange[:3])}"
+        raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
+    return named
+
+
+def inner_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The module within torch.compile's and DistributedDataParallel's."""
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return inner.module if isinstance(inner, DistributedDataParallel) else inner
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wrappers put before it."""
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+class ModelBuffers:
+    """A model's float buffers, statistics of batches, and counters, integers of one element: `Averaged`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def _numbers(self) -> list[torch.Tensor]:
+        # asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place
+        given = [one for one in self._model.buffers() if one.numel() and not one.is_complex()]
+        counts = [one.numel() == 1 and one.dtype != torch.bool for one in given]
+        return [one for one, count in zip(given, counts, strict=True) if count or one.is_floating_point()]
+
+    def read(self) -> np.ndarray:
+        numbers = [one.detach().double().reshape(-1).cpu().numpy() for one in self._numbers()]
+        return np.concatenate(numbers) if numbers else np.zeros(0)
+
+    @torch.no_grad()
+    def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
+        first = 0
+        for one in self._numbers():
+            here = slice(first, first + one.numel())
+            pair = sent[here], mean[here] if one.is_floating_point() else np.rint(mean[here])
+            before, after = (torch.from_numpy(array.copy()).view(one.shape) for array in pair)
+            if not before.isfinite().all() or torch.equal(one.detach().double().cpu(), before):
+                one.copy_(after)
+            else:  # what was learned since stays
+                one.add_((after - before).to(one.device, one.dtype))
+            first = here.stop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,18 +9,16 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensors.driver import Driver
-from horovod_sparse.tensors.local_steps import LocalBinding, LocalEngine, named_in, stepping
+from horovod_sparse.tensors.local_steps import LocalBinding, stepping
+from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.horovod_engine import HorovodEngine, construction_errors
+from horovod_sparse.torch.horovod_engine import construction_errors
+from horovod_sparse.torch.steps import Engine
 from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule
 from horovod_sparse.training.local_settings import OuterStep as OuterStep
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class _Engine(LocalEngine, HorovodEngine):
-    pass
 
 
 class LocalSteps(LocalBinding):
@@ -59,7 +56,7 @@ class LocalSteps(LocalBinding):
         (2, 0)
     """
 
-    engine: _Engine
+    engine: Engine
 
     @construction_errors.telling
     def __init__(
@@ -72,15 +69,16 @@ class LocalSteps(LocalBinding):
         **options: Unpack[LocalOptions],
     ) -> None:
         schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.torch.LocalSteps")
-        optimizer = stepping(optimizer)
-        named = named_in(optimizer, model)
+        optimizer = stepping(optimizer, model)
         if any(isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in model.modules()):
             allowed = "its module, or horovod_sparse.ddp.LocalSteps"
             raise ArgumentError("model", "a DistributedDataParallel", allowed)
-        owner = SimpleNamespace(_adopted=False, process_set=process_set)
-        engine = _Engine(owner, [], schedule.recipe, settings.deadline_seconds)
-        engine.named, engine.schedule = named, schedule
-        super().__init__(optimizer, model, engine, settings)
+        names = {one: name for name, one in trained_by(optimizer, model).items()}
+        if sharded := [name for one, name in names.items() if hasattr(one, "device_mesh")]:
+            allowed = "a model of plain tensors; horovod_sparse.ddp.LocalSteps takes one of fully_shard"
+            raise ArgumentError("model", f"{sharded[0]}, a DTensor", allowed)
+        engine = Engine(optimizer, names, schedule.recipe, process_set, settings.deadline_seconds)
+        super().__init__(optimizer, model, engine, schedule, settings)
 
     @property
     def starter(self) -> Driver:

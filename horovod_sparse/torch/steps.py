@@ -28,12 +28,12 @@ from horovod_sparse.training.steps import Schedule
 ENTRY = "horovod_sparse"
 
 
-class _Engine:
+class Engine:
     """An `Engine` for the parameters that one optimizer trains."""
 
     name = "horovod_sparse.torch"
     start_token = staticmethod(present_start)
-    binding: Binding
+    binding: Any
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Engine:
 class StepSynchronizer(Binding):
     """Binds an optimizer to passes over Horovod; its `state_dict` has this rank's exact entry, too."""
 
-    engine: _Engine
+    engine: Engine
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StepSynchronizer(Binding):
         process_set: Any,
         groups: Any,
     ) -> None:
-        engine = _Engine(optimizer, names, recipe, process_set, settings.deadline_seconds)
+        engine = Engine(optimizer, names, recipe, process_set, settings.deadline_seconds)
         engine.binding, self._groups, self.process_set = self, groups, process_set
         super().__init__(optimizer, engine, recipe, settings, schedule)
         claim(self, [one for group in optimizer.param_groups for one in group["params"]])

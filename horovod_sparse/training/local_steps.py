@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import AllReduce, Broadcast, Synchronization, shared_lines
+from horovod_sparse.collectives import Broadcast, Synchronization, shared_lines
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Bucket
 from horovod_sparse.plans import Plan, fixed_bytes
@@ -29,7 +29,7 @@ from horovod_sparse.training.engine import Engine, Facts, Starter, Task
 from horovod_sparse.training.local_settings import LocalSchedule
 from horovod_sparse.training.parts import assign_residuals, shared_out
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.steps import Steps
+from horovod_sparse.training.steps import Averaged, Steps, mean_of_finite
 from horovod_sparse.training.training import Training
 
 _log = logging.getLogger("horovod_sparse")
@@ -129,63 +129,6 @@ class Displacement(abc.ABC):
             self.cancel()
 
 
-class Buffers:
-    """A model's numbers that no gradient moves: floats are averaged, others become rank 0's."""
-
-    def __init__(self) -> None:
-        self._known = self._marks()
-
-    def entries(self) -> Sequence[Any]:
-        """Returns those that have elements: `drift.Entry` with `write`, which replaces its bytes."""
-        raise NotImplementedError
-
-    def wide(self, entry: Any) -> np.ndarray | None:
-        """Returns a float's elements in float64, one behind the other; None of another type."""
-        raise NotImplementedError
-
-    def assign(self, entry: Any, wide: np.ndarray) -> None:
-        """Replaces a float."""
-        raise NotImplementedError
-
-    def mark(self, entry: Any) -> bytes:
-        """Returns a digest that changes with the contents."""
-        digest: bytes = entry.sums().tobytes()
-        return digest
-
-    def _marks(self) -> dict[str, bytes]:
-        return {entry.name: self.mark(entry) for entry in self.entries()}
-
-    def changed(self) -> list[str]:
-        """Returns the names of those that have changed on this rank since the last exchange."""
-        return [name for name, mark in self._marks().items() if mark != self._known.get(name)]
-
-    def shared(self, names: Sequence[str], root: int | None = None) -> Synchronization[None]:
-        """Makes these equal on all ranks; with a root all of them, and what it has."""
-        some = [one for one in self.entries() if root is not None or one.name in names]
-        kinds = yield from shared_lines({one.name: one.kind for one in some})
-        if differing := agreement.differences(kinds, "nothing"):
-            what = "; ".join(differing.values())
-            raise StateMismatchError(f"buffer {what}. What differs by rank must be no buffer of the model")
-        sums: dict[str, np.ndarray] = {}
-        for one in some if root is None else ():
-            if (wide := self.wide(one)) is not None:  # who has diverged spoils no other's
-                sums[one.name] = np.append(wide, 1.0) if np.isfinite(wide).all() else np.zeros(wide.size + 1)
-        if sums:
-            total = yield AllReduce(np.concatenate(list(sums.values())))
-            pieces = np.split(np.asarray(total), np.cumsum([*map(len, sums.values())])[:-1])
-            sums = dict(zip(sums, pieces, strict=True))
-        for one in some:
-            if one.name in sums and (count := sums[one.name][-1]):
-                self.assign(one, sums[one.name][:-1] / count)
-            else:
-                own = one.read()
-                words = np.zeros(-(-own.size // 4), np.int32)
-                words.view(np.uint8)[: own.size] = own
-                received = np.ascontiguousarray((yield Broadcast(words, root or 0)))
-                one.write(received.view(np.uint8)[: own.size])
-        self._known = self._marks()
-
-
 class LocalTraining(Steps):
     """Counts an optimizer's steps, and lets displacements be exchanged every so many of them.
 
@@ -197,10 +140,10 @@ class LocalTraining(Steps):
     schedule: LocalSchedule
 
     def __init__(
-        self, engine: Engine, schedule: LocalSchedule, settings: Settings, facts: Facts, buffers: Buffers
+        self, engine: Engine, schedule: LocalSchedule, settings: Settings, facts: Facts, averaged: Averaged
     ) -> None:
-        super().__init__(engine, schedule.recipe, settings, schedule)
-        self._buffers = buffers
+        super().__init__(engine, schedule.recipe, settings, schedule, averaged)
+        self._statistics = averaged
         self._has_begun = False
         #: steps since the exchange in flight began
         self._flying = 0
@@ -208,16 +151,9 @@ class LocalTraining(Steps):
         self._if_completed: tuple[int, Sequence[Mapping[str, Any]]] | None = None
         #: whether the common parameters have been loaded anew since the last exchange
         self._replaced = False
-        self._changed: list[str] = []
         #: steps of this process, when the first of them was, and seconds that exchanges have held it up
         self._num_steps, self._since, self._held_up = 0, 0.0, 0.0
         self.begin(facts, self.first_plan_of(facts))
-
-    @property
-    def bytes_per_step(self) -> float:
-        """Payload bytes that this rank sends in an exchange, over the local steps from one to the next."""
-        mean = self.telemetry.mean
-        return 0.0 if mean is None else mean.bytes_sent / self.schedule.every
 
     @property
     def share_computing(self) -> float:
@@ -226,10 +162,12 @@ class LocalTraining(Steps):
         return 1.0 - self._held_up / passed if self._num_steps else 1.0
 
     def summary(self) -> str:
-        """In one line: bytes per local step, time computing, and the means of exchanges."""
+        """Returns bytes a local step, time computing, and the means of exchanges, in one line."""
+        mean, every = self.telemetry.mean, self.schedule.every
+        sent = 0.0 if mean is None else mean.bytes_sent / every
         return (
-            f"{self.step} exchanges, each after {self.schedule.every} steps: {self.bytes_per_step:,.0f} B a "
-            f"step, {100 * self.share_computing:.1f} % of the time computing; {self.telemetry.summary()}"
+            f"{self.step} exchanges, each after {every} steps: {sent:,.0f} B a step, "
+            f"{100 * self.share_computing:.1f} % of the time computing; {self.telemetry.summary()}"
         )
 
     def first_plan_of(self, facts: Facts) -> Plan:
@@ -281,7 +219,7 @@ class LocalTraining(Steps):
                 part.moves.adopt()
             elif self._if_completed is None:  # parameters may have been loaded since something was sent
                 part.moves.forget()
-        before, old_size = self.step, self.made_for[1]
+        before, old_size, self._num_begun = self.step, self.made_for[1], 0
         Training.agree(self)
         if self.size > 1:
             try:
@@ -311,7 +249,10 @@ class LocalTraining(Steps):
             if own != furthest or not self._has_begun:
                 for part in self.parts:
                     part.moves.return_to_start()
-            yield from self._buffers.shared((), root)
+            own_numbers = self._statistics.read()
+            if own_numbers.size:
+                received = yield Broadcast(own_numbers.view(np.int32), root)
+                self._statistics.move(own_numbers, np.ascontiguousarray(received).view(np.float64))
             if self._if_completed is not None and own_step < furthest[1]:
                 size, held = self._if_completed
                 held = shared_out(held, agreement.kept_share(size, self.size), self.recipe.feedback)
@@ -359,28 +300,29 @@ class LocalTraining(Steps):
             raise
 
     def _begin_facts(self, facts: Any, name: str) -> None:
-        told = [self.step, facts.finishing, self._replaced, self._buffers.changed()]
+        told = [self.step, facts.finishing, self._replaced, self._statistics.read().size]
         facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
         self._num_begun, self._replaced = self._num_begun + 1, False
 
     def _heard(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
-        told = facts.task.value()
-        self.refuse_other_exchanges([step for step, *_ in told])
-        replaced = [loaded for _, _, loaded, _ in told]
+        numbers, finishing, replaced, sizes = zip(*facts.task.value(), strict=True)
+        self.refuse_other_exchanges(numbers)
         if len(set(replaced)) > 1:
             ranks = [rank for rank, loaded in enumerate(replaced) if loaded]
             raise StateMismatchError(
                 f"ranks {ranks} alone have loaded other parameters since the last exchange: call "
                 "model.load_state_dict on all ranks"
             )
-        self._changed = sorted({name for *_, names in told for name in names})
-        return [{}] * len(self.parts), all(finishing for _, finishing, *_ in told)
+        if len(set(sizes)) > 1:
+            told = agreement.ranks_apart("have {} elements", sizes)
+            raise StateMismatchError(f"the model's buffers differ: {told}. What differs must be no buffer")
+        return [{}] * len(self.parts), all(finishing)
 
     def _average(self, facts: Any) -> None:
-        if self._changed:
-            task = self.starter.start("buffers", self._buffers.shared(self._changed))
+        if (own := self._statistics.read()).size:
+            task = self.starter.start("statistics", mean_of_finite(own))
             self.starter.wait([task])
-            task.value()
+            self._statistics.move(own, task.value())
 
     def _land(self, most: int) -> bool:
         all_finishing = super()._land(most)

@@ -173,7 +173,7 @@ class Steps(Training):
         if self.is_agreed:
             return
         self.roll_back()
-        self.started_anew = False
+        self.started_anew, self._num_begun = False, 0
         super().agree()
         self._resume()
 
@@ -251,7 +251,7 @@ class Steps(Training):
         words = np.append(words, np.array(facts.shrink).view(np.int32))
         facts.task = self.starter.start(f"{name}.facts", _all_gathered(words))
         if self._averaged is not None and (own := self._averaged.read()).size:
-            facts.averaged = own, self.starter.start(f"{name}.averaged", _mean(own))
+            facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
         self._num_begun += 1
 
     def _heard(self, facts: _Facts) -> tuple[list[dict[float, list[int]]], bool]:
@@ -526,7 +526,7 @@ def _all_gathered(words: np.ndarray) -> Synchronization[np.ndarray]:
     return (yield AllGather(words))
 
 
-def _mean(own: np.ndarray) -> Synchronization[np.ndarray]:
+def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
     """The mean over the ranks whose numbers are finite."""
     sent = np.append(own, 1.0) if np.isfinite(own).all() else np.zeros(own.size + 1)
     total = np.asarray((yield AllReduce(sent)))

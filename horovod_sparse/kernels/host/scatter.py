@@ -141,36 +141,48 @@ def write_runs(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _divide_by_counts(tile, counts, indices, begun, at, start):  # type: ignore[no-untyped-def]
-    """Divides the sums in a tile by how many values each has; `counts` are zeros before and after."""
+def _fill_means(tile, counts, hits, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
+    """As `fill_tile`, but with the mean of the values at a place; `counts` are zeros before and after."""
+    first_touches, num_hits = 0, 0
     for run in range(at.size):
-        for i in range(begun[run], at[run]):
-            counts[indices[i] - start] += 1
-    for run in range(at.size):
-        for i in range(begun[run], at[run]):
-            place = indices[i] - start
-            if counts[place] > 1:
-                tile[place] /= counts[place]
+        i, last = at[run], stops[run]
+        while i < last and read(indices, i) < stop:
+            place = np.uint64(read(indices, i) - start)
+            old = tile[place]
+            total = old + read(values, i)
+            tile[place] = total if raw_bits(total) != 0 else -total
+            if raw_bits(old) == 0:
+                first_touches += 1
+            else:
+                counts[place] += 1
+                hits[num_hits] = place
+                num_hits += 1
+            i += 1
+        at[run] = i
+    for hit in range(num_hits):
+        place = hits[hit]
+        if counts[place] > 0:
+            tile[place] /= counts[place] + 1
             counts[place] = 0
+    return first_touches
 
 
 @kernel
 def _step_by_runs(  # type: ignore[no-untyped-def]
-    start, indices, values, at, stops, rate, tile, counts, first, last, line, past_caches
+    start, indices, values, at, stops, rate, tile, counts, hits, first, last, line, past_caches
 ):
     """start -= rate * (sum of the values at a place) from first up to last; returns what `add_at` does.
 
-    Runs and tile are those of `write_runs`; with `counts` sums are divided by them. `line`, if there is one,
-    becomes what start is there.
+    Runs and tile are those of `write_runs`; with `counts` means take the place of sums. `line`, if there is
+    one, becomes what start is there.
     """
-    first_touches, rates, begun = 0, v.splat(-rate), at.copy()
+    first_touches, rates = 0, v.splat(-rate)
     for begin in range(first, last, tile.size):
         stop = min(begin + tile.size, last)
-        for run in range(at.size):
-            begun[run] = at[run]
-        first_touches += fill_tile(tile, indices, values, at, stops, begin, stop)
-        if counts is not None:
-            _divide_by_counts(tile, counts, indices, begun, at, begin)
+        if counts is None:
+            first_touches += fill_tile(tile, indices, values, at, stops, begin, stop)
+        else:
+            first_touches += _fill_means(tile, counts, hits, indices, values, at, stops, begin, stop)
         i = begin
         while i + v.LANES <= stop:
             moved = v.add(v.load(start, i), v.multiply(rates, v.load(tile, i - begin)))
@@ -392,9 +404,12 @@ def step_by_sum(
     """
     runs, tile = runs_of(*_matched(start, indices, values)), aligned_tile(start.dtype)
     factor, num_union, counts = start.dtype.type(rate), 0, np.zeros_like(tile) if mean else None
+    hits = np.empty(runs[0].size, np.int32)
     for first, last, line in lines:
         past_caches = line is not None and start.nbytes >= _LARGE and line.ctypes.data % _LINE == 0
-        num_union += int(_step_by_runs(start, *runs, factor, tile, counts, first, last, line, past_caches))
+        num_union += int(
+            _step_by_runs(start, *runs, factor, tile, counts, hits, first, last, line, past_caches)
+        )
     return num_union
 
 

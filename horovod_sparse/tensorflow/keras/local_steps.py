@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -162,29 +161,20 @@ class _Training(local_steps.LocalTraining):
         return self.engine
 
 
-@dataclass(frozen=True)
-class _BufferEntry(HostEntry):
-    assign: Callable[[np.ndarray], Any]
+class _Statistics:
+    """Floats that are not trained, statistics of batches: `Averaged`."""
 
-    def write(self, values: np.ndarray) -> None:
-        self.assign(values.view(self.array.dtype).reshape(self.array.shape))
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._floats = [one for one in map(as_variable, variables) if dtype_name(one.dtype)]
 
+    def read(self) -> np.ndarray:
+        floats = [one.numpy().astype(np.float64).reshape(-1) for one in self._floats]
+        return np.concatenate([np.zeros(0), *floats])
 
-class _Buffers(local_steps.Buffers):
-    """Statistics of batches."""
-
-    def __init__(self, named: Mapping[str, Any]) -> None:
-        self._named = named
-        super().__init__()
-
-    def entries(self) -> list[_BufferEntry]:
-        return [_BufferEntry(name, one.numpy(), one.assign) for name, one in self._named.items()]
-
-    def wide(self, entry: _BufferEntry) -> np.ndarray | None:
-        return entry.array.astype(np.float64).reshape(-1) if dtype_name(entry.array.dtype) else None
-
-    def assign(self, entry: _BufferEntry, wide: np.ndarray) -> None:
-        entry.assign(wide.reshape(entry.array.shape).astype(entry.array.dtype))
+    def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
+        stops = np.cumsum([one.shape.num_elements() for one in self._floats])
+        for one, values in zip(self._floats, np.split(mean, stops[:-1]), strict=False):
+            one.assign(values.reshape(one.shape).astype(one.dtype.as_numpy_dtype))
 
 
 def _by_name(variables: Sequence[Any]) -> dict[str, Any]:
@@ -252,8 +242,8 @@ class LocalSteps(tf.keras.callbacks.Callback):
             label = label_of("horovod_sparse.local", self.process_set, list(named.values()))
             engine = _Engine(self.process_set, self._given, label, self._settings.deadline_seconds)
             facts = facts_of(list(named), list(named.values()), self._given.recipe.rules)
-            buffers = _Buffers(_by_name(self.model.non_trainable_weights))
-            self.rounds = _Training(engine, self._given, self._settings, facts, buffers)
+            statistics = _Statistics(self.model.non_trainable_weights)
+            self.rounds = _Training(engine, self._given, self._settings, facts, statistics)
             self.load_state_dict(self._waiting)
         elif new := {*map(id, named.values())} - {id(one) for _, one in self.rounds.facts.values()}:
             given = f"one with {len(new)} trained variables that the fit before did not train"

@@ -107,6 +107,8 @@ def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
                     bias.step()
                 weight.step()
         assert local.step == 1
+        with pytest.raises(UnsupportedError, match=r"join\(\) waits for gradients"), model.join():
+            weight.step()
         return
     with pytest.raises(ArgumentError, match="LocalSteps"):
         net = nn.Linear(2, 2)

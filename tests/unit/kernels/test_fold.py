@@ -161,8 +161,12 @@ def test_sums_in_place_of_what_there_was(dtype, n, offset, counts, in_order, see
         begun = start.copy()
         lines = [(0, cut, None), (cut, n, line)]
         assert scatter.step_by_sum(start, indices, values, scale, lines) == touched
+        middle = start.copy()
+        assert scatter.step_by_sum(middle, indices, values, scale, lines[:1], mean=True) <= touched
     np.testing.assert_array_equal(start, begun - dtype(scale) * expected)
     np.testing.assert_array_equal(line, start[cut:])
+    counts = np.maximum(np.bincount(indices, minlength=n), 1).astype(dtype)[:cut]
+    np.testing.assert_array_equal(middle[:cut], start[:cut] - dtype(scale) * (expected[:cut] / counts))
     np.testing.assert_array_equal(dense, expected * dtype(scale))
     dense[:] = before[offset : offset + n]
     np.testing.assert_array_equal(memory, before)
