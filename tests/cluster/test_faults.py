@@ -1,6 +1,5 @@
 """A network that fails for a while, or loses packets: training waits, and goes on bit for bit."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,15 +11,14 @@ import pytest
 
 from cluster.script import NAME, SCRIPT, cluster
 from cluster.test_run import _mpi_here
+from support.jobs import entries_in, of
 
 _WORKER = Path(__file__).resolve().parents[1] / "faults" / "worker.py"
 _HOSTS, _LAST_STEP, _DOWN_SECONDS, _LOST = 3, 11, 5.0, 0.02
 
 
 def _entries(folder: Path, rank: int, what: str) -> dict[int, str]:
-    path = folder / f"rank-{rank}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {entry["step"]: entry["digest"] for entry in map(json.loads, lines) if entry["what"] == what}
+    return {entry["step"]: entry["digest"] for entry in of(entries_in(folder), what, rank=rank)}
 
 
 def _until(run: Any, folder: Path, what: str, step: int, seconds: float = 90.0) -> float:

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 import horovod_sparse.torch as hvd
-from elastic.job import Diary
 from horovod_sparse.torch import driver
-from support.startup import without_dynamo
+from support.jobs import Diary, without_dynamo
 
 EVERY, SEEDS = 4, 3
 

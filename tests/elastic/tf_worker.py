@@ -21,7 +21,7 @@ import tensorflow as tf
 from horovod.tensorflow.elastic import run
 
 import horovod_sparse.tensorflow as hvd
-from elastic.job import Diary
+from support.jobs import Diary
 
 LENGTH, RATE = 40, 0.1
 

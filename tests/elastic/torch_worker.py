@@ -23,9 +23,8 @@ import torch
 from horovod.torch.elastic import TorchState, run
 
 import horovod_sparse.torch as hvd
-from elastic.job import Diary
+from support.jobs import Diary, without_dynamo
 from support.linear import LinearModel, dyadic
-from support.startup import without_dynamo
 
 #: parameters of a model, which form two buckets, and their elements
 LAYERS, LENGTH = 4, 500

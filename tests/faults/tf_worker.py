@@ -3,13 +3,13 @@
 MODE is a way to train, and what happens: ``fit-asleep``. What is raised on the others is written down.
 """
 
-import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
 
@@ -21,16 +21,17 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.tensorflow import waiting
 from horovod_sparse.tensorflow.keras import DistributedOptimizer
+from support.jobs import Diary, until_told
 
 #: the deadline is more than ranks may be apart when their graphs are traced on a busy machine
-STEPS, FAULT_STEP, DEADLINE_SECONDS, ASLEEP_SECONDS = 8, 4, 4.0, 20.0
+STEPS, FAULT_STEP, DEADLINE_SECONDS = 8, 4, 4.0
 DENSITY = "topk:density=0.1"
 
 
 class Training:
-    def __init__(self, way: str, how: str, path: Path) -> None:
-        self.way, self.how, self.path = way, how, path
-        is_last = hvd.rank() == hvd.size() - 1
+    def __init__(self, way: str, how: str, folder: Path) -> None:
+        self.way, self.how, self.folder = way, how, folder
+        self.rank, is_last = hvd.rank(), hvd.rank() == hvd.size() - 1
         self.text = "topk:densty=0.1" if how == "misspelt" and is_last else DENSITY
         if how == "variable" and is_last:
             os.environ["HOROVOD_SPARSE_TRANSPORT"] = "mpi"
@@ -38,8 +39,7 @@ class Training:
         self.begun = time.perf_counter()
 
     def note(self, **facts: object) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"what": f"{self.way}-{self.how}", "pid": os.getpid(), **facts}) + "\n")
+        Diary(self.folder).note(f"{self.way}-{self.how}", rank=self.rank, **facts)  # Horovod may have ended
 
     def before(self, step: int) -> None:
         self.begun = time.perf_counter()
@@ -47,14 +47,8 @@ class Training:
         if step == FAULT_STEP and hvd.rank() == hvd.size() - 1 and self.how in ("stopped", "asleep"):
             if self.how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            self.until_told()
+            until_told(self.folder, "error")
             time.sleep(1.0)  # the others have ended
-
-    def until_told(self) -> None:
-        """Until rank 0 has written down what it has met, or never will."""
-        until, path = time.monotonic() + ASLEEP_SECONDS, self.path.with_name("rank-0.jsonl")
-        while not (path.exists() and '"error": ' in path.read_text()) and time.monotonic() < until:
-            time.sleep(0.1)
 
     def step(self) -> None:
         with tf.GradientTape() as tape:
@@ -105,14 +99,14 @@ def main(mode: str, folder: Path) -> None:
     waiting.ENDS_SECONDS = 3.0
     keras.utils.set_random_seed(0)  # ranks that begin apart are found out
     hvd.init()
-    training = Training(way, how, folder / f"rank-{hvd.rank()}.jsonl")
+    training = Training(way, how, folder)
     try:
         training.run()
     except Exception as error:
         waited = time.perf_counter() - training.begun
         training.note(error=type(error).__name__, message=str(error), waited=waited)
         if how in ("misspelt", "variable"):
-            training.until_told()
+            until_told(folder, "error")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import resource
 import signal
@@ -17,8 +16,8 @@ import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import CheckpointError, DeadlineError
+from support.jobs import Diary, until_told, without_dynamo
 from support.linear import LinearModel, dyadic
-from support.startup import without_dynamo
 
 SHAPES = {"first": (400, 30), "bias": (7,), "second": (30, 50, 11)}
 STEPS, FAULT_STEP = 12, 5
@@ -52,8 +51,7 @@ class Training:
 
 
 def note(folder: Path, what: str, **facts: object) -> None:
-    with open(folder / f"rank-{hvd.rank()}.jsonl", "a") as file:
-        file.write(json.dumps({"what": what, "pid": os.getpid(), **facts}) + "\n")
+    Diary(folder).note(what, rank=hvd.rank(), **facts)
 
 
 def in_backward(training: Training, act) -> None:
@@ -78,20 +76,6 @@ def killed(folder: Path) -> None:
     training.steps(FAULT_STEP, STEPS)
 
 
-def starve() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + (64 << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    torch.ones(1 << 28)
-
-
-def starved(folder: Path) -> None:
-    training = begun(folder, "starved")
-    training.note(dies=True)
-    in_backward(training, starve)
-    training.steps(FAULT_STEP, STEPS)
-
-
 def networked(folder: Path) -> None:
     for what in ("plain", "down", "lossy"):
         Training(folder, what).steps(0, STEPS, pause=0.0 if what == "plain" else 0.2)
@@ -111,13 +95,6 @@ def interrupted(folder: Path) -> None:
 def in_the_sum(training: Training, act) -> None:
     if training.rank == hvd.size() - 1:
         training.optimizer._synchronizer.parts[0].bucket._foldable = lambda *_arguments: act()
-
-
-def until_told(folder: Path, what: str) -> None:
-    """Until rank 0 has written down what it has met, or never will."""
-    until, path = time.monotonic() + 20.0, folder / "rank-0.jsonl"
-    while not (path.exists() and f'"{what}": ' in path.read_text()) and time.monotonic() < until:
-        time.sleep(0.1)
 
 
 def survived(folder: Path) -> None:
@@ -184,5 +161,5 @@ if __name__ == "__main__":
     without_dynamo()
     torch.set_num_threads(1)
     hvd.init()
-    modes = (killed, failed, starved, interrupted, survived, networked, misspelt, caught, variable)
+    modes = (killed, failed, interrupted, survived, networked, misspelt, caught, variable)
     {mode.__name__: mode for mode in modes}[sys.argv[1]](Path(sys.argv[2]))

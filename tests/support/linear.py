@@ -29,7 +29,7 @@ class LinearModel(torch.nn.Module):
         # what entered the loss last is visited first
         for name in reversed(list(order or gradients)):
             parameter = parameters[name]
-            given = torch.from_numpy(np.asarray(gradients[name], np.float64)).to(parameter.dtype)
+            given = torch.from_numpy(np.asarray(gradients[name], np.float64)).to(parameter)
             loss = loss + (parameter * given).sum().to(torch.float64)
         return loss
 

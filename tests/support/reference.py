@@ -103,41 +103,6 @@ def check_moments(found: Moments, values: Array, threshold: float) -> None:
     np.testing.assert_allclose(found.total_logarithms, np.log(sizes).sum(), 1e-5, 1e-5 * (1 + sizes.size))
 
 
-def check_alike(ours: Any, theirs: Any, generator: np.random.Generator) -> None:
-    """Two accumulators of the same values give the same answers."""
-    n = theirs.num_elements
-    for low, high in ((0, n), sorted(generator.integers(0, n + 1, 2).tolist())):
-        # first what is content with upper bounds of the maxima: the others make them exact
-        threshold = theirs.kth_magnitude(int(generator.integers(1, min(n, 30) + 1))) if n else 1.0
-        found = ours.at_least(threshold, low, high)
-        np.testing.assert_array_equal(found, theirs.at_least(threshold, low, high))
-        # few enough that the maxima of the blocks bound the k-th; and more
-        length = high - low
-        k = int(generator.integers(0, generator.choice([length // 64, min(length, 700), length]) + 1))
-        largest = ours.largest(k, low, high)
-        np.testing.assert_array_equal(largest, theirs.largest(k, low, high))
-        assert found.dtype == largest.dtype == np.int32
-        assert not k or ours.kth_magnitude(k, low, high) == theirs.kth_magnitude(k, low, high)
-        chunk = int(generator.choice([1, 5, 64, 100, 4096]))
-        lengths = np.minimum(chunk, n - np.arange(0, n, chunk))
-        quotas = np.rint(generator.choice([0.0, 0.003, 0.02, 0.4, 1.0], lengths.size) * lengths).astype(
-            np.int64
-        )
-        if n:
-            of_each = ours.largest_of_each(chunk, quotas)
-            np.testing.assert_array_equal(of_each, theirs.largest_of_each(chunk, quotas))
-        thresholds = [0.0, threshold, float(np.exp(generator.normal()))]
-        counts = ours.count_at_least(thresholds)
-        assert counts.dtype == np.int64
-        np.testing.assert_array_equal(counts, theirs.count_at_least(thresholds))
-        for least in thresholds:
-            check_moments(ours.moments(least), theirs.values(), least)
-        stride, offset = int(generator.integers(1, 9)), int(generator.integers(0, 9))
-        np.testing.assert_array_equal(
-            ours.sample_magnitudes(stride, offset), theirs.sample_magnitudes(stride, offset)
-        )
-
-
 def add_into(dense: Array, indices: Array, values: Array) -> tuple[Array, int]:
     """dense with values added at indices, one after the other; how many elements held +0.0 before."""
     out = dense.copy()

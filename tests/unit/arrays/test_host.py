@@ -15,10 +15,10 @@ from horovod_sparse.kernels.host import select
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator
 from support import reference
-from unit.kernels.drawing import KINDS, SEEDS, SIZES, bfloat16_bits, make
+from support.accumulators import histories, made, play
+from support.drawing import SEEDS, bfloat16_bits, make
 
 NAMES = ("float32", "float64", "float16", "bfloat16")
-CHANGES = ("clear", "add", "put", "mask", "look", "look", "abandon", "take")
 
 
 def held(name, kind, n, seed):
@@ -40,44 +40,22 @@ def choose(patch, way):
 
 
 @pytest.mark.parametrize("way", ["blocks", "some blocks", "sample", "digits"])
-@given(
-    name=st.sampled_from(NAMES),
-    kind=st.sampled_from(KINDS),
-    n=SIZES,
-    seed=SEEDS,
-    density=st.sampled_from([0.001, 0.2]),
-    companions=st.integers(0, 2),
-    steps=st.lists(st.lists(st.sampled_from(CHANGES), max_size=6), min_size=1, max_size=4),
-)
-@settings(max_examples=30, deadline=None)
-def test_any_history(way, name, kind, n, seed, density, companions, steps):
-    generator = np.random.default_rng(seed)
-    host = HostAccumulator(n, name, density=density, companions=companions)
-    plain = reference.ReferenceAccumulator(n, host.dtype, companions=companions)
+@given(history=histories())
+@settings(max_examples=40, deadline=None)
+def test_any_history(way, history):
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, way)
-        for number, changes in enumerate(steps):
-            gradient = held(name, kind, n, seed + number)
-            rule = FoldRule(decay=0.5, momentum=0.9 if companions and number % 2 else None)
-            report, expected = (one.fold(gradient.copy(), rule) for one in (host, plain))
-            assert report.num_nonfinite == expected.num_nonfinite
-            for change in [*changes, "look"]:
-                share = generator.choice([0.001, 0.1, 0.9])
-                indices = np.flatnonzero(generator.random(n) < share).astype(np.int32)
-                more = [(generator.standard_normal(indices.size) * 3).astype(host.dtype)]
-                given = (
-                    [] if change == "abandon" else [indices, *more] if change in ("add", "put") else [indices]
-                )
-                if change == "look":
-                    reference.check_alike(host, plain, generator)
-                else:
-                    answers = [getattr(one, change)(*given) for one in (host, plain)]
-                    np.testing.assert_array_equal(*answers)
-                np.testing.assert_array_equal(host.values(), plain.values())
-                for mine, theirs in zip(host.companions, plain.companions, strict=True):
-                    np.testing.assert_array_equal(mine, theirs)
-            norms = host.square_norm, plain.square_norm
-            np.testing.assert_allclose(*norms, atol=1e-5 * (1 + report.square_norm + norms[1]))
+        host, plain = (made(kind, history) for kind in (HostAccumulator, reference.ReferenceAccumulator))
+        play(history, host, plain, np.copy, exactly=False)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.uint16])
+def test_every_half_number(kind):
+    bits = np.arange(2**16, dtype=np.uint16).view(kind)
+    host, plain = HostAccumulator(2**16), reference.ReferenceAccumulator(2**16, np.dtype(np.float32))
+    found, expected = (one.fold(bits.copy()) for one in (host, plain))
+    np.testing.assert_array_equal(host.values(), plain.values())
+    assert (found.num_nonfinite, found.first_nonfinite) == (expected.num_nonfinite, expected.first_nonfinite)
 
 
 def test_assigned_values_are_selected_from_and_stay():

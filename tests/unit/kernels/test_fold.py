@@ -14,8 +14,8 @@ from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.kernels.host.statistics import moments_at_least
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
 from support import reference
+from support.drawing import FLOATS, KINDS, SEEDS, SIZES, bfloat16_bits, make, spoil
 from support.sampling import rows_by
-from unit.kernels.drawing import FLOATS, KINDS, SEEDS, SIZES, bfloat16_bits, make, spoil
 
 HELD = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 DTYPES = st.sampled_from(list(HELD))

@@ -1,6 +1,7 @@
 """Entries of checkpoints, changed in one place: a named error and nothing changed, or the same state."""
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,7 +127,7 @@ def wrong(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [[-1.0], [0.0], [1e300] * 100, []]
     if isinstance(value, float):
-        return [-1.0, 0.0, 5e-324, 1e18, -1e18, 1e300]
+        return [-1.0, 0.0, 5e-324, 1e18, -1e18, 1e300, float("nan")]
     return [-1, 0, 2**40, 2**62, -(2**62)]
 
 
@@ -148,7 +149,7 @@ def test_a_number_out_of_its_range_is_refused_or_does_no_harm(name: str) -> None
                     check_entry(entry, how, "{}")
                     load_entry(engine, entry, 1.0)
             except StateMismatchError as error:
-                assert str(path[-1]) in str(error)
+                assert re.search(rf"buckets\[0\]\.state.*{path[-1]}", str(error))
                 num_refused += 1
                 continue
             buckets = [engine.sparse[0].bucket for engine in engines]
@@ -164,27 +165,6 @@ def test_a_number_out_of_its_range_is_refused_or_does_no_harm(name: str) -> None
 def test_what_is_no_entry_is_refused(found: Any) -> None:
     with pytest.raises(StateMismatchError):
         check_entry(found, None, "{}")
-
-
-@pytest.mark.parametrize(
-    ("name", "field", "value"),
-    [
-        ("oktopk", "bounds", np.array([-5])),
-        ("oktopk", "global_threshold", -1.0),
-        ("sidco", "recent", [-1.0]),
-        ("sidco", "num_stages", 0),
-        ("exdyna", "threshold.share", float("nan")),
-    ],
-)
-def test_what_no_sparsifier_comes_to_is_refused_by_name(name: str, field: str, value: Any) -> None:
-    entry = copy.deepcopy(ENTRIES[name])
-    holder = entry["buckets"][0]["state"]
-    *outer, last = field.split(".")
-    for key in outer:
-        holder = holder[key]
-    holder[last] = value
-    with pytest.raises(StateMismatchError, match=rf"buckets\[0\]\.state.*{field}"):
-        load_entry(ArrayEngine(RECIPES[name], ONE, (1, 2)), entry, 1.0)
 
 
 def test_the_error_names_the_residual() -> None:

@@ -13,14 +13,9 @@ from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.errors import MessageError
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 from horovod_sparse.tensors.device_memory import apply_sum, clear_at
-from support import reference
+from support.accumulators import histories, made, play
 from support.gradients import DTYPES, as_gradient
 from support.sampling import rows_by
-
-# Magnitudes that tie, vanish, or are not numbers; between them anything.
-_SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-42, 3e38, np.inf, -np.inf, np.nan])
-COMPANIONS = [{}, {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
-COMPANIONS += [{"moment": 0.99, "rate": 0.1}, {"moment": 0.5, "count": 2}]
 
 
 def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
@@ -29,104 +24,10 @@ def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
     return torch.from_numpy(gradient.copy()).to(device)
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint64 if array.dtype == np.float64 else np.uint32)
-
-
-@st.composite
-def scenarios(draw: st.DrawFn, max_elements: int) -> dict[str, Any]:
-    return {
-        "num_elements": draw(st.integers(1, max_elements)),
-        "dtype": draw(st.sampled_from(DTYPES)),
-        "density": draw(st.sampled_from([0.001, 0.02, 0.6])),
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "kind": draw(st.sampled_from(["gaussian", "ties", "sparse", "clustered"])),
-        "special_share": draw(st.sampled_from([0.0, 0.02])),
-        "companion": draw(st.sampled_from(COMPANIONS)),
-        "folds": draw(
-            st.lists(
-                st.fixed_dictionaries(
-                    {
-                        "decay": st.sampled_from([1.0, 0.3, 2.0]),
-                        "masking": st.booleans(),
-                        "keep_residual": st.sampled_from([True, True, False]),
-                    }
-                ),
-                min_size=1,
-                max_size=2,
-            )
-        ),
-    }
-
-
-def gradient_of(scenario: dict[str, Any], generator: np.random.Generator) -> np.ndarray:
-    n = scenario["num_elements"]
-    values = generator.standard_normal(n)
-    if scenario["kind"] == "ties":
-        values = generator.integers(-2, 3, n).astype(np.float64)
-    elif scenario["kind"] == "sparse":
-        values *= generator.random(n) < 0.05
-    elif scenario["kind"] == "clustered":
-        values *= np.where(np.arange(n) < n // 10, 100.0, 0.01)
-    chosen = generator.random(n) < scenario["special_share"]
-    values[chosen] = generator.choice(_SPECIAL, int(chosen.sum()))
-    with np.errstate(over="ignore"):
-        return as_gradient(values, scenario["dtype"])
-
-
-def check_state(host: Any, ours: Any) -> None:
-    assert ours.values().dtype == host.values().dtype
-    np.testing.assert_array_equal(bits(ours.values()), bits(host.values()))
-    for mine, theirs in zip(ours.companions, host.companions, strict=True):
-        np.testing.assert_array_equal(bits(mine.cpu().numpy()), bits(theirs))
-    scale = host.report.square_norm
-    if np.isfinite(scale):
-        assert ours.square_norm == pytest.approx(host.square_norm, rel=1e-5, abs=1e-5 * scale)
-
-
-def run(scenario: dict[str, Any], place: Any) -> None:
-    generator = np.random.default_rng(scenario["seed"])
-    n, dtype = scenario["num_elements"], scenario["dtype"]
-    shared = {"density": scenario["density"], "companions": 1}
-    host = HostAccumulator(n, dtype, **shared)
-    ours = TorchAccumulator(n, dtype, device=place.device, kernels=place.kernels, **shared)
-    largest = 0.0
-    for fold in scenario["folds"]:
-        gradient = gradient_of(scenario, generator)
-        tensor = as_tensor(gradient, dtype, place.device)
-        rule = FoldRule(**{**fold, **scenario["companion"]})
-        expected, report = host.fold(gradient, rule), ours.fold(tensor, rule)
-        assert torch.count_nonzero(tensor) == 0
-        assert report.num_nonfinite == expected.num_nonfinite
-        assert report.first_nonfinite == expected.first_nonfinite
-        if np.isfinite(expected.square_norm):
-            assert report.square_norm == pytest.approx(expected.square_norm, rel=1e-5)
-        if np.isfinite(expected.carried_square_norm):
-            carried = pytest.approx(expected.carried_square_norm, rel=1e-5, abs=1e-4 * largest)
-            assert report.carried_square_norm == carried
-        largest = host.square_norm
-        check_state(host, ours)
-        reference.check_alike(ours, host, generator)
-
-        sent = host.largest(max(1, n // 20))
-        before = host.values().copy()
-        np.testing.assert_array_equal(bits(ours.take(sent)), bits(host.take(sent)))
-        for accumulator in (host, ours):
-            accumulator.clear(sent)
-            accumulator.add(sent[::2], np.full(sent[::2].size, 0.75))
-            accumulator.put(sent[::3], np.full(sent[::3].size, 1.25, np.float32))
-            accumulator.mask(np.arange(0, n, 7, dtype=np.int32))
-        check_state(host, ours)
-        reference.check_alike(ours, host, generator)
-        for accumulator in (host, ours):
-            accumulator.abandon()
-        np.testing.assert_array_equal(bits(ours.values()), bits(before))
-        check_state(host, ours)
-        assert ours.kth_magnitude(1) == host.kth_magnitude(1)
-        for accumulator in (host, ours):
-            accumulator.assign(before[::-1].copy())  # as a checkpoint is loaded
-            accumulator.clear(sent)
-        check_state(host, ours)
+def run(history: dict[str, Any], place: Any) -> None:
+    ours = made(TorchAccumulator, history, device=place.device, kernels=place.kernels)
+    host = made(HostAccumulator, history)
+    play(history, ours, host, lambda gradient: as_tensor(gradient, history["dtype"], place.device))
 
 
 #: an example in the interpreter takes a second: it is not made smaller, only shown
@@ -139,29 +40,20 @@ EXAMPLES: Any = {
 
 def test_like_the_host(place: Any) -> None:
     @settings(max_examples=place.num_examples, **EXAMPLES)
-    @given(scenario=scenarios(place.max_elements))
-    def check(scenario: dict[str, Any]) -> None:
-        run(scenario, place)
+    @given(history=histories(place.max_elements))
+    def check(history: dict[str, Any]) -> None:
+        run(history, place)
 
     check()
 
 
-@pytest.mark.parametrize("kind", ["sparse", "clustered"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_hard_windows(place: Any, kind: str, dtype: str) -> None:
-    """More than k candidates in few blocks; fewer than k that are not 0; a masked last tile."""
-    scenario = {
-        # Several tiles of the fold.
-        "num_elements": 2305 if dtype == "float32" else 1157,
-        "dtype": dtype,
-        "density": 0.02,
-        "seed": 5,
-        "kind": kind,
-        "special_share": 0.0,
-        "companion": {},
-        "folds": [{"decay": 1.0}],
-    }
-    run(scenario, place)
+@pytest.mark.parametrize("kind", ["sparse", "cluster"])
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 2305), ("float64", 1157)])
+def test_hard_windows(place: Any, kind: str, dtype: str, n: int) -> None:
+    """More than k candidates in few blocks; fewer than k that are not 0; a masked last tile of several."""
+    changes = ["look", "clear", "add", "put", "mask", "look", "abandon", "assign", "clear"]
+    sizes = {"n": n, "dtype": dtype, "density": 0.02, "companions": 1, "kind": kind, "share": 0.0, "seed": 5}
+    run({**sizes, "steps": [(FoldRule(), changes)]}, place)
 
 
 def test_a_small_buffer_is_noticed(place: Any) -> None:
