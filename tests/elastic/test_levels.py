@@ -4,21 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elastic.job import HOSTS, elastic_job, of
-from elastic.test_torch import WORKER, lawful
+from elastic.test_torch import WORKER
 
 THREE = [[0, 1], [2, 3], [4, 5]]
-
-
-def hosts_of(entries: list[dict[str, Any]]) -> dict[int, list[Any]]:
-    """By batch, which ranks shared a host in it, as all ranks say that did it last."""
-    found: dict[int, list[Any]] = {}
-    for entry in of(entries, "batch"):
-        last = found.setdefault(entry["batch"], [])
-        last += [step["hosts"] for step in entry["steps"]]
-    return {batch: said[-1] for batch, said in found.items()}
 
 
 def hosts_in(entries: list[dict[str, Any]], batch: int, size: int = 4) -> list[str]:
@@ -52,17 +41,3 @@ def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) ->
     after = of(entries, "batch", batch=10, size=4)[-4:]
     for which in range(len(trained)):
         assert len({entry["steps"][which]["digest"] for entry in after}) == 1
-
-
-@pytest.mark.nightly
-def test_a_host_is_replaced(tmp_path: Path) -> None:
-    task = {"batches": 12, "killed": [(3, 4, "backward")], "more": {"levels": "host"}, "until": {"5": 4}}
-    with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=4, each=2) as job:
-        job.wait_for(lambda entries: len(of(entries, "begun")) >= 4)
-        job.set_hosts(HOSTS[:3])  # more than it may use at once
-        assert job.wait() == 0, job.log
-        entries = job.entries
-    lawful(entries, 4)
-    hosts = hosts_of(entries)
-    assert all(hosts[batch] == THREE[:2] for batch in range(1, 13)), hosts
-    assert of(entries, "batch", host=HOSTS[2])
