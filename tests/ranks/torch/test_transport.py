@@ -125,20 +125,6 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
     assert heard == [2, 2]
 
 
-def test_what_all_ranks_give_up_is_no_message_for_the_next(each_way_once, rank, size):
-    if carrier(each_way_once) == "alltoall":
-        pytest.skip("Horovod keeps its own collectives apart")
-    driver = connected()
-    driver.start("left alone", ring(rank, size, 4, 1))
-    driver.clear(forget=False)
-    for _ in range(2):
-        hvd.barrier()
-        task = driver.start("left alone", ring(rank, size, 5, 1))
-        driver.wait()
-        source = (rank - 1) % size
-        assert task.value() == [{source: (5 * (source + 1), {source})}]
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_an_unawaited_message_is_an_error_of_its_receiver(late, rank, size):
     needs_mpi()
