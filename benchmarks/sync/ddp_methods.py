@@ -1,4 +1,4 @@
-"""The methods of `scripts/bench sync` behind torch.distributed: PyTorch's own, and our hook."""
+"""The methods of `scripts/bench sync` behind torch.distributed: PyTorch's own hooks, and ours."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _sides(count: int) -> tuple[int, int]:
 
 
 class DdpMethod(Method):
-    """A communication hook, called with buckets as DistributedDataParallel does it, without a backward pass.
+    """A synchronization without a backward pass: ours, or a communication hook of DistributedDataParallel.
 
     Args:
         name: in results.
@@ -66,28 +66,36 @@ class DdpMethod(Method):
         for layer, size in model.layers:
             parameter = torch.nn.Parameter(torch.zeros(_sides(size)))
             module.register_parameter(layer.replace(".", "_"), parameter)
-        self._ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False)
         self._sync: Any = None
+        self._buckets: Any = ()
         self._num_bytes = 4 * model.flat.numel()
+        self._places: dict[Any, torch.Tensor] = dict(zip(module.parameters(), model.views(), strict=True))
+        if text != "dense" and not text.startswith("powersgd"):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            self._sync = ddp.attach(module, text, optimizer)
+            return
+        self._ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False)
         if text == "dense":
             self._ddp.register_comm_hook(None, allreduce_hook)
-        elif text.startswith("powersgd"):
+        else:
             rank = int(text.split()[1])
             self._num_bytes = 4 * rank * sum(sum(_sides(size)) for _, size in model.layers)
             self._ddp.register_comm_hook(PowerSGDState(None, rank, start_powerSGD_iter=2), powerSGD_hook)
-        else:
-            self._sync = ddp.attach(self._ddp, text)
         self._buckets = self._ddp.reducer._get_zeros_like_grad_buckets()
-        self._places: dict[Any, torch.Tensor] = dict(zip(module.parameters(), model.views(), strict=True))
 
     def prepare(self) -> None:
         super().prepare()
+        if self._sync is not None:
+            for parameter, given in self._places.items():
+                parameter.grad = given.view_as(parameter).clone()
         for bucket in self._buckets:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 gradient.copy_(self._places[parameter].view_as(gradient))
 
     def run(self) -> None:
         started = time.perf_counter()
+        if self._sync is not None:
+            self._sync.synchronize()
         for future in [self._ddp.reducer._run_comm_hook(bucket) for bucket in self._buckets]:
             future.wait()
         self.parts = {"exchange": time.perf_counter() - started}

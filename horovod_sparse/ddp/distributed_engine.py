@@ -8,8 +8,8 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +17,11 @@ import torch.distributed as dist
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier, Communicator
-from horovod_sparse.errors import ArgumentError, DeadlineError
+from horovod_sparse.errors import DeadlineError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans import Plan, same_kind
-from horovod_sparse.tensors.flat_gradient import GradientLayout
-from horovod_sparse.tensors.layout import view_into
-from horovod_sparse.tensors.parts import Part, facts_of, make_parts
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
-from horovod_sparse.training.engine import Facts, PartSpec
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -120,9 +115,6 @@ def _words(missing: list[int], number: int, store: GroupStore) -> str:
     return f"ranks {missing}, which have not come to their first step"
 
 
-#: the parameters of every bucket, in the order in which the buckets come
-BucketParameters: TypeAlias = Sequence[Sequence[torch.Tensor]]
-
 #: a group of torch.distributed has one start
 _START = object()
 
@@ -139,12 +131,6 @@ class DistributedEngine:
         deadline_seconds: float | None,
     ) -> None:
         self._recipe, self.optimizer, self._named, self._group = recipe, optimizer, named, group
-        #: names by parameter; gets those of parameters that nobody has named
-        self._name_of = {parameter: name for name, parameter in named.items()}
-        #: the buckets of this step
-        self.layout: BucketParameters = ()
-        #: the number of every parameter's group in the optimizer; None without one
-        self.group_of: Mapping[torch.Tensor, int] | None = None
         #: number of this rank's shard, and of how many, where parameters are sharded; the same for all ranks
         #: that synchronize with each other
         self.shard: tuple[int, int] | None = None
@@ -180,27 +166,6 @@ class DistributedEngine:
     def start_token(self) -> object:
         return _START
 
-    def facts(self, known: Facts) -> Facts:
-        """Those of the buckets of this step."""
-        named = []
-        for parameter in (p for bucket in self.layout for p in bucket if p.numel()):
-            if parameter not in self._name_of:
-                if self._named:
-                    allowed = "those of the very module that DistributedDataParallel has"
-                    raise ArgumentError("named_parameters", list(self._named)[:4], allowed)
-                # as Horovod calls parameters without names
-                self._name_of[parameter] = f"allreduce.noname.0.{len(self._name_of)}"
-            name = self._name_of[parameter]
-            if self.group_of is not None and parameter not in self.group_of:
-                raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
-            named.append((name, parameter))
-        return facts_of(named, self.group_of, self._recipe.rules)
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Part]:
-        return make_parts(specs, facts, place, topology, self.optimizer, BucketGradient)
-
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         communicator = self.running()
         communicator.move_to(topology)
@@ -215,76 +180,3 @@ class DistributedEngine:
 
     def to_array(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
-
-
-def plan_of(layout: BucketParameters, facts: Facts) -> Plan:
-    """The buckets of a step, parameters of other groups and densities apart."""
-    fact_of = {parameter: fact for fact, parameter in facts.values()}
-    buckets: list[tuple[str, ...]] = []
-    dense: list[str] = []
-    for bucket in layout:
-        kinds: dict[Any, list[str]] = {}
-        for fact in (fact_of[parameter] for parameter in bucket if parameter.numel()):
-            (dense if fact.density == 1.0 else kinds.setdefault(same_kind(fact), [])).append(fact.name)
-        buckets += map(tuple, kinds.values())
-    return Plan(tuple(buckets), tuple(dense))
-
-
-class BucketGradient(GradientLayout):
-    """The gradients of a part where DistributedDataParallel has them: in its buckets.
-
-    Where they do not lie there in that order (its first buckets are others than the later ones, a plan of the
-    user's, parameters that a rule leaves dense), they are copied, and the sum back.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
-        super().__init__(parameters, name)
-        first = self.parameters[0]
-        #: all of them; from `settle` on, those of this step
-        self.flat = torch.empty(0, dtype=first.dtype, device=first.device)
-        self._own: torch.Tensor | None = None
-        self._pieces: dict[int, torch.Tensor] = {}
-
-    def take(self, number: int, piece: torch.Tensor) -> None:
-        """A parameter's gradient has come."""
-        self._pieces[number] = piece
-
-    def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every parameter, and its view into a bucket."""
-        return [(self.parameters[number], piece) for number, piece in self._pieces.items()]
-
-    def settle(self) -> None:
-        """All have come."""
-        first, address = self._pieces[0], self._pieces[0].data_ptr()
-        together = all(
-            piece.data_ptr() == address + start * piece.element_size()
-            and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            for piece, (start, _) in ((self._pieces[number], self.places[number]) for number in self._pieces)
-        )
-        if together:
-            self._own = None
-            self.flat = first.as_strided((self.num_elements,), (1,), first.storage_offset())
-            return
-        if self._own is None:
-            self._own = torch.empty(self.num_elements, dtype=first.dtype, device=first.device)
-        self.flat = self._own
-        for number, piece in self._pieces.items():
-            self._view(number).copy_(piece)
-
-    def foldable(self, loss_scale: float) -> Any:
-        """All of them over the loss's scale, as an accumulator folds them."""
-        return self.memory.foldable([self.flat], loss_scale)
-
-    def _view(self, number: int) -> torch.Tensor:
-        return view_into(self.flat, self.places[number][0], self.layouts[number])
-
-    def _give_out(self) -> None:
-        if self._own is not None:
-            for number, piece in self._pieces.items():
-                piece.copy_(self._view(number))
-
-    def let_go(self) -> None:
-        """The step is over: the buckets may be freed."""
-        self._pieces = {}
-        if self._own is None:
-            self.flat = self.flat[:0].clone()

@@ -17,7 +17,7 @@ from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding, new_facts
-from horovod_sparse.tensors.parts import ModelBuffers, inner_of, trained_by
+from horovod_sparse.tensors.parts import ModelBuffers, facts_of, inner_of, trained_by
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import worst_of_all
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
@@ -39,13 +39,16 @@ def _before_loading(model: torch.nn.Module, *_: Any) -> None:
 
 
 class Engine(DistributedEngine):
-    """Facts of the parameters that an optimizer trains, by their names in a model."""
+    """Facts of the parameters that are trained, by their names in a model."""
 
     binding: Any
     model: torch.nn.Module
 
     def facts(self, known: Facts) -> Facts:
-        assert self.optimizer is not None  # given to __init__
+        if self.optimizer is None:
+            named = trained_by(None, self.model).items()
+            new = [(name, one) for name, one in named if name not in known and one.requires_grad]
+            return facts_of(new, None, self._recipe.rules)
         have = {id(one) for _, one in known.values()}
         if all(id(one) in have for group in self.optimizer.param_groups for one in group["params"]):
             return {}
@@ -62,7 +65,7 @@ class Engine(DistributedEngine):
 
 
 class OverGroup:
-    """What `Steps` need of torch.distributed."""
+    """What a training needs of torch.distributed."""
 
     engine: Engine
 
@@ -70,11 +73,11 @@ class OverGroup:
         self,
         model: torch.nn.Module,
         recipe: Recipe,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         group: dist.ProcessGroup | None,
         seconds: float | None,
     ) -> Engine:
-        """Returns a new engine for the parameters of a model that an optimizer trains."""
+        """Returns a new engine for the parameters of a model that are trained."""
         named = trained_by(optimizer, model)
         engine = Engine(recipe, optimizer, named, group, seconds)
         engine.binding, engine.model = self, model
@@ -153,6 +156,13 @@ def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
                 "DistributedDataParallel without one"
             )
         one.require_backward_grad_sync = one.require_forward_param_sync = False
+        end_first_pass(one)
+
+
+def end_first_pass(model: Any) -> None:
+    """Keeps a static graph from the dense sum at the end of its first backward pass."""
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = True
 
 
 def group_of(

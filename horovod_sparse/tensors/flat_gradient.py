@@ -123,6 +123,7 @@ class GradientLayout:
     """Where the gradients of some parameters lie, one behind the other."""
 
     flat: torch.Tensor
+    absent: Sequence[int] = ()
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters, self.name = tuple(parameters), name

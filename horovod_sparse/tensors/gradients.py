@@ -28,7 +28,15 @@ class Gradients:
     Attributes:
         places: [start, stop) of every parameter.
         layouts: shape and order of every parameter, which stay when the parameter changes its own.
+        told: whether ranks tell each other which parameters have a gradient. Else a parameter that is trained
+            and has none has one of zeros.
+        absent: numbers of those without a gradient: nothing of them is sent.
+        unused: numbers of those that have none on any rank, and get none.
+        carried: places and values of a sum that stands in the gradients beside what is to be exchanged: it
+            was put there after a former pass, to which this one adds.
     """
+
+    told = False
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters, self.name = tuple(parameters), name
@@ -45,10 +53,18 @@ class Gradients:
         #: gradients as they were when they were taken, with PyTorch's count of changes and some elements
         self._taken: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []
         self._flat: list[torch.Tensor] = []
+        self.absent: list[int] = []
+        self.unused: list[int] = []
+        self.carried: tuple[np.ndarray, np.ndarray] | None = None
 
     def settle(self) -> None:
-        """Takes the gradients as they are: from now on nobody may change them. None counts as zeros."""
+        """Takes the gradients as they are: from now on nobody may change them."""
         gradients = [parameter.grad for parameter in self.parameters]
+        self.absent = self.unused = [
+            number
+            for number, parameter in enumerate(self.parameters)
+            if parameter.grad is None and (self.told or not parameter.requires_grad)
+        ]
         self._flat = []
         for parameter, gradient, like in zip(self.parameters, gradients, self.layouts, strict=True):
             self._check_kind(parameter)
@@ -57,10 +73,18 @@ class Gradients:
             else:
                 own = local(gradient)
                 self._flat.append(flat(own.to_dense() if own.is_sparse else own, like))
+        if self.carried is not None:
+            self._take_away(*self.carried)
         self._taken = [
             (gradient, -1 if gradient is None else gradient._version, self._probed(one))
             for gradient, one in zip(gradients, self._flat, strict=True)
         ]
+
+    def _take_away(self, indices: np.ndarray, values: np.ndarray) -> None:
+        for one, (start, stop) in zip(self._flat, self.places, strict=True):
+            here = (start <= indices) & (indices < stop)
+            where = torch.from_numpy(indices[here].astype(np.int64) - start).to(self.device)
+            one.index_add_(0, where, torch.from_numpy(values[here]).to(self.device, self.dtype), alpha=-1.0)
 
     def _check_kind(self, parameter: torch.Tensor) -> None:
         if (parameter.dtype, parameter.device) != (self.dtype, self.device):
@@ -108,6 +132,10 @@ class Gradients:
 
         Indices are None where the values are those of all elements, in their order.
         """
+        if self.carried is not None and indices is not None:
+            before, values = self.carried, values * scale
+            indices, values = np.append(indices, before[0]), np.append(values, before[1])
+            scale = 1.0
         targets = [self._own(number) for number in range(len(self.parameters))]
         new = [
             torch.empty(like.numel(), dtype=self.dtype, device=self.device) if target is None else target
@@ -115,7 +143,7 @@ class Gradients:
         ]
         num_union = self.memory.write(new, self.places, indices, values, scale)
         for number, (target, made) in enumerate(zip(targets, new, strict=True)):
-            if target is None:
+            if target is None and number not in self.unused:
                 self._give(number, made)
         self._taken, self._flat = [], []
         return num_union
@@ -135,6 +163,8 @@ class Gradients:
         """Zeros as all gradients."""
         for number, like in enumerate(self.layouts):
             own = self._own(number)
+            if own is None and number in self.unused:
+                continue
             if own is None:
                 self._give(number, torch.zeros(like.numel(), dtype=self.dtype, device=self.device))
             else:

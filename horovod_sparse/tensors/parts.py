@@ -68,7 +68,11 @@ class Part(common.BucketPart):
         self.group = group
         #: see `Bucket.step`
         self.scale: float | None = None
-        self._loss_scale, self._num_steps = 1.0, 0
+        self._loss_scale = 1.0
+        #: places and values of the last sum
+        self.last_sum: tuple[Any, Any] | None = None
+        #: residuals of parameters without a gradient, which wait meanwhile
+        self._hidden: tuple[int, Any] | None = None
         info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         if topology is None:
@@ -117,7 +121,22 @@ class Part(common.BucketPart):
         rate = self.group().get("lr")
         rate = None if rate is None else float(rate)
         foldable = self.gradient.foldable(self._loss_scale)
-        return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
+        if self.whole or not self.gradient.absent or isinstance(self.bucket, TwoLevelBucket):
+            return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
+        return self._step_of_others(foldable, rate, refused)
+
+    def _step_of_others(self, foldable: Any, rate: float | None, refused: bool) -> Synchronization[Any]:
+        """As `Bucket.step`, but parameters without a gradient keep their residuals."""
+        bucket, spans = self.bucket, [self.places[number] for number in self.gradient.absent]
+        self._hidden = bucket.progress.age, bucket.accumulator.hide(spans)
+        report = bucket.fold(foldable, rate, refused=refused)
+        return (yield from bucket.synchronize(report, self.scale))
+
+    def _show(self) -> None:
+        if self._hidden is not None:
+            (age, hidden), self._hidden = self._hidden, None
+            factor = self.bucket.feedback.moved(age, self.bucket.progress.age)
+            self.bucket.accumulator.show(hidden, factor or 1.0)
 
     def _put(self, total: Any, scale: float) -> BucketReport:
         if total.whole:  # of n elements: no copy of them
@@ -125,13 +144,16 @@ class Part(common.BucketPart):
         else:
             values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
             num_union = self.gradient.scatter(total.indices, values)
+            self.last_sum = total.indices, values
         self.bucket.accept()
+        self._show()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
 
     def abandon(self, *, drop: bool = False) -> None:
         if self.streams is not None:
             self.streams.join()
         self.bucket.abandon(drop=drop)
+        self._show()
 
 
 def make_parts(
@@ -199,14 +221,17 @@ def groups_of(optimizer: Any) -> dict[torch.Tensor, int]:
     }
 
 
-def trained_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of a model that an optimizer trains, by name.
+def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model that an optimizer trains, by name; all of them without an optimizer.
 
     Raises:
         ArgumentError: if it trains others, too.
     """
+    parameters = inner_of(model).named_parameters()
+    if optimizer is None:
+        return {_plain(name): one for name, one in parameters}
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    named = {_plain(name): one for name, one in inner_of(model).named_parameters() if id(one) in given}
+    named = {_plain(name): one for name, one in parameters if id(one) in given}
     known = set(map(id, named.values()))
     if strange := [
         f"group {number}, parameter {place} of shape {list(one.shape)}"

@@ -11,26 +11,28 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
+from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.topology import ClusterFacts, launched_hosts
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.training import Training
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision
     from horovod_sparse.planning.warmup import Decide, WarmUp
 
 
-class PlannedTraining(Training):
+class PlannedTraining(GradientTraining):
     """A `Training` over Horovod whose `warmup` measures and decides, where times were asked for."""
 
     engine: HorovodEngine
 
-    def __init__(self, engine: HorovodEngine, recipe: Recipe, settings: Settings, groups: Any) -> None:
-        super().__init__(engine, recipe, settings)
+    def __init__(
+        self, engine: HorovodEngine, recipe: Recipe, settings: Settings, groups: Any, optimizer: Any
+    ) -> None:
+        super().__init__(engine, recipe, settings, optimizer)
         self.process_set, self.driver = engine.process_set, engine.driver
         facts = dict(engine.facts({}))
         recipe.rules.hint(facts)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from horovod_sparse import errors
-from horovod_sparse.feedback import MomentumCorrection, Recipe
-from horovod_sparse.plans import ParameterFacts, Plan
-from horovod_sparse.tensors.driver import keep_out_of_graphs
-from horovod_sparse.tensors.layout import dtype_name, host_entry
-from horovod_sparse.tensors.loss_scale import ScaleOfStep, scaled_passes, watch_scalers
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.plans import ParameterFacts
+from horovod_sparse.tensors.layout import host_entry
+from horovod_sparse.tensors.loss_scale import scaled_passes
 from horovod_sparse.tensors.parts import Part
 from horovod_sparse.torch._horovod import claim, hvd
-from horovod_sparse.torch.driver import carry_out_together, explain
+from horovod_sparse.torch.driver import HorovodDriver, carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, refuse_whole_gradients
 from horovod_sparse.torch.planned import PlannedTraining
-from horovod_sparse.training.collective_errors import some_of
-from horovod_sparse.training.compression import refuse_later_momentum
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry, checked_states
 
@@ -35,10 +28,6 @@ _log = logging.getLogger("horovod_sparse")
 #: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
 #: of them in every hook would take longer than what is found is worth
 _PATIENCE = 4
-#: with which a step ends on all ranks, after all of its rounds
-_ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
-
-
 _ADVICE = (
     "the optimizer uses {}: use the same algorithm, or delete state_dict['horovod_sparse'] to start with "
     "no residual"
@@ -53,20 +42,6 @@ def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -
     return torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
 
 
-def _hook(synchronizer: weakref.ref[GradientSynchronizer]) -> Callable[[torch.Tensor], None]:
-    """Tells a synchronizer of gradients as long as it lives.
-
-    PyTorch's garbage collection does not see what a hook on a parameter refers to. A hook that referred to
-    the synchronizer, which refers to the parameter, would keep both for ever.
-    """
-
-    def arrived(parameter: torch.Tensor) -> None:
-        if (alive := synchronizer()) is not None:
-            alive.on_gradient(parameter)
-
-    return arrived
-
-
 class GradientSynchronizer(PlannedTraining):
     """Starts every bucket when its last gradient is there; nothing waits but `synchronize`."""
 
@@ -79,54 +54,34 @@ class GradientSynchronizer(PlannedTraining):
         groups: Any = None,
     ) -> None:
         engine = HorovodEngine(optimizer, named_parameters, recipe, settings.deadline_seconds)
-        super().__init__(engine, recipe, settings, groups)
-        self.optimizer = optimizer
+        super().__init__(engine, recipe, settings, groups, optimizer)
         self.average, self.sparse_as_dense = optimizer.op == hvd.Average, optimizer.sparse_as_dense
         #: whether all gradients are given in COO form: what SparseAdam takes
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
         self._retired = False
-        #: whether a gradient has arrived since the last synchronization
-        self.under_way = False
-        #: of the losses whose gradients these are
-        self.loss_scale = ScaleOfStep()
-        #: what a loss scaler is told by gradients of Inf, instead of being raised
-        self.overflow: BaseException | None = None
-        #: why the optimizer is not to step, where that is no error
-        self.skipped: BaseException | None = None
         self._in_backward, self._num_started = settings.synchronize_at == "backward", 0
-        self._kept_back: list[Part] = []
-        # autograd runs the hooks of each device in a thread of its own
-        self._hooks = threading.Lock()
-        self._handles: list[Any] = []
-        self._part_of: dict[torch.Tensor, Part] = {}
         self._name_of: dict[torch.Tensor, str] = {}
-        self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
         self._own_label = next(_labels)
         self.begin(self.facts, self._first.plan)
         self.claim(self.facts)
-        watch_scalers()
-        keep_out_of_graphs()
 
-    def build(self, plan: Plan) -> None:
-        self._part_of, self._kinds = {}, []
-        super().build(plan)
+    @property
+    def starter(self) -> HorovodDriver:
+        return self.driver
+
+    @property
+    def divisor(self) -> float:
+        return self.size if self.average else 1.0
 
     def _entered(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            part.scale = None if self.average else 1.0
-            if part.streams is not None:
-                part.streams.note()
-        entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
-        self._part_of |= entered
-        self._kinds += [(p, p.dtype, p.device) for p in entered]
+        super()._entered(parts)
         self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
 
     def claim(self, facts: Facts) -> None:
         """Takes parameters from whoever synchronized them before, and hears of their gradients."""
         parameters = [parameter for _, parameter in facts.values()]
         claim(self, parameters)
-        hook = _hook(weakref.ref(self))
-        self._handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
+        self.watch(parameters)
 
     def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
         """See `Training.take_in`; the optimizer gets to know them as it knows those that it was made with."""
@@ -197,7 +152,7 @@ class GradientSynchronizer(PlannedTraining):
                 warmup.arrived(self._name_of[parameter], entered, left)
 
     def _start(self, part: Part, *, refused: bool = False) -> None:
-        part.start(self.driver, self.loss_scale.value, refused=refused)
+        super()._start(part, refused=refused)
         self._num_started += 1
 
     def _take(self, parameter: torch.Tensor) -> Part:
@@ -230,25 +185,8 @@ class GradientSynchronizer(PlannedTraining):
         return part
 
     def _begin(self) -> None:
-        """Before the first gradient of a step."""
-        self.under_way, self.overflow, self.skipped = True, None, None
         self.optimizer._synchronized = False
-        if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
-            try:
-                self._follow_parameters()
-            except errors.UnsupportedError:
-                self.under_way = False
-                raise
-
-    def _follow_parameters(self) -> None:
-        """Parts of the types and on the devices that parameters have come to have."""
-        facts, what = {}, ""
-        for name, (fact, parameter) in self.facts.items():
-            dtype, device = dtype_name(parameter) or str(parameter.dtype), str(parameter.device)
-            facts[name] = dataclasses.replace(fact, dtype=dtype, device=device), parameter
-            if facts[name][0] != fact and (not what or dtype_name(parameter) is None):
-                what = f"{name} was {fact.dtype} on {fact.device} and is {dtype} on {device} now"
-        self.follow(facts, what)
+        super()._begin()
 
     def reduced(self, loss: Any) -> Any:
         """A loss over all ranks, as gradients are: their mean, or their sum."""
@@ -274,11 +212,7 @@ class GradientSynchronizer(PlannedTraining):
         carry_out_together(check, self.process_set, name, deadline_seconds=seconds)
 
     def retire(self) -> None:
-        """See `Owner.retire`. A step that is under way is given up."""
-        for handle in self._handles:
-            handle.remove()
-        if self.under_way:
-            self.give_up()
+        super().retire()
         self._retired = True
 
     def check_in_use(self) -> None:
@@ -289,131 +223,40 @@ class GradientSynchronizer(PlannedTraining):
             )
 
     def synchronize(self) -> None:
-        """Waits for all buckets, and scatters their sums into the gradients.
-
-        Every error is raised on all ranks alike, and the step is given up whole. Where a loss scaler looks
-        for them, or with `on_nonfinite="skip"`, gradients that are not finite raise nothing.
-
-        Raises:
-            HorovodSparseError: what a step can be refused for: see `horovod_sparse.errors`.
-            HorovodInternalError: if Horovod failed.
-        """
         self.check_in_use()
-        if not self.under_way:
-            self._begin()
-            self.loss_scale.settle()
-        idle_before = self.driver.idle_seconds
-        edited = self._edited()
-        try:
-            if isinstance(self.recipe.feedback, MomentumCorrection):
-                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
-            if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
-                self.take_in()
-            if not self.is_agreed:
-                self.agree()
-            for part in self.parts:
-                if part.task is None:
-                    self._start(part, refused=bool(edited))
-            failures = self._waited()
-        except errors.DeadlineError:
-            self.give_up()
-            raise
-        except errors.HorovodSparseError:
-            # what hooks have begun is ended first: its names are Horovod's until then
-            self.finish_pending()
-            raise
-        except BaseException as error:
-            self.give_up()
-            explain(error)
-            raise
-        if failures:
-            self._refuse(failures, edited)
-            return
-        size = int(self.process_set.size())
-        scale = 1.0 / size if self.average else 1.0
-        reports = [part.apply(scale) for part in self.parts]
-        self._make_ready()
-        self.step += 1
-        self.telemetry.record(self.step, reports, self.driver.idle_seconds - idle_before)
-        if self.warmup is not None:
+        before = self.step
+        super().synchronize()
+        if self.warmup is not None and self.step > before:
             self.follow_times(self.warmup)
 
-    def _waited(self) -> list[BaseException]:
-        """What the parts have ended with that have not ended well."""
-        tasks = [part.task for part in self.parts if part.task is not None]
-        self.driver.wait(tasks)
-        return [task.error for task in tasks if task.error is not None]
+    def join(self) -> None:
+        if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
+            self.take_in()
 
-    def _edited(self) -> list[str]:
-        """Parameters whose gradients were changed after their synchronization had begun."""
-        return [
-            part.names[number]
-            for part in self.parts
-            if part.task is not None or part in self._kept_back
-            for number in part.gradient.edited()
-        ]
+    def explain(self, error: BaseException) -> None:
+        explain(error)
 
-    def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
-        """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
-        verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
-        error, drop = verdict.error, verdict.drop
-        if verdict.outcome is Outcome.OVERFLOW:
-            self.give_up(drop=drop, alike=True)
-            self.parts[0].gradient.overflow()
-            self.overflow = error
-            return
-        self.give_up(drop=drop, alike=isinstance(error, _ALIKE))
-        if verdict.outcome is Outcome.SKIPPED:
-            self.skipped = error
-            return
-        assert error is not None  # there are errors
-        if isinstance(error, errors.EditedGradientError) and edited:
-            error.where[self.rank] = some_of(edited)
-        raise error
+    def forget(self, *, alike: bool) -> None:
+        self.driver.clear(forget=not alike)
 
     def give_up(self, *, drop: bool = False, alike: bool = False) -> None:
-        """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
-        self.driver.clear(forget=not alike)
-        for part in self.parts:
-            if part.task is not None:
-                part.abandon(drop=drop)
-        for part in self.parts:
-            part.gradient.reset()
-        self._make_ready()
+        super().give_up(drop=drop, alike=alike)
         if self.warmup is not None:
             self.warmup.given_up()
 
     def finish_pending(self) -> None:
-        """Ends a step that is under way, and gives it up: every rank has to do so.
-
-        If Horovod has failed there is nothing to wait for: elastic training takes back an older state then,
-        and starts Horovod again.
-        """
-        if not self.under_way:
-            return
-        if not self.is_agreed:  # then nothing has been started
-            self.give_up()
-            return
-        for part in self.parts:
-            if part.task is None:
-                self._start(part)
-        alike = False
+        """As of `GradientTraining`. If Horovod has failed, elastic training takes back an older state."""
         try:
-            self.driver.wait()
-            failures = self._waited()
-            alike = not failures or isinstance(worst(failures), _ALIKE)
+            super().finish_pending()
         except hvd.HorovodInternalError as error:
             _log.info("a step was given up, since Horovod has failed: %s", error)
-        finally:
-            self.give_up(alike=alike)
 
-    def _make_ready(self) -> None:
-        for part in self.parts:
-            part.task, part.num_missing = None, len(part.names)
+    def make_ready(self) -> None:
+        super().make_ready()
         delays, passes = self.optimizer._allreduce_delay, self.optimizer.backward_passes_per_step
         for parameter in delays:
             delays[parameter] = passes
-        self.under_way, self._kept_back, self._num_started = False, [], 0
+        self._num_started = 0
 
     def clip(self, max_norm: float) -> None:
         """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does."""

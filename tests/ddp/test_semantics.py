@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does beside a plain step: with the hook, and what is refused."""
+"""Gradients behind DistributedDataParallel and in plain modules: loops of users, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -18,14 +19,14 @@ from conformance.engine_ddp import ENGINES, HookTraining
 from horovod_sparse import ddp
 from horovod_sparse.errors import (
     ArgumentError,
-    DriftError,
     StateMismatchError,
     UnknownNameError,
     UnsupportedError,
 )
-from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
+from support.linear import LinearModel
+from support.optimizers import base_for
 from support.replicas import Replica, same_on_all_replicas
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "one": (1,)}
@@ -33,60 +34,115 @@ gradients = gradients_for(SHAPES)
 ENGINE = ENGINES[0]
 
 
-@pytest.mark.controllers
-@pytest.mark.parametrize("text", ["exdyna:density=0.1", "spardl:density=0.1"])
-def test_ranks_may_have_fewer_batches_than_others(text, rank, size):
-    """`join` fills in for ranks that have none left: what they hold back is applied meanwhile."""
-    training, ledger = ENGINE.train(text), Ledger(ENGINE)
-    with training.replica.model.join():
-        for step in range(5 + 3 * rank):
-            ledger.enter(given(rank, step))
-            training.step(given(rank, step))
-    # the model of the last rank goes to all others in the end
-    ledger.balance(training)
-    assert training.replica.sync.step == 5 + 3 * (size - 1)
-
-
-@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
-@pytest.mark.parametrize("whole", [True, False])
-def test_uneven_batches_are_divided_as_dense_ones(whole, arguments, rank, size):
-    """With divide_by_initial_world_size=False by the number of ranks that have a batch left."""
-    found = []
-    for text in (None, "topk:density=1.0"):
-        replica = Replica(SHAPES, text, **arguments)
-        with replica.model.join(divide_by_initial_world_size=whole):
-            for step in range(3 + 2 * rank):
-                replica.step(gradients(rank, step))
-        found.append([parameter.detach() for parameter in replica.net.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0 if size == 2 else 1e-5)
-
-
-def test_a_rank_that_has_joined_is_no_drift(rank, size):
-    """It steps no more while others do: nobody shall raise."""
-    found = []
-    for attached in ({"check_every": 0}, {"check_every": 2}):
-        replica = Replica(SHAPES, "topk:density=0.1", attached=attached)
-        with replica.model.join():
-            for step in range(3 + 4 * rank):
-                replica.step(gradients(rank, step))
-        found.append([parameter.detach() for parameter in replica.net.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    with torch.no_grad():  # all are back: now it is one
-        replica.net.get_parameter("first")[0, 0] += rank
-    with pytest.raises(DriftError, match="first differs"):
-        for step in range(2):
-            replica.step(gradients(rank, step))
-
-
-def test_a_model_of_another_type_is_no_longer_synchronized_and_says_so(rank):
-    """PyTorch forgets DistributedDataParallel's hooks then: every rank would train alone."""
+def test_ranks_with_fewer_batches_are_refused_by_name(rank):
     replica = Replica(SHAPES, "topk:density=0.1")
+    with pytest.raises(UnsupportedError, match="as many batches"), replica.model.join():
+        replica.step(gradients(rank, 0))
+
+
+def test_a_model_that_changes_its_type_is_followed(rank):
+    """PyTorch forgets DistributedDataParallel's own hooks then, and every rank would train alone."""
+    replicas = [Replica(SHAPES, "topk:density=0.1") for _ in range(2)]
+    for step in range(4):
+        if step == 2:
+            replicas[0].net.double().float()
+        one, two = (replica.step(gradients(rank, step)) for replica in replicas)
+        assert all(torch.equal(one[name], two[name]) for name in SHAPES), step
+
+
+def test_several_passes_add_up(rank):
+    """Without `no_sync`: each is exchanged, and what stood in the gradients stays."""
+    twice, apart = (Replica(SHAPES, "topk:density=0.1") for _ in range(2))
+    for step in range(3):
+        for half in range(2):
+            twice.model(gradients(rank, 2 * step + half)).backward()
+        found = [apart.step(gradients(rank, 2 * step + half)) for half in range(2)]
+        for name, one in twice.net.named_parameters():
+            torch.testing.assert_close(one.grad, found[0][name] + found[1][name], rtol=1e-5, atol=1e-6)
+        twice.optimizer.step()
+        twice.optimizer.zero_grad()
+    assert same_on_all_replicas(*twice.net.parameters())
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_thrown_away_are_refused_or_kept_on_the_rank(to_none, rank):
+    """As those of a discriminator by the generator's loss: what was not sent would go into later steps."""
+    replica = Replica(SHAPES, "topk:density=0.1")
+    replica.step(gradients(rank, 0))
+    before = {name: one.clone() for name, one in replica.held().items()}
+    replica.model.require_backward_grad_sync = False  # what no_sync() does
+    replica.model(gradients(rank, 1)).backward()
+    replica.model.require_backward_grad_sync = True
+    replica.optimizer.zero_grad(set_to_none=to_none)
+    assert all(torch.equal(one, before[name]) for name, one in replica.held().items())
+    replica.model(gradients(rank, 1)).backward()
+    replica.optimizer.zero_grad(set_to_none=to_none)
+    with pytest.raises(UnsupportedError, match="thrown away"):
+        replica.model(gradients(rank, 2)).backward()
+    replica.step(gradients(rank, 3))
+    assert same_on_all_replicas(*replica.net.parameters())
+
+
+def test_a_frozen_layer_stays_where_it_is(rank):
+    replica = Replica(SHAPES, "topk:density=0.1", plan=Plan((tuple(SHAPES),)))
     for step in range(2):
         replica.step(gradients(rank, step))
-    replica.net.double().float()
-    with pytest.raises(UnsupportedError, match="wrap it again"):
-        replica.step(gradients(rank, 2))
+    replica.net.first.requires_grad_(False)
+    before, held = replica.net.first.detach().clone(), replica.held()["first"].clone()
+    assert held.any()
+    for step in range(3):
+        replica.model(gradients(rank, step)).backward()
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+    assert torch.equal(replica.net.first, before)
+    assert torch.equal(replica.held()["first"], held)
+    assert replica.net.first.grad is None
+
+
+@pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])
+def test_a_plain_module_exchanges_in_the_step(text, rank):
+    """Also what was accumulated and clipped before, and with a closure."""
+    plan = Plan((tuple(SHAPES),))
+    replica, net = Replica(SHAPES, text, plan=plan), LinearModel(SHAPES)
+    optimizer = base_for(text, net.parameters(), 0.5)
+    sync = ddp.attach(net, text, optimizer, plan=plan)
+    for step in range(4):
+        given = gradients(rank, step)
+        found = replica.step({name: 2.0 * one for name, one in given.items()})
+
+        def loss(given=given):
+            optimizer.zero_grad()
+            for _ in range(2):
+                net.loss(given).backward()
+            return 1.0
+
+        if step % 2:
+            assert optimizer.step(loss) == 1.0
+        else:
+            loss()
+            optimizer.step()
+        assert all(torch.equal(net.get_parameter(name).grad, found[name]) for name in SHAPES), step
+    assert sync.step == 4
+    assert all(map(torch.equal, net.parameters(), replica.net.parameters()))
+
+
+def test_a_scaler_steps_alike_on_all_ranks(rank):
+    net = LinearModel(SHAPES)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    ddp.attach(net, "topk:density=0.1", optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        before, mine = [one.detach().clone() for one in net.parameters()], gradients(rank, step)
+        if step == 2 and rank == 1:
+            mine["bias"][3] = np.inf
+        scaler.scale(net.loss(mine)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        unchanged = all(map(torch.equal, before, net.parameters()))
+        assert unchanged == (step == 2)
+        assert same_on_all_replicas(*net.parameters())
+    assert scaler.get_scale() == 512.0
 
 
 def test_groups_of_parameters_have_buckets_of_their_own(rank):
@@ -117,55 +173,34 @@ def test_what_cannot_be_loaded_is_refused(rank):
         assert replica.sync.step == 1
 
 
-def test_what_is_no_model_or_no_sparsifier_is_refused(rank, caplog):
-    replica = Replica(SHAPES, "topk:density=0.1")
-    with pytest.raises(UnsupportedError, match="already"):
-        ddp.attach(replica.model, "topk:density=0.1")
-    with pytest.raises(ArgumentError, match="model="):
-        ddp.attach(replica.net, "topk:density=0.1")
+def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
     plain = Replica(SHAPES, None)
     for none in ("none", 0.1, None):
-        with pytest.raises(ArgumentError, match="leave the hook out"):
+        with pytest.raises(ArgumentError, match="attach nothing"):
             ddp.attach(plain.model, none)
     with pytest.raises(ArgumentError, match=r"give a density such as 0\.01"):
         ddp.attach(plain.model, "topk:density=0.1", network_share=0.05)
-    with pytest.raises(ArgumentError, match="optimizer="):
-        ddp.attach(plain.model, "topk:density=0.1", plain.net.parameters())
+    for model, optimizer in ((plain.model, plain.net.parameters()), (plain.net, None)):
+        with pytest.raises(ArgumentError, match="optimizer="):
+            ddp.attach(model, "topk:density=0.1", optimizer)
+    few = torch.optim.SGD([plain.net.first], lr=0.1)
+    with pytest.raises(ArgumentError, match="one without bias"):
+        ddp.attach(plain.net, "topk:density=0.1", few)
     with pytest.raises(ArgumentError, match=r"model\._orig_mod"):
         ddp.attach(torch.compile(plain.model), "topk:density=0.1")
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(UnsupportedError, match="weight is complex"):
-        ddp.State("topk:density=0.1", named_parameters=[("weight", weight)])
     with pytest.raises(UnknownNameError, match="topkk"):
         ddp.attach(plain.model, "topkk")
-    with pytest.raises(ArgumentError, match="state="):
-        ddp.hook(None, None)
-    with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        ddp.State("topk:density=0.1,feedback=error(scale_residual=true)")
-    assert "optimizer=optimizer" in caplog.text
+    with pytest.raises(ArgumentError, match="scale_residual"):
+        ddp.attach(plain.model, "topk:density=0.1,feedback=error(scale_residual=true)")
     with pytest.raises(ArgumentError, match="momentum"):
         momentum = torch.optim.SGD(plain.net.parameters(), lr=0.1, momentum=0.9)
         ddp.attach(plain.model, "dgc:density=0.1,feedback=momentum", momentum)
-
-
-def test_other_hooks_are_refused_by_name(rank):
-    plain = Replica(SHAPES, None, dtype=torch.float32)
-    state = ddp.State("topk:density=0.1")
-    plain.model.register_comm_hook(state, default_hooks.fp16_compress_wrapper(ddp.hook))
-    with pytest.raises(UnsupportedError, match="fp16_compress_wrapper"):
-        plain.model(gradients(rank, 0)).backward()
-    with pytest.raises(UnsupportedError, match="python_reducer"):
-        ddp.hook(state, (torch.zeros(1), torch.zeros(1)))
-
-
-def test_a_state_serves_one_model(rank):
-    state = ddp.State("topk:density=0.1")
-    first, second = Replica(SHAPES, None), Replica(SHAPES, None)
-    for replica in (first, second):
-        replica.model.register_comm_hook(state, ddp.hook)
-    first.step(gradients(rank, 0))
-    with pytest.raises(UnsupportedError, match="one state serves one model"):
-        second.step(gradients(rank, 0))
+    for gone in ("State", "hook"):
+        with pytest.raises(AttributeError, match=r"write attach\(model"):
+            getattr(ddp, gone)
+    plain.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(UnsupportedError, match="has a communication hook"):
+        ddp.attach(plain.model, "topk:density=0.1")
 
 
 def test_a_copy_of_a_model_has_no_hook(rank, caplog):
@@ -178,23 +213,23 @@ def test_a_copy_of_a_model_has_no_hook(rank, caplog):
     sync = ddp.attach(twin, "topk:density=1.0")
     twin(gradients(rank, 1)).backward()
     assert sync.step == replica.sync.step == 1
-    with pytest.raises(UnsupportedError, match="already"):
-        ddp.attach(twin, "topk:density=0.1")
+    again = ddp.attach(twin, "topk:density=0.1")  # takes the place of the former
+    twin(gradients(rank, 1)).backward()
+    assert (sync.step, again.step) == (1, 1)
 
 
-def test_embeddings_with_coo_gradients_are_refused(rank):
+def test_gradients_in_coo_form_are_sparsified_as_any_others(rank, size):
     net = torch.nn.Embedding(10, 3, sparse=True)
     model = DistributedDataParallel(net)
-    ddp.attach(model, "topk:density=0.1")
-    with pytest.raises(UnsupportedError, match="sparse=False"):
-        model(torch.tensor([1, 2])).sum().backward()
+    ddp.attach(model, "topk:density=1.0")
+    model(torch.tensor([1, 2 + rank])).sum().backward()
+    assert net.weight.grad[1].tolist() == [1.0] * 3
+    assert net.weight.grad[2].tolist() == [1.0 / size] * 3
 
 
-def test_a_plan_that_does_not_fit_raises_on_all_ranks(rank):
-    replica = Replica(SHAPES, "topk:density=0.1", plan=Plan((("first",),)))
+def test_a_plan_that_does_not_fit_is_refused_at_once(rank):
     with pytest.raises(ArgumentError, match="nothing for"):
-        replica.model(gradients(rank, 0)).backward()
-    assert not any(parameter.grad.any() for parameter in replica.net.parameters())
+        Replica(SHAPES, "topk:density=0.1", plan=Plan((("first",),)))
 
 
 def test_a_plan_of_one_rank_is_refused(rank):
@@ -213,7 +248,7 @@ def test_a_compiled_module_trains(rank):
         model(torch.ones(3, 20) * (rank + 1)).sum().backward()
     assert sync.step == 4
     assert same_on_all_replicas(*(parameter.grad for parameter in net.parameters()))
-    assert sorted(sync.state_dict()["residuals"]) == ["_orig_mod.bias", "_orig_mod.weight"]
+    assert sorted(sync.state_dict()["residuals"]) == ["bias", "weight"]
 
 
 WAYS = {
@@ -226,42 +261,19 @@ WAYS = {
 
 
 @pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
-def test_residuals_outlive_the_buckets(arguments, rank):
-    """DistributedDataParallel changes its buckets after the first iteration: nothing is lost by that."""
-    training, ledger = (
-        HookTraining("exdyna:density=0.1,densities={'second': 0.3}", merging=None, **arguments),
-        Ledger(ENGINE),
-    )
-    plans = []
-    for step in range(8):
+def test_all_ways_to_wrap_a_model_train_alike(arguments, rank):
+    text = "exdyna:density=0.1,densities={'second': 0.3}"
+    training, ledger = HookTraining(text, merging=None, **arguments), Ledger(ENGINE)
+    twin = HookTraining(text, merging=None)
+    for step in range(5):
         ledger.enter(given(rank, step))
         training.step(given(rank, step))
-        plans.append(training.replica.sync.plan)
+        twin.step(given(rank, step))
         assert replicas_agree(ENGINE, training), step
-    if "find_unused_parameters" not in arguments:
-        assert plans[0] != plans[-1]
-    assert len(plans[-1].buckets) > 1
-    assert plans[5] == plans[-1]
+    assert all(map(torch.equal, training.net.parameters(), twin.net.parameters()))
+    assert len(training.replica.sync.plan.buckets) > 1
     assert any(values.any() for values in training.held().values())
     ledger.balance(training)
-
-
-def test_the_raw_pair_does_the_same(rank):
-    attached = Replica(SHAPES, "exdyna:density=0.1")
-    plain = Replica(SHAPES, None)
-    state = ddp.State(parse_recipe("exdyna:density=0.1"), named_parameters=plain.net.named_parameters())
-    plain.model.register_comm_hook(state, ddp.hook)
-    unnamed = Replica(SHAPES, None)
-    other = ddp.State("exdyna:density=0.1")
-    unnamed.model.register_comm_hook(other, ddp.hook)
-    for step in range(5):
-        one, two = attached.step(gradients(rank, step)), plain.step(gradients(rank, step))
-        three = unnamed.step(gradients(rank, step))
-        for name in SHAPES:
-            assert torch.equal(one[name], two[name])
-        assert same_on_all_replicas(*three.values())
-    assert state.telemetry.last.bytes_sent == attached.sync.telemetry.last.bytes_sent
-    assert sorted(other.state_dict()["residuals"]) == [f"allreduce.noname.0.{i}" for i in range(len(SHAPES))]
 
 
 def test_a_model_that_is_gone_leaves_no_thread(rank):

@@ -15,7 +15,7 @@ mesh = sys.modules.pop("torch.distributed.device_mesh")
 sys.modules["torch.distributed.device_mesh"] = None  # as beside a PyTorch that knows none
 import horovod_sparse.ddp
 sys.modules["torch.distributed.device_mesh"] = mesh
-import horovod_sparse.ddp.shards
+horovod_sparse.ddp.attach
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 net = torch.nn.Linear(30, 20)

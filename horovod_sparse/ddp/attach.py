@@ -1,0 +1,164 @@
+"""`attach`: a model is trained sparsely from now on."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.ddp.distributed_engine import told_to_others
+from horovod_sparse.ddp.gradients import GradientSynchronizer
+from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Recipe, recipe_for
+from horovod_sparse.tensors.parts import trained_by
+from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
+from horovod_sparse.training.settings import Settings, WaitingOptions
+from horovod_sparse.training.steps import Schedule
+
+if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+
+def attach(
+    model: torch.nn.Module,
+    compression: str | Recipe | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: int = 1,
+    delay: int = 0,
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    **options: Unpack[WaitingOptions],
+) -> GradientSynchronizer | Synchronized:
+    """Synchronizes a model sparsely from now on. All ranks do it, in the same way.
+
+    With "best", or the feedback "adam", "rmsprop" or "sgd", ranks exchange their own steps in
+    ``optimizer.step()``, and gradients stay as they are: see `horovod_sparse.training.steps`. With any other
+    feedback gradients are exchanged: those of a DistributedDataParallel during its backward pass, at whose
+    end they are means over ranks; those of any other module in ``optimizer.step()``.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook; any module; or, with `replicas`, what
+            `fully_shard` has sharded over the ranks of a host alone.
+        compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe.
+        optimizer: of all its parameters. It may be left out where gradients of a DistributedDataParallel are
+            exchanged: parameters of all groups share buckets then, and a residual does not follow the
+            learning rate (``scale_residual``).
+        every: steps from one exchange to the next, 1 or more; with "best" alone, like `delay`.
+        delay: exchanges after which a mean is applied; 1 hides an exchange behind the next pass.
+        replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
+            or a process group.
+        **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (buckets
+            of DistributedDataParallel's ``bucket_cap_mb``, if left out), `on_nonfinite`, `check_every`,
+            `levels` (with whole parameters) and `deadline_seconds`.
+
+    Returns:
+        What has the telemetry, and is saved and loaded.
+
+    Raises:
+        ArgumentError: for an argument that is not allowed.
+        UnsupportedError: for a model that cannot be synchronized this way.
+    """
+    # those that wait in the first step hear of errors of other ranks here
+    with told_to_others(getattr(model, "process_group", None)):
+        schedule = Schedule(every, delay)
+        recipe = recipe_of(compression) if isinstance(compression, str) else compression
+        if not isinstance(recipe, Recipe):
+            allowed = "a sparsifier, as text or as a recipe; for dense training attach nothing"
+            raise ArgumentError("compression", compression, allowed)
+        if recipe.feedback.applies_rate:
+            return _attached_steps(model, recipe, optimizer, replicas, schedule, options)
+        if schedule != Schedule():
+            allowed = 'every=1, delay=0 where gradients are exchanged: "best" exchanges steps'
+            raise ArgumentError("compression", compression, allowed)
+        return _attached_gradients(model, recipe, optimizer, replicas, options)
+
+
+def _attached_steps(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    optimizer: Any,
+    replicas: DeviceMesh | dist.ProcessGroup | None,
+    schedule: Schedule,
+    options: WaitingOptions,
+) -> Synchronized:
+    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError("model", type(model).__name__, "the module whose parameters the optimizer trains")
+    optimizer = unwrapped(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        allowed = 'the one that trains the model: attach(model, "best", optimizer)'
+        raise ArgumentError("optimizer", optimizer, allowed)
+    recipe = recipe_for(optimizer, recipe)
+    wrappers = wrappers_of(model)
+    group = group_of(model, wrappers, replicas)
+    made = Synchronized(model, recipe, optimizer, group, settings, schedule)
+    silence(wrappers)
+    return made
+
+
+def _attached_gradients(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    optimizer: Any,
+    replicas: DeviceMesh | dist.ProcessGroup | None,
+    options: WaitingOptions,
+) -> GradientSynchronizer:
+    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
+        raise ArgumentError("model", type(model).__name__, allowed)
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError("model", type(model).__name__, "the module whose parameters the optimizer trains")
+    wrappers, optimizer = wrappers_of(model), unwrapped(optimizer)
+    model = wrappers[0] if wrappers else model
+    of_ddp = bool(wrappers)
+    if not isinstance(optimizer, torch.optim.Optimizer) and not (of_ddp and optimizer is None):
+        allowed = "the one that trains the model; None with a DistributedDataParallel alone"
+        raise ArgumentError("optimizer", optimizer, allowed)
+    if optimizer is not None:
+        refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
+        _refuse_others(model, optimizer)
+    elif recipe.feedback.scale_residual:
+        allowed = "the one that trains the model: residuals follow its learning rate (scale_residual)"
+        raise ArgumentError("optimizer", None, allowed)
+    group = group_of(model, wrappers, replicas)
+    if of_ddp:
+        _check_ddp(model)
+    if settings.levels != "flat" and any(hasattr(one, "device_mesh") for one in model.parameters()):
+        raise ArgumentError(
+            "levels", settings.levels, "'flat' with shards: their sums within hosts are FSDP's"
+        )
+    made = GradientSynchronizer(model, recipe, optimizer, group, settings)
+    former = getattr(model, "_horovod_sparse", lambda: None)()
+    if former is not None:
+        former.retire()  # the one that was attached last has the model
+    model._horovod_sparse = weakref.ref(made)
+    return made
+
+
+def _refuse_others(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a model of which others are trained, too: nobody would exchange their gradients."""
+    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for name, one in model.named_parameters():
+        if one.requires_grad and id(one) not in given:
+            raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
+
+
+def _check_ddp(model: Any) -> None:
+    if model.mixed_precision is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel(mixed_precision=...) has a communication hook of its own: leave "
+            "it out and use torch.autocast, or a wire format (values=float16) for smaller messages"
+        )
+    if not model.require_backward_grad_sync:
+        raise UnsupportedError("the model synchronizes no gradients: LocalSteps has it, or no_sync()")
+    if model._comm_hooks:
+        raise UnsupportedError(
+            "the model has a communication hook, which synchronizes gradients: attach to a "
+            "DistributedDataParallel without one"
+        )

@@ -1,0 +1,374 @@
+"""Gradients over torch.distributed.
+
+Those of a DistributedDataParallel are exchanged while backward goes on, and are means at its end. Those of
+FSDP2, whose shards are gradients at the end of a pass, and of plain modules are exchanged in `step()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.ddp.collectives import Carrier, Communicator
+from horovod_sparse.ddp.steps import OverGroup, end_first_pass
+from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
+from horovod_sparse.tensors import layout
+from horovod_sparse.tensors.backward import GradientTraining
+from horovod_sparse.tensors.parameters import local
+from horovod_sparse.tensors.parts import make_parts
+from horovod_sparse.training.collective_errors import worst_of_all
+from horovod_sparse.training.engine import Facts, Task, carry_out
+from horovod_sparse.training.outcome import worst
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.state import check_entry
+
+_ADVICE = "the model uses {}: use the same algorithm, or load None to start with no residual"
+
+_log = logging.getLogger("horovod_sparse")
+
+
+class GradientSynchronizer(OverGroup, GradientTraining):
+    """Exchanges a model's gradients; `attach` returns it.
+
+    Args:
+        model: a DistributedDataParallel; or one of `fully_shard`, or a plain module.
+        recipe: what is done with gradients.
+        optimizer: of all parameters that are trained. None with a DistributedDataParallel alone.
+        group: the ranks that have the same parameters.
+        settings: of the training.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        recipe: Recipe,
+        optimizer: torch.optim.Optimizer | None,
+        group: dist.ProcessGroup | None,
+        settings: Settings,
+    ) -> None:
+        engine = self.engine_of(model, recipe, optimizer, group, settings.deadline_seconds)
+        super().__init__(engine, recipe, settings, optimizer)
+        #: whether ranks tell which parameters have gradients, and how they have told
+        self._tells, self._told = True, Task("")
+        self._bucket_bytes = settings.bucket_bytes or DEFAULT_BUCKET_BYTES
+        self._of_ddp = isinstance(model, DistributedDataParallel)
+        #: whether the gradients of the pass under way are exchanged: it is none within `no_sync`
+        self.exchanges = self._of_ddp
+        #: gradients as the last exchange has left them; and whether no step has used them yet
+        self._left: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._unused = False
+        #: whether a parameter's gradient comes several times in a pass, so that buckets wait for its end
+        self._repeats = False
+        #: parameters whose gradients have come in this pass, and how many parts were started in their order
+        self._come: set[torch.Tensor] = set()
+        self._num_started = 0
+        #: the end of this pass, which PyTorch holds until then, or until the pass has failed
+        self._ending: Callable[[], object] = lambda: None
+        #: whether a loss scaler has had gradients exchanged for the step to come
+        self._for_scaler = False
+        if isinstance(model, DistributedDataParallel):
+            self._tells = model.find_unused_parameters or model.static_graph
+            self._repeats = model.static_graph
+            self._bucket_bytes = settings.bucket_bytes or model.bucket_bytes_cap
+            self.meet()
+            end_first_pass(model)
+            hooks = _ForwardHooks(self)
+            self._handles += [
+                model.register_forward_pre_hook(hooks.before, prepend=True),
+                model.register_forward_hook(hooks.after, always_call=True),
+            ]
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            if not self._of_ddp:
+                optimizer._synchronize_for_scaler = self._synchronize_for_scaler
+
+    def make_parts(self, specs: Any, facts: Facts, place: tuple[int, int], topology: Any) -> list[Any]:
+        """See `Engine.make_parts`."""
+        return make_parts(specs, facts, place, topology, self.optimizer)
+
+    def declared(self) -> dict[str, str]:
+        plan = "none" if self.settings.plan is None else "given"
+        return {**super().declared(), "plan": plan, "find_unused_parameters": str(self._tells)}
+
+    def first_plan_of(self, facts: Facts) -> Plan:
+        """Buckets in the order of backward; parameters that a rule sends whole stay dense."""
+        parameters = [fact for fact, _ in facts.values()]
+        sparse = [fact for fact in parameters if fact.density != 1.0]
+        dense = [fact.name for fact in parameters if fact.density == 1.0]
+        return Plan(fixed_bytes(sparse, self._bucket_bytes).buckets if sparse else (), tuple(dense))
+
+    def meet(self) -> None:
+        """Makes the first parts, and parts for parameters that have come since."""
+        if not self.facts:
+            facts = self.engine.facts({})
+            self.begin(facts, self.settings.plan or self.first_plan_of(facts))
+        elif self.engine.facts(self.facts):
+            self.take_in()
+
+    join = meet
+
+    def _entered(self, parts: Any) -> None:
+        super()._entered(parts)
+        for part in parts:
+            part.gradient.told = self._tells
+        if self._of_ddp:
+            self.watch(parameter for part in parts for parameter in part.gradient.parameters)
+
+    # a pass of DistributedDataParallel
+
+    def begin_pass(self, first: torch.Tensor | None = None) -> None:
+        """A pass begins that ends with an exchange; `first` has its gradient already."""
+        if self.under_way and self._ending() is None:
+            self.finish_pending()  # that pass has failed
+        if self.under_way:
+            return
+        kept = bool(self._left) and all(
+            one.grad is gradient and (gradient is None or gradient._version - (one is first) == version)
+            for one, gradient, version in self._left
+        )
+        if self._unused and not kept:
+            self._unused = False
+            raise UnsupportedError(
+                "gradients were exchanged and thrown away: the backward pass before has had no step. What of "
+                "it was not sent would go into later steps. Put such passes into model.no_sync(), or "
+                'attach(model, "best", optimizer), which exchanges in optimizer.step()'
+            )
+        for part in self.parts:  # to what stands there autograd adds
+            part.gradient.carried = part.last_sum if kept else None
+        self._begin()
+        self.loss_scale.note()
+        ending = partial(self._end_pass)
+        self._ending = weakref.ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self.exchanges:
+            return
+        with self._hooks:
+            self.begin_pass(parameter)
+            part = self._part_of[parameter]
+            if parameter.grad is None or parameter.grad.requires_grad:
+                raise UnsupportedError(
+                    "a gradient that has a gradient itself (create_graph=True) is not exchanged"
+                )
+            if part.streams is not None:
+                part.streams.note()
+            if parameter in self._come:
+                self._repeats = True
+            self._come.add(parameter)
+            if self._repeats or not self.is_agreed:
+                return
+            # torch.distributed matches messages by their order: it is the plan's
+            while self._num_started < len(self.parts) - 1 and self._is_complete(self._num_started):
+                self._start(self.parts[self._num_started])
+                self._num_started += 1
+
+    def _is_complete(self, number: int) -> bool:
+        return all(one in self._come for one in self.parts[number].gradient.parameters)
+
+    def _end_pass(self) -> None:
+        before, self._left = self.step, []
+        self.synchronize()
+        if self.step > before:
+            grads = [(one, one.grad) for one in self._part_of]
+            self._left = [(one, grad, -1 if grad is None else grad._version) for one, grad in grads]
+            self._unused = self.optimizer is not None
+
+    # a step of the optimizer
+
+    def _before_step(self, optimizer: Any, arguments: Any, named: dict[str, Any]) -> Any:
+        self._unused = False
+        if self._of_ddp:
+            return None
+        given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if given is None:
+            if not self._for_scaler:
+                self.synchronize()
+            self._for_scaler = False
+            return None
+
+        def exchanged() -> Any:
+            loss = given()
+            self.synchronize()
+            return loss
+
+        return (optimizer, exchanged), {name: one for name, one in named.items() if name != "closure"}
+
+    def _synchronize_for_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Called before a loss scaler looks at gradients: all ranks' scalers find the same."""
+        self.loss_scale.expect(scaler)
+        self.synchronize()
+        self._for_scaler = True
+
+    # an exchange
+
+    def synchronize(self) -> None:
+        if not self.facts:
+            self.meet()
+        self._told = Task("", done=True)
+        super().synchronize()
+        if self.skipped is not None:
+            for parameter in self._part_of:  # the optimizer passes over parameters without gradients
+                parameter.grad = None
+
+    def _waited(self) -> list[BaseException]:
+        if self._tells:
+            self._told = self.starter.start("present", _all_present(self._present()))
+        failures = super()._waited()
+        if self._tells:
+            self.starter.wait([self._told])
+            present, first = np.asarray(self._told.value()), 0
+            for part in self.parts:
+                here = present[first : first + len(part.names)]
+                part.gradient.unused = np.flatnonzero(~here).tolist()
+                first += len(part.names)
+        return failures
+
+    def _present(self) -> np.ndarray:
+        told = []
+        for part in self.parts:
+            here = np.ones(len(part.names), bool)
+            here[part.gradient.absent] = False
+            told.append(here)
+        return np.concatenate(told)
+
+    def _start(self, part: Any, *, refused: bool = False) -> None:
+        starter: Any = self.starter
+        if part.whole and part.streams is not None:
+            starter = _OnDevice(starter)
+        part.start(starter, self.loss_scale.value, refused=refused)
+
+    def compare(self) -> None:
+        if self.step >= self.drift.next_step:
+            parameters = {name: one for name, (_, one) in self.facts.items()}
+            check = self.drift.run(self.step, layout.shared_entries(parameters, self.optimizer))
+            self.starter.run("drift", check)
+
+    def make_ready(self) -> None:
+        super().make_ready()
+        self._come, self._num_started = set(), 0
+
+    def retire(self) -> None:
+        super().retire()
+        if self.optimizer is not None:
+            vars(self.optimizer).pop("_synchronize_for_scaler", None)
+
+    # checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.
+
+        The entry is that of an optimizer of `horovod_sparse.torch` (``state_dict()["horovod_sparse"]``): each
+        loads the other's, if parameters have the same names.
+
+        Raises:
+            UnsupportedError: while a backward pass is under way.
+        """
+        self._check_between("saved")
+        self.meet()
+        shard = self.engine.shard
+        return self.save(**({} if shard is None else {"shard": list(shard)}))
+
+    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
+        """Goes on from an entry, or from nothing; ranks agree in the next step.
+
+        Raises:
+            StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
+            UnsupportedError: while a backward pass is under way.
+        """
+        self._check_between("loaded")
+        self.meet()
+        self.load(None if entry is None else self._checked(entry))
+
+    def _check_between(self, what: str) -> None:
+        if self.under_way:
+            raise UnsupportedError(f"a model is {what} between steps: its backward pass is under way")
+
+    def _checked(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """An entry on the host, if it is one of this training."""
+        entry = layout.host_entry(entry)
+        check_entry(entry, self.recipe, _ADVICE)
+        own = None if self.engine.shard is None else list(self.engine.shard)
+        if entry.get("shard") != own:
+            saved, here = (
+                "whole parameters" if one is None else f"shard {one} (which, of how many)"
+                for one in (entry.get("shard"), own)
+            )
+            raise StateMismatchError(
+                f"the saved state is of {saved}, this rank trains {here}: load what such a rank has saved"
+            )
+        known = {name: local(one) for name, (_, one) in self.facts.items()}
+        self.check_fits(entry, set(self.facts) - self.joined, known)
+        return dict(entry)
+
+
+def _all_present(own: np.ndarray) -> Synchronization[np.ndarray]:
+    """Returns which parameters have a gradient on some rank."""
+    words = np.zeros(-(-own.size // 4), np.int32)
+    words.view(np.uint8)[: own.size] = own
+    gathered = yield AllGather(words)
+    told = np.asarray(gathered).view(np.uint8).reshape(-1, 4 * words.size)
+    present: np.ndarray = np.logical_or.reduce(told, axis=0)[: own.size]
+    return present
+
+
+class _OnDevice:
+    """Starts a sum of whole tensors where they are."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.start = communicator.start_on_device
+
+
+class _ForwardHooks:
+    """Silences a DistributedDataParallel: it asks in each forward pass whether gradients are to be exchanged.
+
+    A copy of a model, or a model that was pickled, has hooks that do nothing.
+    """
+
+    def __init__(self, training: GradientSynchronizer | None) -> None:
+        self._training, self._asked = training, True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _log.warning(
+            "a copy of a model, or a model that is saved whole, is not synchronized sparsely: attach it. "
+            "What is held back is saved by state_dict()"
+        )
+        return _ForwardHooks, (None,)
+
+    def before(self, model: Any, _: Any) -> None:
+        if self._training is None:
+            return
+        if model._join_config.enable:
+            raise UnsupportedError(
+                "DistributedDataParallel.join() fills in for ranks in dense sums alone: give every rank as "
+                "many batches (drop_last=True, or a sampler that pads)"
+            )
+        self._asked = model.require_backward_grad_sync
+        model.require_backward_grad_sync = False
+
+    def after(self, model: Any, _: Any, output: Any) -> None:
+        training = self._training
+        if training is None:
+            return
+        model.require_backward_grad_sync = model.require_forward_param_sync = self._asked
+        if not torch.is_grad_enabled():
+            return
+        training.exchanges = self._asked
+        if not self._asked:
+            return
+        # of the whole pass: hooks of parameters may run in a pass within it (activation checkpointing)
+        for one in _pytree.tree_leaves(output):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(lambda _: training.begin_pass())

@@ -1,0 +1,275 @@
+"""Hooks start a bucket when its last gradient is there, and sums over ranks take the gradients' place.
+
+The front ends of Horovod and torch.distributed derive from it. They know which passes belong to a step, and
+when one ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from horovod_sparse import errors
+from horovod_sparse.feedback import MomentumCorrection, Recipe
+from horovod_sparse.plans import Plan
+from horovod_sparse.tensors import layout, loss_scale
+from horovod_sparse.tensors.driver import keep_out_of_graphs
+from horovod_sparse.tensors.parameters import local
+from horovod_sparse.tensors.parts import Part
+from horovod_sparse.training.collective_errors import some_of
+from horovod_sparse.training.compression import refuse_later_momentum
+from horovod_sparse.training.engine import Engine, Starter
+from horovod_sparse.training.outcome import Outcome, worst
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.training import Training
+
+#: with which a step ends on all ranks, after all of its rounds
+_ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
+
+
+def _hook(training: weakref.ref[GradientTraining]) -> Callable[[torch.Tensor], None]:
+    """Tells a training of gradients as long as it lives.
+
+    PyTorch's garbage collection does not see what a hook on a parameter refers to. A hook that referred to
+    the training, which refers to the parameter, would keep both for ever.
+    """
+
+    def arrived(parameter: torch.Tensor) -> None:
+        if (alive := training()) is not None:
+            alive.on_gradient(parameter)
+
+    return arrived
+
+
+class GradientTraining(Training):
+    """Starts every bucket when its last gradient is there; nothing waits but `synchronize`.
+
+    Attributes:
+        optimizer: of the parameters; None where nobody has given one.
+        under_way: whether a gradient has come since the last synchronization.
+        loss_scale: of the losses whose gradients these are.
+        overflow: what a loss scaler is told by gradients of Inf, instead of being raised.
+        skipped: why the optimizer is not to step, where that is no error.
+    """
+
+    def __init__(
+        self, engine: Engine, recipe: Recipe, settings: Settings, optimizer: Any, label: str = ""
+    ) -> None:
+        super().__init__(engine, recipe, settings, label)
+        self.optimizer, self.under_way = optimizer, False
+        self.loss_scale = loss_scale.ScaleOfStep()
+        self.overflow: BaseException | None = None
+        self.skipped: BaseException | None = None
+        #: complete, but to be started by `synchronize`: what was taken may not be changed until then
+        self._kept_back: list[Part] = []
+        # autograd runs the hooks of each device in a thread of its own
+        self._hooks = threading.Lock()
+        self._handles: list[Any] = []
+        self._part_of: dict[torch.Tensor, Part] = {}
+        self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
+        loss_scale.watch_scalers()
+        keep_out_of_graphs()
+
+    # given by a front end
+
+    @property
+    def starter(self) -> Starter:
+        """Returns the driver that runs coroutines together with other ranks."""
+        raise NotImplementedError
+
+    @property
+    def divisor(self) -> float:
+        """Returns the number that a sum over ranks is divided by."""
+        return self.size
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Called after every accumulation into a parameter's gradient. Never waits for other ranks."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """Takes in parameters that the optimizer has got since."""
+
+    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
+        """Adds failures of ranks that do not exchange with this one, but have to step alike."""
+        return failures
+
+    def compare(self) -> None:
+        """Compares replicas of the last step, before this one is applied."""
+
+    def forget(self, *, alike: bool) -> None:
+        """A step is given up: whatever was put off in the driver is void."""
+
+    def explain(self, error: BaseException) -> None:
+        """Raises a better error in place of one, if there is any."""
+
+    # gradients come
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Hears of the gradients of these parameters from now on."""
+        hook = _hook(weakref.ref(self))
+        self._handles += [one.register_post_accumulate_grad_hook(hook) for one in parameters]
+
+    def build(self, plan: Plan) -> None:
+        self._part_of, self._kinds = {}, []
+        super().build(plan)
+
+    def _entered(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            part.scale = None if self.divisor == self.size else 1.0 / self.divisor
+            if part.streams is not None:
+                part.streams.note()
+        entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
+        self._part_of |= entered
+        self._kinds += [(one, one.dtype, one.device) for one in entered]
+
+    def _begin(self) -> None:
+        """Before the first gradient of a step."""
+        self.under_way, self.overflow, self.skipped = True, None, None
+        if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
+            try:
+                self._follow_parameters()
+            except errors.UnsupportedError:
+                self.under_way = False
+                raise
+
+    def _follow_parameters(self) -> None:
+        """Makes parts of the types and on the devices that parameters have come to have."""
+        facts, what = {}, ""
+        for name, (fact, parameter) in self.facts.items():
+            own = local(parameter)
+            dtype, device = layout.dtype_name(own) or str(own.dtype), str(own.device)
+            facts[name] = dataclasses.replace(fact, dtype=dtype, device=device), parameter
+            if facts[name][0] != fact and (not what or layout.dtype_name(own) is None):
+                what = f"{name} was {fact.dtype} on {fact.device} and is {dtype} on {device} now"
+        self.follow(facts, what)
+
+    def _start(self, part: Part, *, refused: bool = False) -> None:
+        part.start(self.starter, self.loss_scale.value, refused=refused)
+
+    # and sums
+
+    def synchronize(self) -> None:
+        """Waits for all buckets, and puts their sums in place of the gradients.
+
+        Every error is raised on all ranks alike, and the step is given up whole. Where a loss scaler looks
+        for them, or with `on_nonfinite="skip"`, gradients that are not finite raise nothing.
+
+        Raises:
+            HorovodSparseError: what a step can be refused for: see `horovod_sparse.errors`.
+        """
+        if not self.under_way:
+            self._begin()
+            self.loss_scale.settle()
+        idle_before = self.starter.idle_seconds
+        edited = self._edited()
+        try:
+            if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
+                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
+            self.join()
+            if not self.is_agreed:
+                self.agree()
+            for part in self.parts:
+                if part.task is None:
+                    self._start(part, refused=bool(edited))
+            failures = self._waited()
+            if not failures:
+                self.compare()
+        except errors.DeadlineError:
+            self.give_up()
+            raise
+        except errors.HorovodSparseError as error:
+            # what hooks have begun is ended first: its names are the collectives' until then
+            self.finish_pending()
+            self.of_all([error])
+            raise
+        except BaseException as error:
+            self.give_up()
+            self.explain(error)
+            raise
+        if failures := self.of_all(failures):
+            self._refuse(failures, edited)
+            return
+        reports = [part.apply(1.0 / self.divisor) for part in self.parts]
+        self.make_ready()
+        self.step += 1
+        self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
+
+    def _waited(self) -> list[BaseException]:
+        """Waits for what was started; returns what went wrong in it."""
+        tasks = [part.task for part in self.parts if part.task is not None]
+        self.starter.wait(tasks)
+        return [task.error for task in tasks if task.error is not None]
+
+    def _edited(self) -> list[str]:
+        """Parameters whose gradients were changed after their synchronization had begun."""
+        return [
+            part.names[number]
+            for part in self.parts
+            if part.task is not None or part in self._kept_back
+            for number in part.gradient.edited()
+        ]
+
+    def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
+        """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
+        verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
+        error, drop = verdict.error, verdict.drop
+        if verdict.outcome is Outcome.OVERFLOW:
+            self.give_up(drop=drop, alike=True)
+            self.parts[0].gradient.overflow()
+            self.overflow = error
+            return
+        self.give_up(drop=drop, alike=isinstance(error, _ALIKE))
+        if verdict.outcome is Outcome.SKIPPED:
+            self.skipped = error
+            return
+        assert error is not None  # there are errors
+        if isinstance(error, errors.EditedGradientError) and edited:
+            error.where[self.rank] = some_of(edited)
+        raise error
+
+    def give_up(self, *, drop: bool = False, alike: bool = False) -> None:
+        """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
+        self.forget(alike=alike)
+        for part in self.parts:
+            if part.task is not None:
+                part.abandon(drop=drop)
+        for part in self.parts:
+            part.gradient.reset()
+        self.make_ready()
+
+    def finish_pending(self) -> None:
+        """Ends a step that is under way, and gives it up: every rank has to do so.
+
+        If the collectives have failed there is nothing to wait for.
+        """
+        if not self.under_way:
+            return
+        alike = False
+        try:
+            if self.is_agreed:  # else nothing has been started
+                for part in self.parts:
+                    if part.task is None:
+                        self._start(part)
+                failures = self._waited()
+                alike = not failures or isinstance(worst(failures), _ALIKE)
+        finally:
+            self.give_up(alike=alike)
+
+    def make_ready(self) -> None:
+        """For the first gradient of the next step."""
+        for part in self.parts:
+            part.task, part.num_missing = None, len(part.names)
+        self.under_way, self._kept_back = False, []
+
+    def retire(self) -> None:
+        """Hears of no gradient any more. A step that is under way is given up."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.under_way:
+            self.give_up()
