@@ -15,6 +15,7 @@ from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_o
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.tensors.parts import trained_by
+from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, WaitingOptions
 from horovod_sparse.training.steps import Schedule

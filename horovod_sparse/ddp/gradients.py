@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from horovod_sparse.collectives import AllGather, Synchronization
-from horovod_sparse.ddp.collectives import Carrier, Communicator
+from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.steps import OverGroup, end_first_pass
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
@@ -28,9 +28,7 @@ from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.parameters import local
 from horovod_sparse.tensors.parts import make_parts
-from horovod_sparse.training.collective_errors import worst_of_all
-from horovod_sparse.training.engine import Facts, Task, carry_out
-from horovod_sparse.training.outcome import worst
+from horovod_sparse.training.engine import Facts, Task
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensors import flat_gradient, layout
+from horovod_sparse.tensors import host_memory, layout
 from horovod_sparse.tensors.parameters import flat, local
 
 #: places of a gradient that are looked at to notice a change that PyTorch did not count
@@ -45,7 +45,7 @@ class Gradients:
         self.places = list(zip([0, *stops[:-1]], stops, strict=True))
         self.num_elements = int(stops[-1])
         self.dtype, self.device = own[0].dtype, own[0].device
-        self.memory = flat_gradient.memory_of(self.device, name)
+        self.memory = host_memory.memory_of(self.device, name)
         self.num_bytes = self.num_elements * own[0].element_size()
         self.layouts = [
             torch.empty_strided(one.shape, layout.memory_strides(one), device="meta") for one in own

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +18,12 @@ from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBuck
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensors.flat_gradient import GradientMemory
 from horovod_sparse.tensors.gradients import Gradients
+from horovod_sparse.tensors.host_memory import GradientMemory
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
-
-#: makes what holds the gradients of a part
-MakeGradient: TypeAlias = Callable[[Sequence[torch.Tensor], str], Any]
 
 
 class Part(common.BucketPart):
@@ -53,13 +50,12 @@ class Part(common.BucketPart):
         group: Callable[[], Mapping[str, Any]],
         place: tuple[int, int],
         *,
-        make_gradient: MakeGradient = Gradients,
         topology: Topology | None = None,
     ) -> None:
         recipe = spec.recipe
         self.name, self.names, self.dense, self.whole = spec.label, spec.names, spec.dense, spec.whole
         self.dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
-        self.gradient: Gradients = make_gradient(parameters, self.names[0])
+        self.gradient: Gradients = Gradients(parameters, self.names[0])
         self.places = self.gradient.places
         self.memory: GradientMemory = self.gradient.memory
         self.streams = self.memory.streams()
@@ -162,14 +158,13 @@ def make_parts(
     place: tuple[int, int],
     topology: Topology | None,
     optimizer: Any | None,
-    make_gradient: MakeGradient = Gradients,
 ) -> list[Part]:
     parts = []
     for spec in specs:
         parameters = [facts[name][1] for name in spec.names]
         group = partial(_group, optimizer, facts[spec.names[0]][0].group)
         hosts = None if spec.dense else topology
-        parts.append(Part(spec, parameters, group, place, make_gradient=make_gradient, topology=hosts))
+        parts.append(Part(spec, parameters, group, place, topology=hosts))
     return parts
 
 

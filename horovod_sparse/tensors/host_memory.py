@@ -21,7 +21,7 @@ from horovod_sparse.feedback import Recipe, two_level_bucket
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.layout import memory_strides, unscaled
+from horovod_sparse.tensors.layout import unscaled
 
 if TYPE_CHECKING:
     from horovod_sparse.tensors.streams import CudaStreams
@@ -117,39 +117,6 @@ def memory_of(device: torch.device, name: str) -> GradientMemory:
             f"the gradient's own type, and copies to the host ({str(error).splitlines()[0]}). Train on the "
             "CPU or on a CUDA device, or use compression=Compression.none or .fp16"
         ) from error
-
-
-class GradientLayout:
-    """Where the gradients of some parameters lie, one behind the other."""
-
-    flat: torch.Tensor
-    absent: Sequence[int] = ()
-
-    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
-        self.parameters, self.name = tuple(parameters), name
-        lengths = [parameter.numel() for parameter in self.parameters]
-        stops = np.cumsum(lengths)
-        #: [start, stop) of every parameter
-        self.places = [(int(stop - length), int(stop)) for length, stop in zip(lengths, stops, strict=True)]
-        self.num_elements = int(stops[-1])
-        first = self.parameters[0]
-        self.memory = memory_of(first.device, name)
-        self.num_bytes = self.num_elements * first.element_size()
-        #: shape and order of every parameter's part, which stay when the parameter changes its own
-        self.layouts = [
-            torch.empty_strided(parameter.shape, memory_strides(parameter), device="meta")
-            for parameter in self.parameters
-        ]
-
-    def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
-        """A sum, times a scale, as the gradients; how many different elements it has."""
-        num_union = self.memory.write([self.flat], [(0, self.num_elements)], indices, values, scale)
-        self._give_out()
-        return num_union
-
-    def _give_out(self) -> None:
-        """What the buffer holds as the parameters' gradients, whatever became of these meanwhile."""
-        raise NotImplementedError
 
 
 def zeros(num_elements: int, like: torch.Tensor) -> torch.Tensor:
