@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.distributed_engine import told_to_others
 from horovod_sparse.ddp.gradients import GradientSynchronizer
-from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, silence, trained_by, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.tensors.parts import trained_by
@@ -145,7 +145,7 @@ def _attached_gradients(
 def _refuse_others(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuses a model of which others are trained, too: nobody would exchange their gradients."""
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for name, one in model.named_parameters():
+    for name, one in trained_by(None, model).items():
         if one.requires_grad and id(one) not in given:
             raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
 

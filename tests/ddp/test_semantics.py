@@ -180,12 +180,12 @@ def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
             ddp.attach(plain.model, none)
     with pytest.raises(ArgumentError, match=r"give a density such as 0\.01"):
         ddp.attach(plain.model, "topk:density=0.1", network_share=0.05)
-    for model, optimizer in ((plain.model, plain.net.parameters()), (plain.net, None)):
+    for model, optimizer in ((plain.model, plain.net.parameters()), (LinearModel(SHAPES), None)):
         with pytest.raises(ArgumentError, match="optimizer="):
             ddp.attach(model, "topk:density=0.1", optimizer)
     few = torch.optim.SGD([plain.net.first], lr=0.1)
     with pytest.raises(ArgumentError, match="one without bias"):
-        ddp.attach(plain.net, "topk:density=0.1", few)
+        ddp.attach(plain.model, "topk:density=0.1", few)
     with pytest.raises(ArgumentError, match=r"model\._orig_mod"):
         ddp.attach(torch.compile(plain.model), "topk:density=0.1")
     with pytest.raises(UnknownNameError, match="topkk"):
