@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.distributed_engine import told_to_others
 from horovod_sparse.ddp.gradients import GradientSynchronizer
-from horovod_sparse.ddp.steps import Synchronized, group_of, silence, trained_by, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
-from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.tensors.binding import unwrapped
+from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, WaitingOptions
 from horovod_sparse.training.steps import Schedule

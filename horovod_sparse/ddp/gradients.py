@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
-from horovod_sparse.ddp.steps import OverGroup, end_first_pass
+from horovod_sparse.ddp.steps import Engine, OverGroup, end_first_pass
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
@@ -47,6 +47,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):
         group: the ranks that have the same parameters.
         settings: of the training.
     """
+
+    engine: Engine
 
     def __init__(
         self,
