@@ -56,7 +56,8 @@ class GradientParts:
         if len({array.dtype for array in given}) != 1:
             raise ArgumentError("gradient", [array.dtype.name for array in given], "arrays of one type")
         self.dtype = given[0].dtype
-        self._flat = [native_bits(array) for array in given]
+        plain = self.dtype in (np.float32, np.float64)
+        self._flat = [array.reshape(-1) if plain else native_bits(array) for array in given]
         self.whole = self._flat[0] if len(given) == 1 else None
         self.size = sum(array.size for array in self._flat)
 

@@ -37,7 +37,7 @@ _ADVICE = "the model uses {}: use the same algorithm, or load None to start with
 _log = logging.getLogger("horovod_sparse")
 
 
-class GradientSynchronizer(OverGroup, GradientTraining):
+class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     """Exchanges a model's gradients; `attach` returns it.
 
     Args:

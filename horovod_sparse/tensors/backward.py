@@ -55,7 +55,10 @@ class GradientTraining(Training):
         loss_scale: of the losses whose gradients these are.
         overflow: what a loss scaler is told by gradients of Inf, instead of being raised.
         skipped: why the optimizer is not to step, where that is no error.
+        starter: runs coroutines together with other ranks.
     """
+
+    starter: Starter
 
     def __init__(
         self, engine: Engine, recipe: Recipe, settings: Settings, optimizer: Any, label: str = ""
@@ -76,11 +79,6 @@ class GradientTraining(Training):
         keep_out_of_graphs()
 
     # given by a front end
-
-    @property
-    def starter(self) -> Starter:
-        """Returns the driver that runs coroutines together with other ranks."""
-        raise NotImplementedError
 
     @property
     def divisor(self) -> float:
@@ -194,7 +192,8 @@ class GradientTraining(Training):
         if failures := self.of_all(failures):
             self._refuse(failures, edited)
             return
-        reports = [part.apply(1.0 / self.divisor) for part in self.parts]
+        scale = 1.0 / self.divisor
+        reports = [part.apply(scale) for part in self.parts]
         self.make_ready()
         self.step += 1
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)

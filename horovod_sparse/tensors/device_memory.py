@@ -23,7 +23,7 @@ from horovod_sparse.tensors.accumulator import (
     accumulating,
     kernels_for,
 )
-from horovod_sparse.tensors.host_memory import GradientMemory, Indices, recipe_arguments
+from horovod_sparse.tensors.gradients import GradientMemory, Indices, recipe_arguments
 from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
 

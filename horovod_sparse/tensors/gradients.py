@@ -1,19 +1,124 @@
-"""The gradients of a bucket, where autograd leaves them: a fold reads them, and the sum takes their place."""
+"""The gradients of a bucket, where autograd leaves them: a fold reads them, and the sum takes their place.
+
+On the CPU gradients are NumPy arrays over PyTorch's memory, served by numba's kernels. On any other device
+they stay tensors (`device_memory.py`), served by Triton's kernels or PyTorch's. Messages are NumPy arrays on
+the host in both cases, and both give the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
+from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator, WholeGradient
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.tensors import host_memory, layout
-from horovod_sparse.tensors.parameters import flat, local
+from horovod_sparse.feedback import Recipe, two_level_bucket
+from horovod_sparse.kernels.host import scatter
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.tensors import layout
+
+if TYPE_CHECKING:
+    from horovod_sparse.tensors.streams import CudaStreams
 
 #: places of a gradient that are looked at to notice a change that PyTorch did not count
 _NUM_PROBES = 16
+
+#: types of devices whose memory NumPy can read
+HOST_DEVICES = frozenset({"cpu"})
+
+#: of a sum: None for all elements
+Indices: TypeAlias = np.ndarray | None
+
+
+def host_view(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's memory as an array of the same shape and strides; bfloat16 as its bits in uint16."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
+def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
+    return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
+
+
+class GradientMemory:
+    """What is done with gradients on the host, and with what is kept for them; see `DeviceMemory`, too."""
+
+    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
+        """Residual and companions of a bucket: zeros."""
+        return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
+
+    def whole(self, info: BucketInfo) -> Accumulator:
+        """What stands in an accumulator's place where all is sent."""
+        return WholeGradient(info.num_elements, info.dtype)
+
+    def streams(self) -> CudaStreams | None:
+        """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
+        return None
+
+    def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> Any:
+        """Returns flat gradients over the loss's scale, as the accumulator folds them, and leaves them."""
+        if loss_scale != 1.0:
+            gradients = [layout.unscaled(gradient, loss_scale) for gradient in gradients]
+        return GradientParts([host_view(gradient) for gradient in gradients])
+
+    #: of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32
+    summable: Callable[[Any, BucketInfo], Any] = staticmethod(two_level_bucket.summable)
+    #: a sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is
+    shard: Callable[[Any, int], Any] = staticmethod(two_level_bucket.foldable)
+
+    def write(
+        self,
+        gradients: Sequence[torch.Tensor],
+        places: Sequence[tuple[int, int]],
+        indices: Indices,
+        values: Any,
+        scale: float,
+    ) -> int:
+        """Puts scale times a sum in place of flat gradients; returns how many different elements it has.
+
+        Args:
+            gradients: one behind the other.
+            places: [start, stop) of each.
+            indices: of the values; None where they are those of all elements, in their order.
+            values: of the sum.
+            scale: a factor.
+        """
+        arrays = [host_view(gradient) for gradient in gradients]
+        return scatter.apply_scaled_sums(arrays, places, indices, values, scale)
+
+
+HOST = GradientMemory()
+
+
+def memory_of(device: torch.device, name: str) -> GradientMemory:
+    if device.type in HOST_DEVICES:
+        return HOST
+    # by its name: it derives from what is here, and is loaded with the first gradient on a device
+    devices: Any = importlib.import_module("horovod_sparse.tensors.device_memory")
+    try:
+        memory: GradientMemory = devices.device_memory(device)
+        return memory
+    except (RuntimeError, TypeError, AssertionError) as error:  # as PyTorch's backends put it
+        raise UnsupportedError(
+            f"the gradient of {name} is on {device}, where no sparsifier can work: that takes float64 beside "
+            f"the gradient's own type, and copies to the host ({str(error).splitlines()[0]}). Train on the "
+            "CPU or on a CUDA device, or use compression=Compression.none or .fp16"
+        ) from error
+
+
+def zeros(num_elements: int, like: torch.Tensor) -> torch.Tensor:
+    """Zeros. On the host NumPy's, which asks for huge pages: large folds miss the TLB less."""
+    if like.device.type != "cpu" or not num_elements:
+        return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.zeros(num_elements * like.element_size(), np.uint8)).view(like.dtype)
 
 
 class Gradients:
@@ -40,12 +145,12 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters, self.name = tuple(parameters), name
-        own = [local(parameter) for parameter in self.parameters]
+        own = [_own(parameter) for parameter in self.parameters]
         stops = np.cumsum([one.numel() for one in own]).tolist()
         self.places = list(zip([0, *stops[:-1]], stops, strict=True))
         self.num_elements = int(stops[-1])
         self.dtype, self.device = own[0].dtype, own[0].device
-        self.memory = host_memory.memory_of(self.device, name)
+        self.memory = memory_of(self.device, name)
         self.num_bytes = self.num_elements * own[0].element_size()
         self.layouts = [
             torch.empty_strided(one.shape, layout.memory_strides(one), device="meta") for one in own
@@ -71,8 +176,8 @@ class Gradients:
             if gradient is None:
                 self._flat.append(torch.zeros(like.numel(), dtype=self.dtype, device=self.device))
             else:
-                own = local(gradient)
-                self._flat.append(flat(own.to_dense() if own.is_sparse else own, like))
+                own = _own(gradient)
+                self._flat.append(_in_order(own.to_dense() if own.is_sparse else own, like))
         if self.carried is not None:
             self._take_away(*self.carried)
         self._taken = [
@@ -110,7 +215,7 @@ class Gradients:
                 changed.append(number)
             elif now is not None and probed is not None and not now.is_sparse:
                 # in memory of its own, or another type's, it is the same gradient while its values are
-                there = flat(local(now), self.layouts[number])
+                there = _in_order(_own(now), self.layouts[number])
                 if there.dtype == self.dtype and not torch.equal(self._probed(there), probed):
                     changed.append(number)
         return changed
@@ -119,13 +224,13 @@ class Gradients:
         """All of them over the loss's scale, as an accumulator folds them."""
         return self.memory.foldable(self._flat, loss_scale)
 
-    def _own(self, number: int) -> torch.Tensor | None:
+    def _target(self, number: int) -> torch.Tensor | None:
         """A parameter's gradient in the order of its layout, to be written to; None if it has no such one."""
         gradient, like = self.parameters[number].grad, self.layouts[number]
-        if gradient is None or (own := local(gradient)).is_sparse:
+        if gradient is None or (own := _own(gradient)).is_sparse:
             return None
         fits = (own.dtype, own.device, own.shape) == (self.dtype, self.device, like.shape)
-        return flat(own) if fits and (own.stride() == like.stride() or own.numel() < 2) else None
+        return _in_order(own, like) if fits and (own.stride() == like.stride() or own.numel() < 2) else None
 
     def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         """Puts a sum, times a scale, in place of the gradients; returns how many different elements it has.
@@ -136,7 +241,7 @@ class Gradients:
             before, values = self.carried, values * scale
             indices, values = np.append(indices, before[0]), np.append(values, before[1])
             scale = 1.0
-        targets = [self._own(number) for number in range(len(self.parameters))]
+        targets = [self._target(number) for number in range(len(self.parameters))]
         new = [
             torch.empty(like.numel(), dtype=self.dtype, device=self.device) if target is None else target
             for target, like in zip(targets, self.layouts, strict=True)
@@ -154,7 +259,7 @@ class Gradients:
         shaped = shaped.to(parameter.device, parameter.dtype)
         if hasattr(parameter, "device_mesh"):
             made = torch.zeros_like(parameter)
-            local(made).copy_(shaped)
+            _own(made).copy_(shaped)
             shaped = made.detach()
         parameter.grad = shaped
 
@@ -162,7 +267,7 @@ class Gradients:
     def reset(self) -> None:
         """Zeros as all gradients."""
         for number, like in enumerate(self.layouts):
-            own = self._own(number)
+            own = self._target(number)
             if own is None and number in self.unused:
                 continue
             if own is None:
@@ -181,3 +286,16 @@ class Gradients:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse()
+
+
+def _own(tensor: Any) -> torch.Tensor:
+    """Returns the whole tensor, or this rank's shard of a sharded one."""
+    own: torch.Tensor = tensor.detach()
+    return own.to_local() if hasattr(own, "to_local") else own
+
+
+def _in_order(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in the order of a layout; its own memory, where it has that order."""
+    if own.numel() > 1 and own.stride() != like.stride():
+        own = torch.empty_strided(like.shape, like.stride(), dtype=own.dtype, device=own.device).copy_(own)
+    return own.as_strided((own.numel(),), (1,), own.storage_offset())

@@ -17,7 +17,7 @@ from horovod_sparse.feedback import Bucket, Member
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.tensors.binding import unwrapped
-from horovod_sparse.tensors.host_memory import HOST, host_view, memory_of, zeros
+from horovod_sparse.tensors.gradients import HOST, host_view, memory_of, zeros
 from horovod_sparse.tensors.layout import (
     TensorEntry,
     dtype_name,

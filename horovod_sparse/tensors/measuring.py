@@ -14,7 +14,7 @@ from horovod_sparse.planning.warmup import HostStamps
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.host_memory import HOST_DEVICES
+from horovod_sparse.tensors.gradients import HOST_DEVICES
 
 
 def bucket_memory(device: torch.device) -> BucketMemory:

@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.arrays.gradients import GradientParts, joined_pieces
 from horovod_sparse.feedback import Bucket, Member, OwnStep, Recipe
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.host_memory import GradientMemory, host_view, memory_of
+from horovod_sparse.tensors.gradients import GradientMemory, host_view, memory_of
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped, view_into
 from horovod_sparse.tensors.parameters import BucketParameters, flat, local
 from horovod_sparse.training import parts as common

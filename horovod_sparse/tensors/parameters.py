@@ -15,7 +15,7 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.kernels.host import scatter, sparse_vectors
 from horovod_sparse.kernels.host.scatter import narrow, wide
 from horovod_sparse.sparsifiers import SparseSum
-from horovod_sparse.tensors.host_memory import HOST_DEVICES, host_view
+from horovod_sparse.tensors.gradients import HOST_DEVICES, host_view
 from horovod_sparse.tensors.layout import memory_strides
 
 

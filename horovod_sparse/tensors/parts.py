@@ -18,8 +18,7 @@ from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBuck
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensors.gradients import Gradients
-from horovod_sparse.tensors.host_memory import GradientMemory
+from horovod_sparse.tensors.gradients import GradientMemory, Gradients
 from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common

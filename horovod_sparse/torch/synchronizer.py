@@ -16,7 +16,7 @@ from horovod_sparse.tensors.layout import host_entry
 from horovod_sparse.tensors.loss_scale import scaled_passes
 from horovod_sparse.tensors.parts import Part
 from horovod_sparse.torch._horovod import claim, hvd
-from horovod_sparse.torch.driver import HorovodDriver, carry_out_together, explain
+from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, refuse_whole_gradients
 from horovod_sparse.torch.planned import PlannedTraining
 from horovod_sparse.training.engine import Facts
@@ -55,6 +55,7 @@ class GradientSynchronizer(PlannedTraining):
     ) -> None:
         engine = HorovodEngine(optimizer, named_parameters, recipe, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, groups, optimizer)
+        self.starter = engine.driver
         self.average, self.sparse_as_dense = optimizer.op == hvd.Average, optimizer.sparse_as_dense
         #: whether all gradients are given in COO form: what SparseAdam takes
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
@@ -66,12 +67,8 @@ class GradientSynchronizer(PlannedTraining):
         self.claim(self.facts)
 
     @property
-    def starter(self) -> HorovodDriver:
-        return self.driver
-
-    @property
     def divisor(self) -> float:
-        return self.size if self.average else 1.0
+        return int(self.process_set.size()) if self.average else 1.0
 
     def _entered(self, parts: Sequence[Part]) -> None:
         super()._entered(parts)

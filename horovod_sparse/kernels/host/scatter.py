@@ -347,21 +347,24 @@ def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: 
     same value an average is that value. Half types are summed and scaled in float32, rounded once.
     """
     flat = _flat(dense)
-    if indices is None:
-        return _apply_whole(flat, values, scale)
     return apply_scaled_sums([dense], [(0, flat.size)], indices, values, scale)
 
 
 def apply_scaled_sums(
     arrays: Sequence[Array],
     places: Sequence[tuple[int, int]],
-    indices: Array,
+    indices: Array | None,
     values: Array,
     scale: float,
 ) -> int:
-    """As `apply_scaled_sum` with indices, for arrays that lie at [start, stop) of a bucket, in order."""
+    """As `apply_scaled_sum`, for arrays that lie at [start, stop) of a bucket, in order."""
     flats = [_flat(array) for array in arrays]
     kind, num_elements = flats[0].dtype, places[-1][1]
+    if indices is None:
+        if len(values) != num_elements:
+            raise MessageError(f"{len(values)} values came for a bucket of {num_elements} elements")
+        pairs = zip(flats, places, strict=True)
+        return sum(_apply_whole(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
     where = checked(indices, num_elements)
     new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
     if new.size != where.size:
@@ -430,8 +433,6 @@ def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
 
 def _apply_whole(flat: Array, values: Array, scale: float) -> int:
     """The sum of all elements, scaled, in place of what there is."""
-    if values.size != flat.size:
-        raise MessageError(f"{values.size} values came for a bucket of {flat.size} elements")
     if flat.dtype == values.dtype:
         np.multiply(values, flat.dtype.type(scale), out=flat) if scale != 1.0 else np.copyto(flat, values)
     else:

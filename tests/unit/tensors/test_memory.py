@@ -13,8 +13,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.feedback import Bucket, Member, recipe
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.gradients import Gradients
-from horovod_sparse.tensors.host_memory import GradientMemory, memory_of
+from horovod_sparse.tensors.gradients import GradientMemory, Gradients, memory_of
 from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped, view_into
 from horovod_sparse.training.engine import carry_out
 from support.memories import choose_memory

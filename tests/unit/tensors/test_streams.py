@@ -14,7 +14,7 @@ from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.feedback import recipe
 from horovod_sparse.feedback.adam import Alikeness
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors import host_memory, streams
+from horovod_sparse.tensors import gradients, streams
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 from horovod_sparse.tensors.parts import Part
 from horovod_sparse.tensors.streams import CudaStreams
@@ -100,8 +100,10 @@ def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch)
 
     settle = part.gradient.settle
     monkeypatch.setattr(part.gradient, "settle", lambda: (done.append("settle"), settle()))
-    undone = host_memory.unscaled
-    monkeypatch.setattr(host_memory, "unscaled", lambda *given: (done.append("unscale"), undone(*given))[1])
+    undone = gradients.layout.unscaled
+    monkeypatch.setattr(
+        gradients.layout, "unscaled", lambda *given: (done.append("unscale"), undone(*given))[1]
+    )
     part.streams = Told()
     part.start(SimpleNamespace(start=lambda name, step: step.close()), 2.0)
     assert done[0] == "meet"
