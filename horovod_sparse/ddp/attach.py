@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.distributed_engine import told_to_others
 from horovod_sparse.ddp.gradients import GradientSynchronizer
-from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, retire_former, silence, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.tensors.binding import unwrapped
@@ -135,9 +135,7 @@ def _attached_gradients(
             "levels", settings.levels, "'flat' with shards: their sums within hosts are FSDP's"
         )
     made = GradientSynchronizer(model, recipe, optimizer, group, settings)
-    former = getattr(model, "_horovod_sparse", lambda: None)()
-    if former is not None:
-        former.retire()  # the one that was attached last has the model
+    retire_former(model)
     model._horovod_sparse = weakref.ref(made)
     return made
 

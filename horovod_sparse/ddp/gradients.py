@@ -26,7 +26,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.backward import GradientTraining
-from horovod_sparse.tensors.parameters import local
+from horovod_sparse.tensors.layout import local
 from horovod_sparse.tensors.parts import make_parts
 from horovod_sparse.training.engine import Facts, Task
 from horovod_sparse.training.settings import Settings

@@ -79,9 +79,6 @@ class LocalSteps(OverGroup, LocalBinding):
             self._wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
             for inner in self._wrapped:
                 process_group = process_group or inner.process_group
-                if inner.static_graph:
-                    words = "DistributedDataParallel(static_graph=True) cannot train without synchronizing"
-                    raise UnsupportedError(f"{words}: leave it out")
             silence(self._wrapped)
             _refuse_other_shards(model, process_group)
             engine = self.engine_of(

@@ -155,8 +155,16 @@ def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
                 "the model has a communication hook, which synchronizes gradients: attach to a "
                 "DistributedDataParallel without one"
             )
+        retire_former(one)
         one.require_backward_grad_sync = one.require_forward_param_sync = False
         end_first_pass(one)
+
+
+def retire_former(model: Any) -> None:
+    """Ends an exchange of a model's gradients: what is attached last has the model."""
+    former = getattr(model, "_horovod_sparse", lambda: None)()
+    if former is not None:
+        former.retire()
 
 
 def end_first_pass(model: Any) -> None:

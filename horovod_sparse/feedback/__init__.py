@@ -16,5 +16,3 @@ from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe,
 from horovod_sparse.feedback.rmsprop import RMSpropFeedback
 from horovod_sparse.feedback.rules import FEEDBACKS, RULES, kind_of, recipe_for
 from horovod_sparse.feedback.sgd import VelocityFeedback
-from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket
-from horovod_sparse.feedback.two_level_bucket import shard_of as shard_of

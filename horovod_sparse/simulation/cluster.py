@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator
-from horovod_sparse.feedback import Bucket, Recipe, TwoLevelBucket, shard_of
+from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
 from horovod_sparse.simulation.lockstep import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.topology import Topology

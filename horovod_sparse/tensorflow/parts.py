@@ -14,7 +14,7 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.feedback import Bucket, Member, TwoLevelBucket, shard_of
+from horovod_sparse.feedback import Bucket, Member
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
@@ -55,6 +55,8 @@ class Part(common.ArrayLayout, common.BucketPart):
             memory = common.host_accumulator(whole, recipe, whole=spec.whole)
             self.bucket = Bucket(whole, recipe, memory, members)
         else:
+            from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
+
             memory = common.host_accumulator(shard_of(whole, topology), recipe)
             self.bucket = TwoLevelBucket(whole, recipe, memory, members, topology)
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)

@@ -19,7 +19,7 @@ from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.driver import keep_out_of_graphs
-from horovod_sparse.tensors.parameters import local
+from horovod_sparse.tensors.layout import local
 from horovod_sparse.tensors.parts import Part
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.compression import refuse_later_momentum

@@ -22,10 +22,10 @@ from horovod_sparse.plans import Plan
 from horovod_sparse.tensors.layout import (
     TensorEntry,
     host_entry,
+    local,
     settings_entries,
 )
 from horovod_sparse.tensors.own_steps import StepBucket
-from horovod_sparse.tensors.parameters import local
 from horovod_sparse.tensors.parts import facts_of, groups_of
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec

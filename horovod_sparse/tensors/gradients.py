@@ -8,7 +8,7 @@ the host in both cases, and both give the same bits.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator, WholeGradient
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.feedback import Recipe, two_level_bucket
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import layout
@@ -69,10 +69,17 @@ class GradientMemory:
             gradients = [layout.unscaled(gradient, loss_scale) for gradient in gradients]
         return GradientParts([host_view(gradient) for gradient in gradients])
 
-    #: of what `foldable` gave, one array or tensor that Horovod can sum: half types in float32
-    summable: Callable[[Any, BucketInfo], Any] = staticmethod(two_level_bucket.summable)
-    #: a sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it as it is
-    shard: Callable[[Any, int], Any] = staticmethod(two_level_bucket.foldable)
+    def summable(self, foldable: Any, info: BucketInfo) -> Any:
+        """Returns what `foldable` gave as one array or tensor that can be summed: half types in float32."""
+        from horovod_sparse.feedback import two_level_bucket
+
+        return two_level_bucket.summable(foldable, info)
+
+    def shard(self, total: Any, num_elements: int) -> Any:
+        """Returns a sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it."""
+        from horovod_sparse.feedback import two_level_bucket
+
+        return two_level_bucket.foldable(total, num_elements)
 
     def write(
         self,
@@ -145,7 +152,8 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters, self.name = tuple(parameters), name
-        own = [_own(parameter) for parameter in self.parameters]
+        self._sharded = hasattr(self.parameters[0], "device_mesh")
+        own = [self._own(parameter) for parameter in self.parameters]
         stops = np.cumsum([one.numel() for one in own]).tolist()
         self.places = list(zip([0, *stops[:-1]], stops, strict=True))
         self.num_elements = int(stops[-1])
@@ -176,7 +184,7 @@ class Gradients:
             if gradient is None:
                 self._flat.append(torch.zeros(like.numel(), dtype=self.dtype, device=self.device))
             else:
-                own = _own(gradient)
+                own = self._own(gradient)
                 self._flat.append(_in_order(own.to_dense() if own.is_sparse else own, like))
         if self.carried is not None:
             self._take_away(*self.carried)
@@ -215,7 +223,7 @@ class Gradients:
                 changed.append(number)
             elif now is not None and probed is not None and not now.is_sparse:
                 # in memory of its own, or another type's, it is the same gradient while its values are
-                there = _in_order(_own(now), self.layouts[number])
+                there = _in_order(self._own(now), self.layouts[number])
                 if there.dtype == self.dtype and not torch.equal(self._probed(there), probed):
                     changed.append(number)
         return changed
@@ -227,7 +235,7 @@ class Gradients:
     def _target(self, number: int) -> torch.Tensor | None:
         """A parameter's gradient in the order of its layout, to be written to; None if it has no such one."""
         gradient, like = self.parameters[number].grad, self.layouts[number]
-        if gradient is None or (own := _own(gradient)).is_sparse:
+        if gradient is None or (own := self._own(gradient)).is_sparse:
             return None
         fits = (own.dtype, own.device, own.shape) == (self.dtype, self.device, like.shape)
         return _in_order(own, like) if fits and (own.stride() == like.stride() or own.numel() < 2) else None
@@ -259,9 +267,14 @@ class Gradients:
         shaped = shaped.to(parameter.device, parameter.dtype)
         if hasattr(parameter, "device_mesh"):
             made = torch.zeros_like(parameter)
-            _own(made).copy_(shaped)
+            self._own(made).copy_(shaped)
             shaped = made.detach()
         parameter.grad = shaped
+
+    def _own(self, tensor: Any) -> torch.Tensor:
+        """Returns the whole tensor, or this rank's shard of a sharded one."""
+        own: torch.Tensor = tensor.detach()
+        return own.to_local() if self._sharded else own
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -286,12 +299,6 @@ class Gradients:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse()
-
-
-def _own(tensor: Any) -> torch.Tensor:
-    """Returns the whole tensor, or this rank's shard of a sharded one."""
-    own: torch.Tensor = tensor.detach()
-    return own.to_local() if hasattr(own, "to_local") else own
 
 
 def _in_order(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

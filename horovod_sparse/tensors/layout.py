@@ -17,6 +17,12 @@ from horovod_sparse.training.drift import COLUMNS, Entry, word_sums
 _NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """Returns the whole tensor, or this rank's shard of a sharded one."""
+    own: torch.Tensor = tensor.detach()
+    return own.to_local() if hasattr(own, "to_local") else own
+
+
 def dtype_name(tensor: torch.Tensor) -> str | None:
     """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another."""
     return _NAMES.get(tensor.dtype)
@@ -191,7 +197,7 @@ def shared_entries(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
 ) -> list[Entry]:
     """What has to be equal on all ranks: settings first, which may be why others differ, then parameters."""
-    entries: list[Entry] = [TensorEntry(name, _shard(tensor)) for name, tensor in parameters.items()]
+    entries: list[Entry] = [TensorEntry(name, local(tensor)) for name, tensor in parameters.items()]
     if optimizer is None:
         return entries
     for name, tensor in parameters.items():
@@ -211,12 +217,6 @@ def settings_entries(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
     return settings
 
 
-def _shard(tensor: Any) -> torch.Tensor:
-    """Returns this rank's part of a sharded tensor, or the whole of another."""
-    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return own
-
-
 def _inside(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
     """The numbers and tensors of a state, or of a group's options."""
     for key in sorted(held, key=str):
@@ -226,7 +226,7 @@ def _inside(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
 def _entries(name: str, value: Any) -> Iterator[Entry]:
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided:
-            yield TensorEntry(name, _shard(value))
+            yield TensorEntry(name, local(value))
     elif _is_number(value) or (isinstance(value, tuple) and value and all(map(_is_number, value))):
         yield ValueEntry(name, value)
     elif isinstance(value, (list, tuple)):

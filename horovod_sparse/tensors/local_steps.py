@@ -22,12 +22,12 @@ from horovod_sparse.tensors.layout import (
     TensorEntry,
     dtype_name,
     host_entry,
+    local,
     memory_strides,
     shaped,
     unshaped,
     view_into,
 )
-from horovod_sparse.tensors.parameters import local
 from horovod_sparse.tensors.parts import ModelBuffers
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import local_steps, parts

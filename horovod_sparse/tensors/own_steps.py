@@ -12,8 +12,8 @@ from horovod_sparse.arrays.gradients import GradientParts, joined_pieces
 from horovod_sparse.feedback import Bucket, Member, OwnStep, Recipe
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.gradients import GradientMemory, host_view, memory_of
-from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped, view_into
-from horovod_sparse.tensors.parameters import BucketParameters, flat, local
+from horovod_sparse.tensors.layout import dtype_name, local, shaped, unshaped, view_into
+from horovod_sparse.tensors.parameters import BucketParameters, flat
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import PartSpec
 from horovod_sparse.training.moves import OwnMoves

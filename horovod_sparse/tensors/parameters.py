@@ -16,13 +16,7 @@ from horovod_sparse.kernels.host import scatter, sparse_vectors
 from horovod_sparse.kernels.host.scatter import narrow, wide
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.gradients import HOST_DEVICES, host_view
-from horovod_sparse.tensors.layout import memory_strides
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole tensor, or this rank's shard of a sharded one."""
-    inner: Any = tensor.detach()
-    return inner.to_local() if hasattr(inner, "to_local") else inner
+from horovod_sparse.tensors.layout import local, memory_strides
 
 
 def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import Bucket, Member, ParameterRules, TwoLevelBucket, shard_of
+from horovod_sparse.feedback import Bucket, Member, ParameterRules
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
@@ -74,6 +74,8 @@ class Part(common.BucketPart):
             accumulator = self.memory.whole(info) if spec.whole else None
             self.bucket = Bucket(info, recipe, accumulator or self.memory.accumulator(info, recipe), members)
         else:
+            from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
+
             accumulator = self.memory.accumulator(shard_of(info, topology), recipe)
             self.bucket = TwoLevelBucket(
                 *(info, recipe, accumulator, members, topology),
@@ -116,7 +118,7 @@ class Part(common.BucketPart):
         rate = self.group().get("lr")
         rate = None if rate is None else float(rate)
         foldable = self.gradient.foldable(self._loss_scale)
-        if self.whole or not self.gradient.absent or isinstance(self.bucket, TwoLevelBucket):
+        if self.whole or not self.gradient.absent or self.bucket.summed > 1:
             return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
         return self._step_of_others(foldable, rate, refused)
 

@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from horovod_sparse import collectives
 from horovod_sparse.carriers.exchanges import Handle, Rounds, among, answer_alone, as_alltoall, inbox, known
-from horovod_sparse.carriers.mpi import MpiCarrier, transport_asked, why_not_mpi
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError, warn_once
 from horovod_sparse.tensors.driver import Driver
@@ -23,6 +22,9 @@ from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_s
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.training import Training
+
+if TYPE_CHECKING:  # one rank has no use for it
+    from horovod_sparse.carriers.mpi import MpiCarrier
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -209,9 +211,12 @@ class HorovodDriver(Driver):
 
         Does so once after each start of Horovod; all ranks call it together.
         """
-        since, own = present_start(), why_not_mpi(hvd)
+        since = present_start()
         if self._connected_under is since or self.process_set.size() == 1:
             return
+        from horovod_sparse.carriers.mpi import MpiCarrier, transport_asked, why_not_mpi
+
+        own = why_not_mpi(hvd)
         self._connected_under, self.mpi, reasons = since, None, [own]
         if hvd.mpi_enabled():
             name = "horovod_sparse.transport"

@@ -25,7 +25,7 @@ import numpy as np
 
 from horovod_sparse.checks import MOST_STEPS, out_of_range
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe, shard_of
+from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
@@ -173,7 +173,11 @@ def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None
     for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
         bucket = part.bucket
         info = dataclasses.replace(bucket.whole, rank=rank, size=size)
-        fresh = bucket.recipe.sparsifier.init(info if topology is None else shard_of(info, topology))
+        if topology is not None:
+            from horovod_sparse.feedback.two_level_bucket import shard_of  # which one level needs not
+
+            info = shard_of(info, topology)
+        fresh = bucket.recipe.sparsifier.init(info)
         state = from_plain(fresh, one["state"], f"buckets[{number}].state")
         if state.step != one["step"]:
             raise StateMismatchError(f"buckets[{number}].state.step is {state.step}, not {one['step']}")

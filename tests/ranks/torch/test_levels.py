@@ -82,7 +82,7 @@ def test_plans_by_times_are_made_for_both_levels(rank, size, per_host):
         training.step(given)
     ledger.balance(training)
     decision, topology = training.optimizer.decision, Topology.regular(size // per_host, per_host)
-    assert (decision.profile.num_hosts, decision.profile.per_host) == (topology.num_hosts, per_host)
+    assert (decision.profile.size, decision.profile.per_host) == (size, per_host)
     # with that profile another training begins with the plan of both levels
     arguments["profile"] = decision.profile
     again = OWN.train("topk:density=0.1", SHAPES, levels="host", **arguments)

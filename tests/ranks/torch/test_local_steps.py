@@ -84,13 +84,13 @@ def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
     with pytest.raises(StateMismatchError, match="every differs"):
         Training(kind, every=3 + rank).train(rank, 1)
     if kind == "ddp":
-        with pytest.raises(UnsupportedError, match="communication hook"):
-            model = DistributedDataParallel(nn.Linear(2, 2))
-            ddp.attach(model, "topk:density=0.5")
-            ddp.LocalSteps(torch.optim.SGD(model.parameters()), model, every=2)
-        with pytest.raises(UnsupportedError, match="static_graph"):
-            model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
-            ddp.LocalSteps(torch.optim.SGD(model.parameters()), model, every=2)
+        model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+        former, optimizer = ddp.attach(model, "topk:density=0.5"), torch.optim.SGD(model.parameters())
+        local = ddp.LocalSteps(optimizer, model, every=2)  # takes the place of what was attached
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert (former.step, local.step) == (0, 1)
         with pytest.raises(UnsupportedError, match="LocalSteps has it"):
             model = DistributedDataParallel(nn.Linear(2, 2))
             compiled = torch.compile(model, backend="eager")

@@ -26,6 +26,7 @@ from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
 from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.topology import Placement
+from horovod_sparse.training.compression import recipe_of
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.local_settings import LocalSchedule
 from support.memories import choose_memory
@@ -196,6 +197,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def on_ranks(body: Callable[[Rank], Any], size: int = SIZE, **given: Any) -> list[Any]:
     """What every rank returns, or the first error."""
     meeting = Meeting(size)
+    if isinstance(text := given.get("compression"), str):  # Python 3.11 parses in one thread at a time alone
+        given["compression"] = recipe_of(text)
 
     def run(rank: int) -> Any:
         try:
