@@ -71,9 +71,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         self._unused = False
         #: whether a parameter's gradient comes several times in a pass, so that buckets wait for its end
         self._repeats = False
-        #: parameters whose gradients have come in this pass, and how many parts were started in their order
+        #: parameters whose gradients have come in this pass
         self._come: set[torch.Tensor] = set()
-        self._num_started = 0
         #: the end of this pass, which PyTorch holds until then, or until the pass has failed
         self._ending: Callable[[], object] = lambda: None
         #: whether a loss scaler has had gradients exchanged for the step to come
@@ -171,9 +170,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             if self._repeats or not self.is_agreed:
                 return
             # torch.distributed matches messages by their order: it is the plan's
-            while self._num_started < len(self.parts) - 1 and self._is_complete(self._num_started):
-                self._start(self.parts[self._num_started])
-                self._num_started += 1
+            while self.num_started < len(self.parts) - 1 and self._is_complete(self.num_started):
+                self._start(self.parts[self.num_started])
 
     def _is_complete(self, number: int) -> bool:
         return all(one in self._come for one in self.parts[number].gradient.parameters)
@@ -249,6 +247,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if part.whole and part.streams is not None:
             starter = _OnDevice(starter)
         part.start(starter, self.loss_scale.value, refused=refused)
+        self.num_started += 1
 
     def compare(self) -> None:
         if self.step >= self.drift.next_step:
@@ -258,7 +257,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def make_ready(self) -> None:
         super().make_ready()
-        self._come, self._num_started = set(), 0
+        self._come = set()
 
     def retire(self) -> None:
         super().retire()

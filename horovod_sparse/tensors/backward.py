@@ -54,6 +54,7 @@ class GradientTraining(Training):
         under_way: whether a gradient has come since the last synchronization.
         loss_scale: of the losses whose gradients these are.
         overflow: what a loss scaler is told by gradients of Inf, instead of being raised.
+        num_started: parts that were started in this step.
         skipped: why the optimizer is not to step, where that is no error.
         starter: runs coroutines together with other ranks.
     """
@@ -64,7 +65,7 @@ class GradientTraining(Training):
         self, engine: Engine, recipe: Recipe, settings: Settings, optimizer: Any, label: str = ""
     ) -> None:
         super().__init__(engine, recipe, settings, label)
-        self.optimizer, self.under_way = optimizer, False
+        self.optimizer, self.under_way, self.num_started = optimizer, False, 0
         self.loss_scale = loss_scale.ScaleOfStep()
         self.overflow: BaseException | None = None
         self.skipped: BaseException | None = None
@@ -148,6 +149,7 @@ class GradientTraining(Training):
 
     def _start(self, part: Part, *, refused: bool = False) -> None:
         part.start(self.starter, self.loss_scale.value, refused=refused)
+        self.num_started += 1
 
     # and sums
 
@@ -263,7 +265,7 @@ class GradientTraining(Training):
         """For the first gradient of the next step."""
         for part in self.parts:
             part.task, part.num_missing = None, len(part.names)
-        self.under_way, self._kept_back = False, []
+        self.under_way, self._kept_back, self.num_started = False, [], 0
 
     def retire(self) -> None:
         """Hears of no gradient any more. A step that is under way is given up."""

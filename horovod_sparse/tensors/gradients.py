@@ -142,13 +142,14 @@ class Gradients:
         layouts: shape and order of every parameter, which stay when the parameter changes its own.
         told: whether ranks tell each other which parameters have a gradient. Else a parameter that is trained
             and has none has one of zeros.
+        all_get: whether every parameter gets a gradient, as where hosts sum first, whose sums are of all.
         absent: numbers of those without a gradient: nothing of them is sent.
         unused: numbers of those that have none on any rank, and get none.
         carried: places and values of a sum that stands in the gradients beside what is to be exchanged: it
             was put there after a former pass, to which this one adds.
     """
 
-    told = False
+    told = all_get = False
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
         self.parameters, self.name = tuple(parameters), name
@@ -176,7 +177,7 @@ class Gradients:
         self.absent = self.unused = [
             number
             for number, parameter in enumerate(self.parameters)
-            if parameter.grad is None and (self.told or not parameter.requires_grad)
+            if parameter.grad is None and not self.all_get and (self.told or not parameter.requires_grad)
         ]
         self._flat = []
         for parameter, gradient, like in zip(self.parameters, gradients, self.layouts, strict=True):

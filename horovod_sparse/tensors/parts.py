@@ -76,6 +76,7 @@ class Part(common.BucketPart):
         else:
             from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
 
+            self.gradient.all_get = True
             accumulator = self.memory.accumulator(shard_of(info, topology), recipe)
             self.bucket = TwoLevelBucket(
                 *(info, recipe, accumulator, members, topology),
@@ -118,7 +119,7 @@ class Part(common.BucketPart):
         rate = self.group().get("lr")
         rate = None if rate is None else float(rate)
         foldable = self.gradient.foldable(self._loss_scale)
-        if self.whole or not self.gradient.absent or self.bucket.summed > 1:
+        if self.whole or not self.gradient.absent:
             return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
         return self._step_of_others(foldable, rate, refused)
 

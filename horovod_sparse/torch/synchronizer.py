@@ -60,7 +60,7 @@ class GradientSynchronizer(PlannedTraining):
         #: whether all gradients are given in COO form: what SparseAdam takes
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
         self._retired = False
-        self._in_backward, self._num_started = settings.synchronize_at == "backward", 0
+        self._in_backward = settings.synchronize_at == "backward"
         self._name_of: dict[torch.Tensor, str] = {}
         self._own_label = next(_labels)
         self.begin(self.facts, self._first.plan)
@@ -132,7 +132,7 @@ class GradientSynchronizer(PlannedTraining):
             complete = self.optimizer._allreduce_delay[parameter] == 0
             ready = part.num_missing == 0 and complete and self._in_backward
             # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
-            works = ready and len(self.parts) - self._num_started > 1 and self.is_agreed
+            works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
             if ready and not works:
                 part.gradient.settle()
                 self._kept_back.append(part)
@@ -147,10 +147,6 @@ class GradientSynchronizer(PlannedTraining):
             if warmup is not None and recording:
                 left = warmup.stamp() if works else entered
                 warmup.arrived(self._name_of[parameter], entered, left)
-
-    def _start(self, part: Part, *, refused: bool = False) -> None:
-        super()._start(part, refused=refused)
-        self._num_started += 1
 
     def _take(self, parameter: torch.Tensor) -> Part:
         """The part whose gradient is now complete but for `num_missing` parameters."""
@@ -253,7 +249,6 @@ class GradientSynchronizer(PlannedTraining):
         delays, passes = self.optimizer._allreduce_delay, self.optimizer.backward_passes_per_step
         for parameter in delays:
             delays[parameter] = passes
-        self._num_started = 0
 
     def clip(self, max_norm: float) -> None:
         """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does."""

@@ -70,22 +70,9 @@ def wrap(net: Any, optimizer: Any, compression: str, **arguments: Any) -> Any:
 
 COMMON = "adopts", "saved", "types", "device", "levels", "nonfinite", "drift", "buckets", "scaler", "retries"
 HAS = frozenset({*COMMON, "members", "absent", "loops", "plans"})
-#: where hooks are called otherwise
-OF_A_STATIC_GRAPH = (
-    "test_a_bad_",
-    "test_resume_is_invisible",
-    "test_at_density_1_overflows",
-    "test_a_scale_",
-)
 _ENGINE = functools.partial(
     Engine, rank=dist.get_rank(), size=dist.get_world_size(), everyone=everyone, wrap=wrap
 )
 ENGINES = [
     _ENGINE("hook", HookTraining, HAS),
-    _ENGINE(
-        "static",
-        functools.partial(HookTraining, static_graph=True),
-        frozenset({"saved", "scaler"}),
-        only=OF_A_STATIC_GRAPH,
-    ),
 ]

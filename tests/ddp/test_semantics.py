@@ -145,18 +145,6 @@ def test_a_scaler_steps_alike_on_all_ranks(rank):
     assert scaler.get_scale() == 512.0
 
 
-def test_groups_of_parameters_have_buckets_of_their_own(rank):
-    replica = Replica(SHAPES, None)
-    parameters = dict(replica.net.named_parameters())
-    groups = ("one", "first"), ("bias", "second")
-    optimizer = torch.optim.SGD([{"params": [parameters[one] for one in group]} for group in groups], lr=0.1)
-    replica.optimizer, replica.sync = optimizer, ddp.attach(replica.model, "topk:density=0.1", optimizer)
-    for step in range(5):
-        replica.step(gradients(rank, step))
-    assert all(any({*bucket} <= {*group} for group in groups) for bucket in replica.sync.plan.buckets)
-    assert same_on_all_replicas(*replica.net.parameters())
-
-
 def test_what_cannot_be_loaded_is_refused(rank):
     replica = Replica(SHAPES, "topk:density=0.1")
     fresh = replica.sync.state_dict()

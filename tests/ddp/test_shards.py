@@ -163,18 +163,6 @@ def test_a_layer_that_one_host_does_not_use(mesh, rank):
     assert same_on_all_replicas(*host.weights())
 
 
-def test_gradients_kept_on_the_rank_are_one_of_several_passes(mesh, rank):
-    one, other = (_Host(mesh, "exdyna:density=0.1") for _ in range(2))
-    for step in range(4):
-        parts = gradients(rank, 2 * step), gradients(rank, 2 * step + 1)
-        found = one.step({name: parts[0][name] + parts[1][name] for name in parts[0]})
-        other.net.set_requires_gradient_sync(False)
-        other.net(parts[0]).backward()
-        other.net.set_requires_gradient_sync(True)
-        two = other.step(parts[1])
-        assert all(torch.equal(found[name], two[name]) for name in found)
-
-
 @pytest.mark.parametrize("text", ["topk:density=0.1", "oktopk:density=0.1"])
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_nan_on_one_rank_raises_on_all_and_training_goes_on(text, bad, mesh, rank):

@@ -63,6 +63,7 @@ def crossed() -> tuple[int, int]:
         torch.optim.SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),
         compression=hvd.Compression.topk(density=0.1),
+        tensor_selection="all",  # it would stay dense otherwise
     )
     inputs = torch.randn(4, 64)
 

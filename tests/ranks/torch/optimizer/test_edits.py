@@ -24,24 +24,8 @@ def clip(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-def replace(model):
-    model.bias.grad = model.bias.grad * 2
-
-
-def through_data(model):
-    for parameter in model.parameters():
-        parameter.grad.data.mul_(0.5)
-
-
-def new_data(model):
-    model.first.grad.data = model.first.grad.data * 0.5
-
-
 EDITS = {
     "clip_grad_norm_": clip,
-    "another tensor": replace,
-    "through .data": through_data,
-    "other .data": new_data,
     "none": lambda model: model.zero_grad(),
     "one parameter": lambda model: model.first.grad.add_(1.0),
 }

@@ -30,46 +30,6 @@ def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def clear_nothing(model, optimizer):
-    for parameter in model.parameters():
-        parameter.grad.zero_()
-
-
-CLEAR = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer, not to None": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "model": lambda model, optimizer: model.zero_grad(),
-    "model, not to None": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "by hand": clear_nothing,
-}
-MODIFY = {
-    "as it is": lambda model: None,
-    "clipped": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
-    "weight decay in place": lambda model: [p.grad.add_(p.detach(), alpha=0.01) for p in model.parameters()],
-    "past the version counter": lambda model: [p.grad.data.add_(p.data) for p in model.parameters()],
-}
-
-
-def test_every_way_to_clear_gradients_gives_the_same_training(rank):
-    first, *others = CLEAR.values()
-    for number, modify in enumerate(MODIFY.values()):
-        results = []
-        for clear in (first, *(others[number : number + 1] if number else others)):
-            model = LinearModel(SHAPES)
-            optimizer = make(model, "exdyna:density=0.05", bucket_bytes=700)
-            for step in range(4):
-                model.backward(gradients(rank, step))
-                optimizer.synchronize()
-                modify(model)
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-                clear(model, optimizer)
-                assert not any(p.grad is not None and p.grad.count_nonzero() for p in model.parameters())
-            results.append(weights(model))
-            assert same_on_all_ranks(*results[-1])
-        assert all(all_equal(results[0], other) for other in results[1:])
-
-
 def test_gradients_that_are_not_cleared_accumulate_as_with_horovod(rank):
     results = []
     for front, compression in (("stock", "none"), ("own", "topk:density=1.0")):
