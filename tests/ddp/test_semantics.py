@@ -17,12 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conformance.engine import Ledger, given, replicas_agree
 from conformance.engine_ddp import ENGINES, HookTraining
 from horovod_sparse import ddp
-from horovod_sparse.errors import (
-    ArgumentError,
-    StateMismatchError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnknownNameError, UnsupportedError
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel
@@ -41,7 +36,6 @@ def test_ranks_with_fewer_batches_are_refused_by_name(rank):
 
 
 def test_a_model_that_changes_its_type_is_followed(rank):
-    """PyTorch forgets DistributedDataParallel's own hooks then, and every rank would train alone."""
     replicas = [Replica(SHAPES, "topk:density=0.1") for _ in range(2)]
     for step in range(4):
         if step == 2:
@@ -51,7 +45,6 @@ def test_a_model_that_changes_its_type_is_followed(rank):
 
 
 def test_several_passes_add_up(rank):
-    """Without `no_sync`: each is exchanged, and what stood in the gradients stays."""
     twice, apart = (Replica(SHAPES, "topk:density=0.1") for _ in range(2))
     for step in range(3):
         for half in range(2):

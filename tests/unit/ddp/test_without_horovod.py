@@ -1,4 +1,4 @@
-"""The hook of DistributedDataParallel where Horovod cannot be imported."""
+"""DistributedDataParallel where Horovod cannot be imported."""
 
 import subprocess
 import sys
@@ -8,14 +8,8 @@ import sys
 sys.modules["horovod"] = None
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch.nn.parallel import DistributedDataParallel
-
-mesh = sys.modules.pop("torch.distributed.device_mesh")
-sys.modules["torch.distributed.device_mesh"] = None  # as beside a PyTorch that knows none
 import horovod_sparse.ddp
-sys.modules["torch.distributed.device_mesh"] = mesh
-horovod_sparse.ddp.attach
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 net = torch.nn.Linear(30, 20)
