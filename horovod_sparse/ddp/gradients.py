@@ -67,7 +67,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         #: whether the gradients of the pass under way are exchanged: it is none within `no_sync`
         self.exchanges = self._of_ddp
         #: gradients as the last exchange has left them; and whether no step has used them yet
-        self._left: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._left: list[tuple[torch.Tensor, int, int]] = []
         self._unused = False
         #: whether a parameter's gradient comes several times in a pass, so that buckets wait for its end
         self._repeats = False
@@ -134,8 +134,10 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if self.under_way:
             return
         kept = bool(self._left) and all(
-            one.grad is gradient and (gradient is None or gradient._version - (one is first) == version)
-            for one, gradient, version in self._left
+            (number, version) == (0, 0)
+            if one.grad is None
+            else (number, version) == (id(one.grad), one.grad._version - (one is first))
+            for one, number, version in self._left
         )
         if self._unused and not kept:
             self._unused = False
@@ -180,8 +182,9 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         before, self._left = self.step, []
         self.synchronize()
         if self.step > before:
-            grads = [(one, one.grad) for one in self._part_of]
-            self._left = [(one, grad, -1 if grad is None else grad._version) for one, grad in grads]
+            for one in self._part_of:  # not held: whoever clears gradients frees them
+                grad = one.grad
+                self._left.append((one, 0, 0) if grad is None else (one, id(grad), grad._version))
             self._unused = self.optimizer is not None
 
     # a step of the optimizer

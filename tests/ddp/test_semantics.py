@@ -72,7 +72,11 @@ def test_gradients_that_are_thrown_away_are_refused_or_kept_on_the_rank(to_none,
     replica.optimizer.zero_grad(set_to_none=to_none)
     with pytest.raises(UnsupportedError, match="thrown away"):
         replica.model(gradients(rank, 2)).backward()
-    replica.step(gradients(rank, 3))
+    replica.model(gradients(rank, 3)).backward()
+    gradient = weakref.ref(replica.net.first.grad)
+    replica.optimizer.step()
+    replica.optimizer.zero_grad()
+    assert gradient() is None  # its memory is free
     assert same_on_all_replicas(*replica.net.parameters())
 
 
