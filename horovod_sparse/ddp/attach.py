@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,8 +134,7 @@ def _attached_gradients(
             "levels", settings.levels, "'flat' with shards: their sums within hosts are FSDP's"
         )
     made = GradientSynchronizer(model, recipe, optimizer, group, settings)
-    retire_former(model)
-    model._horovod_sparse = weakref.ref(made)
+    retire_former(model, made)
     return made
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.ddp.collectives import Carrier, Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
@@ -27,6 +28,8 @@ from horovod_sparse.training.steps import Schedule
 
 _log = logging.getLogger("horovod_sparse")
 
+#: by parameter, what exchanges its gradients
+_owners: Any = WeakTensorKeyDictionary()
 #: by model; a hook of the model that held them would go into its copies
 _attached: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -160,11 +163,14 @@ def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
         end_first_pass(one)
 
 
-def retire_former(model: Any) -> None:
-    """Ends an exchange of a model's gradients: what is attached last has the model."""
-    former = getattr(model, "_horovod_sparse", lambda: None)()
-    if former is not None:
-        former.retire()
+def retire_former(model: torch.nn.Module, now: Any = None) -> None:
+    """Ends former exchanges of a model's gradients: what is attached last has its parameters."""
+    for one in model.parameters():
+        former = _owners.pop(one, lambda: None)()
+        if former is not None:
+            former.retire()
+        if now is not None:
+            _owners[one] = weakref.ref(now)
 
 
 def end_first_pass(model: Any) -> None:

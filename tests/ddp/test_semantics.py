@@ -44,6 +44,16 @@ def test_a_model_that_changes_its_type_is_followed(rank):
         assert all(torch.equal(one[name], two[name]) for name in SHAPES), step
 
 
+def test_a_model_that_is_wrapped_again_has_one_exchange(rank):
+    first = Replica(SHAPES, "topk:density=0.1")
+    first.step(gradients(rank, 0))
+    model = DistributedDataParallel(first.net)
+    again = ddp.attach(model, "topk:density=0.1", first.optimizer)
+    model(gradients(rank, 1)).backward()
+    assert (first.sync.step, again.step) == (1, 1)
+    assert same_on_all_replicas(*(one.grad for one in first.net.parameters()))
+
+
 def test_several_passes_add_up(rank):
     twice, apart = (Replica(SHAPES, "topk:density=0.1") for _ in range(2))
     for step in range(3):
@@ -201,15 +211,6 @@ def test_a_copy_of_a_model_has_no_hook(rank, caplog):
     again = ddp.attach(twin, "topk:density=0.1")  # takes the place of the former
     twin(gradients(rank, 1)).backward()
     assert (sync.step, again.step) == (1, 1)
-
-
-def test_gradients_in_coo_form_are_sparsified_as_any_others(rank, size):
-    net = torch.nn.Embedding(10, 3, sparse=True)
-    model = DistributedDataParallel(net)
-    ddp.attach(model, "topk:density=1.0")
-    model(torch.tensor([1, 2 + rank])).sum().backward()
-    assert net.weight.grad[1].tolist() == [1.0] * 3
-    assert net.weight.grad[2].tolist() == [1.0 / size] * 3
 
 
 def test_a_plan_that_does_not_fit_is_refused_at_once(rank):
