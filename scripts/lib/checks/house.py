@@ -125,8 +125,8 @@ def measured() -> dict[str, float]:
         "words of README.md and docs": words(),
         "imports in percent of code lines": round(100 * sum(map(import_lines, texts.values())) / code, 1),
         "modules that importing horovod_sparse.torch loads": loaded(),
-        "files that a top-k step crosses": files,
-        "moves between files in it": moves,
+        "files that a step of sparse top-k crosses": files,
+        "moves between files in that step": moves,
         "lines of topk.py": texts[PACKAGE / "sparsifiers" / "topk.py"].count("\n"),
         "lines of signatures that name `levels`": signatures,
     }
