@@ -1,4 +1,4 @@
-"""Tests of the hook of DistributedDataParallel that every rank of a launch runs alike: see `launched`.
+"""Tests of torch.distributed that every rank of a launch runs alike: see `launched`.
 
     torchrun --nproc-per-node 2 -m pytest tests/ddp
 

@@ -69,7 +69,6 @@ def test_several_passes_add_up(rank):
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_that_are_thrown_away_are_refused_or_kept_on_the_rank(to_none, rank):
-    """As those of a discriminator by the generator's loss: what was not sent would go into later steps."""
     replica = Replica(SHAPES, "topk:density=0.1")
     replica.step(gradients(rank, 0))
     before = {name: one.clone() for name, one in replica.held().items()}
@@ -108,7 +107,6 @@ def test_a_frozen_layer_stays_where_it_is(rank):
 
 @pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])
 def test_a_plain_module_exchanges_in_the_step(text, rank):
-    """Also what was accumulated and clipped before, and with a closure."""
     plan = Plan((tuple(SHAPES),))
     replica, net = Replica(SHAPES, text, plan=plan), LinearModel(SHAPES)
     optimizer = base_for(text, net.parameters(), 0.5)
@@ -129,8 +127,7 @@ def test_a_plain_module_exchanges_in_the_step(text, rank):
             loss()
             optimizer.step()
         assert all(torch.equal(net.get_parameter(name).grad, found[name]) for name in SHAPES), step
-    assert sync.step == 4
-    assert all(map(torch.equal, net.parameters(), replica.net.parameters()))
+    assert sync.step == 4 and all(map(torch.equal, net.parameters(), replica.net.parameters()))
 
 
 def test_a_scaler_steps_alike_on_all_ranks(rank):
@@ -199,7 +196,6 @@ def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
 
 
 def test_a_copy_of_a_model_has_no_hook(rank, caplog):
-    """As of any model of DistributedDataParallel: averages of weights are copies."""
     replica = Replica(SHAPES, "topk:density=0.1")
     replica.step(gradients(rank, 0))
     with caplog.at_level(logging.WARNING, "horovod_sparse"):
@@ -225,7 +221,6 @@ def test_a_plan_of_one_rank_is_refused(rank):
 
 
 def test_a_compiled_module_trains(rank):
-    """DistributedDataParallel around it: the hook sees buckets as ever."""
     net = torch.nn.Linear(20, 10)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.compile(net, backend="eager"))
