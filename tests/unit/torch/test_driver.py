@@ -179,7 +179,7 @@ def test_what_one_rank_cannot_no_rank_does(monkeypatch):
         return ["", "", "no mpi4py"]
 
     monkeypatch.setattr(module, "carry_out_together", gathered)
-    monkeypatch.setattr(module, "why_not_mpi", lambda hvd: "")
+    monkeypatch.setattr("horovod_sparse.carriers.mpi.why_not_mpi", lambda hvd: "")
     monkeypatch.setattr(hvd, "mpi_enabled", lambda: True)
     monkeypatch.setattr(hvd.global_process_set, "size", lambda: 3)
     driver = HorovodDriver()
