@@ -153,7 +153,9 @@ def _check_ddp(model: Any) -> None:
             "it out and use torch.autocast, or a wire format (values=float16) for smaller messages"
         )
     if not model.require_backward_grad_sync:
-        raise UnsupportedError("the model synchronizes no gradients: LocalSteps has it, or no_sync()")
+        raise UnsupportedError(
+            'the model synchronizes no gradients: LocalSteps has it, or "best", or no_sync()'
+        )
     if model._comm_hooks:
         raise UnsupportedError(
             "the model has a communication hook, which synchronizes gradients: attach to a "

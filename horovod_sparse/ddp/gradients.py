@@ -68,7 +68,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         self.exchanges = self._of_ddp
         #: gradients as the last exchange has left them; and whether no step has used them yet
         self._left: list[tuple[torch.Tensor, int, int]] = []
-        self._unused = False
+        self._unused = self._kept = False
         #: whether a parameter's gradient comes several times in a pass, so that buckets wait for its end
         self._repeats = False
         #: parameters whose gradients have come in this pass
@@ -127,43 +127,49 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     # a pass of DistributedDataParallel
 
-    def begin_pass(self, first: torch.Tensor | None = None) -> None:
-        """A pass begins that ends with an exchange; `first` has its gradient already."""
-        if self.under_way and self._ending() is None:
-            self.finish_pending()  # that pass has failed
-        if self.under_way:
+    def expect_pass(self, first: torch.Tensor | None = None) -> None:
+        """A backward pass has begun, whose end is waited for; `first` has its gradient already."""
+        if self._ending() is not None:
             return
-        kept = bool(self._left) and all(
+        if self.under_way:
+            self.finish_pending(drop=True)  # that pass has failed
+        self._kept = bool(self._left) and all(
             (number, version) == (0, 0)
             if one.grad is None
             else (number, version) == (id(one.grad), one.grad._version - (one is first))
             for one, number, version in self._left
         )
-        if self._unused and not kept:
-            self._unused = False
-            raise UnsupportedError(
-                "gradients were exchanged and thrown away: the backward pass before has had no step. What of "
-                "it was not sent would go into later steps. Put such passes into model.no_sync(), or "
-                'attach(model, "best", optimizer), which exchanges in optimizer.step()'
-            )
-        for part in self.parts:  # to what stands there autograd adds
-            part.gradient.carried = part.last_sum if kept else None
-        self._begin()
-        self.loss_scale.note()
+        self._kept = self._kept and all(part.has_last_sum() for part in self.parts)
         ending = partial(self._end_pass)
         self._ending = weakref.ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    def _begin_pass(self, first: torch.Tensor) -> None:
+        """The first gradient of a pass is there: it ends with an exchange."""
+        self.expect_pass(first)
+        if self.under_way:
+            return
+        if self._unused and not self._kept:
+            self._unused = False
+            raise UnsupportedError(
+                "gradients that were exchanged have been thrown away or changed without a step. What of them "
+                "was not sent would go into later steps. Put such backward passes into model.no_sync(), or "
+                'attach(model, "best", optimizer), which exchanges in optimizer.step()'
+            )
+        for part in self.parts:  # to what stands there autograd adds
+            part.gradient.carried = part.last_sum if self._kept else None
+        self._begin()
+        self.loss_scale.note()
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         if not self.exchanges:
             return
         with self._hooks:
-            self.begin_pass(parameter)
+            self._begin_pass(parameter)
             part = self._part_of[parameter]
-            if parameter.grad is None or parameter.grad.requires_grad:
-                raise UnsupportedError(
-                    "a gradient that has a gradient itself (create_graph=True) is not exchanged"
-                )
+            if parameter.grad is not None and parameter.grad.requires_grad:
+                what = "a gradient that has a gradient itself (create_graph=True) is not exchanged"
+                raise UnsupportedError(what)
             if part.streams is not None:
                 part.streams.note()
             if parameter in self._come:
@@ -179,9 +185,13 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return all(one in self._come for one in self.parts[number].gradient.parameters)
 
     def _end_pass(self) -> None:
-        before, self._left = self.step, []
+        if not self.under_way:
+            return  # no parameter had a gradient: autograd.grad of an output
+        before, self._left, self._unused = self.step, [], False
         self.synchronize()
         if self.step > before:
+            for part in self.parts:
+                part.note_sum()
             for one in self._part_of:  # not held: whoever clears gradients frees them
                 grad = one.grad
                 self._left.append((one, 0, 0) if grad is None else (one, id(grad), grad._version))
@@ -191,6 +201,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def _before_step(self, optimizer: Any, arguments: Any, named: dict[str, Any]) -> Any:
         self._unused = False
+        if self._of_ddp and self.under_way:
+            raise UnsupportedError("the backward pass before this step has failed: no rank has its gradients")
         if self._of_ddp:
             return None
         given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
@@ -211,7 +223,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         """Called before a loss scaler looks at gradients: all ranks' scalers find the same."""
         self.loss_scale.expect(scaler)
         self.synchronize()
-        self._for_scaler = True
+        self._for_scaler = self.overflow is None  # else it skips the step
 
     # an exchange
 
@@ -364,7 +376,8 @@ class _ForwardHooks:
         training = self._training
         if training is None:
             return
-        model.require_backward_grad_sync = model.require_forward_param_sync = self._asked
+        model.require_backward_grad_sync = self._asked
+        model.require_forward_param_sync = self._asked and torch.is_grad_enabled()
         if not torch.is_grad_enabled():
             return
         training.exchanges = self._asked
@@ -373,4 +386,4 @@ class _ForwardHooks:
         # of the whole pass: hooks of parameters may run in a pass within it (activation checkpointing)
         for one in _pytree.tree_leaves(output):
             if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(lambda _: training.begin_pass())
+                one.register_hook(lambda _: training.expect_pass())

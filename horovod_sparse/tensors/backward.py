@@ -243,8 +243,8 @@ class GradientTraining(Training):
             part.gradient.reset()
         self.make_ready()
 
-    def finish_pending(self) -> None:
-        """Ends a step that is under way, and gives it up: every rank has to do so.
+    def finish_pending(self, *, drop: bool = False) -> None:
+        """Ends a step that is under way, and gives it up: every rank has to do so. Gradients may be dropped.
 
         If the collectives have failed there is nothing to wait for.
         """
@@ -259,7 +259,7 @@ class GradientTraining(Training):
                 failures = self._waited()
                 alike = not failures or isinstance(worst(failures), _ALIKE)
         finally:
-            self.give_up(alike=alike)
+            self.give_up(drop=drop, alike=alike)
 
     def make_ready(self) -> None:
         """For the first gradient of the next step."""

@@ -241,6 +241,14 @@ class Gradients:
         fits = (own.dtype, own.device, own.shape) == (self.dtype, self.device, like.shape)
         return _in_order(own, like) if fits and (own.stride() == like.stride() or own.numel() < 2) else None
 
+    def value_at(self, position: int) -> float | None:
+        """Returns one element; None where its parameter has no gradient of the kind, or it is on a device."""
+        number = next(number for number, (_, stop) in enumerate(self.places) if position < stop)
+        own = self._target(number)
+        if own is None or own.device.type != "cpu":
+            return None
+        return float(own[position - self.places[number][0]])
+
     def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         """Puts a sum, times a scale, in place of the gradients; returns how many different elements it has.
 

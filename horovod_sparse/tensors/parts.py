@@ -66,6 +66,7 @@ class Part(common.BucketPart):
         self._loss_scale = 1.0
         #: places and values of the last sum
         self.last_sum: tuple[Any, Any] | None = None
+        self._shown: float | None = None
         #: residuals of parameters without a gradient, which wait meanwhile
         self._hidden: tuple[int, Any] | None = None
         info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
@@ -146,6 +147,18 @@ class Part(common.BucketPart):
         self.bucket.accept()
         self._show()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
+
+    def _first_of_sum(self) -> float | None:
+        indices: Any = () if self.last_sum is None else self.last_sum[0]
+        return self.gradient.value_at(int(indices[0])) if len(indices) else None
+
+    def note_sum(self) -> None:
+        """Notes what stands at the first place of the last sum."""
+        self._shown = self._first_of_sum()
+
+    def has_last_sum(self) -> bool:
+        """Whether gradients hold the last sum: PyTorch does not count who clears them by ``.data``."""
+        return self._first_of_sum() == self._shown
 
     def abandon(self, *, drop: bool = False) -> None:
         if self.streams is not None:

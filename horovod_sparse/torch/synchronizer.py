@@ -156,11 +156,11 @@ class GradientSynchronizer(PlannedTraining):
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
-        if gradient is None or gradient.requires_grad:
+        if gradient is not None and gradient.requires_grad:
             raise AssertionError(
                 "a gradient that has a gradient itself (create_graph=True) is not synchronized"
             )
-        if gradient.is_sparse and not (self.sparse_as_dense or self.to_coo):
+        if gradient is not None and gradient.is_sparse and not (self.sparse_as_dense or self.to_coo):
             raise errors.UnsupportedError(
                 f"{self.optimizer._parameter_names[parameter]} has a gradient in sparse (COO) form: pass "
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
@@ -237,10 +237,10 @@ class GradientSynchronizer(PlannedTraining):
         if self.warmup is not None:
             self.warmup.given_up()
 
-    def finish_pending(self) -> None:
+    def finish_pending(self, *, drop: bool = False) -> None:
         """As of `GradientTraining`. If Horovod has failed, elastic training takes back an older state."""
         try:
-            super().finish_pending()
+            super().finish_pending(drop=drop)
         except hvd.HorovodInternalError as error:
             _log.info("a step was given up, since Horovod has failed: %s", error)
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import horovod_sparse.ddp
 from horovod_sparse import ddp
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError
-from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
 from support.cases import on_ranks
 from support.documents import blocks
@@ -221,17 +220,6 @@ def test_what_was_saved_goes_on_bit_for_bit(text, mesh, rank):
     assert torch.equal(alone["residuals"]["first.weight"], saved["residuals"]["first.weight"])
     with pytest.raises(StateMismatchError, match="different shards"):
         ddp.redistribute([{**saved, "rank": 0}, {**other, "rank": 1}], 0, 1)
-
-
-def test_a_plan_over_groups(mesh, rank):
-    plan = Plan((("own", "first.bias", "second.kernel"), ("first.weight",)), ("second.one",))
-    if rank % 2:  # has nothing of it
-        plan = Plan(plan.buckets)
-    host = _Host(mesh, "exdyna:density=0.1", plan=plan)
-    for step in range(3):
-        host.step(gradients(rank, step))
-    assert host.sync.plan == plan
-    assert same_on_all_replicas(*host.weights())
 
 
 def test_what_cannot_be_sharded_sparsely_is_refused(mesh, rank):
