@@ -38,15 +38,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
-    """Exchanges a model's gradients; `attach` returns it.
-
-    Args:
-        model: a DistributedDataParallel; or one of `fully_shard`, or a plain module.
-        recipe: what is done with gradients.
-        optimizer: of all parameters that are trained. None with a DistributedDataParallel alone.
-        group: the ranks that have the same parameters.
-        settings: of the training.
-    """
+    """Exchanges a model's gradients; see `attach`, which returns it, for its arguments."""
 
     engine: Engine
 
