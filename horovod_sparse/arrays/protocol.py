@@ -229,7 +229,7 @@ class Kernels(Protocol):
     def largest(
         self, values: Memory, maxima: Memory, k: int, start: int, stop: int
     ) -> tuple[Indices, Memory | None]:
-        """Of exact maxima: the k largest, 0 < k < stop - start, ascending; ties go to the lowest index.
+        """Returns the k largest by exact maxima, 0 < k < stop - start, in order; ties go to the lowest index.
 
         What stands there, too, if that was in cache.
         """
@@ -237,10 +237,10 @@ class Kernels(Protocol):
     def largest_of_each(
         self, values: Memory, chunk: int, quotas: NDArray[np.int64]
     ) -> tuple[Indices, Memory | None]:
-        """As `largest`, of every chunk, as many as its quota says."""
+        """Returns the largest of every chunk, as many as its quota says; see `largest`."""
 
     def kth(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Any:
-        """Of exact maxima: magnitude bits of the k-th largest, 1 <= k <= stop - start."""
+        """Returns, by exact maxima, the magnitude bits of the k-th largest, 1 <= k <= stop - start."""
 
     def at_least(self, values: Memory, maxima: Memory, bits: Any, start: int, stop: int) -> Indices:
         """Of upper bounds: ascending positions whose magnitude bits are >= bits, start < stop."""

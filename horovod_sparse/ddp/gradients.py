@@ -28,7 +28,7 @@ from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.layout import local
 from horovod_sparse.tensors.parts import make_parts
-from horovod_sparse.training.engine import Facts, Task
+from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
 
@@ -52,8 +52,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     ) -> None:
         engine = self.engine_of(model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, optimizer)
-        #: whether ranks tell which parameters have gradients, and how they have told
-        self._tells, self._told = True, Task("")
+        #: whether ranks tell which parameters have gradients
+        self._tells = True
         self._bucket_bytes = settings.bucket_bytes or DEFAULT_BUCKET_BYTES
         self._of_ddp = isinstance(model, DistributedDataParallel)
         #: whether the gradients of the pass under way are exchanged: it is none within `no_sync`
@@ -222,7 +222,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def synchronize(self) -> None:
         if not self.facts:
             self.meet()
-        self._told = Task("", done=True)
         super().synchronize()
         if self.skipped is not None:
             for parameter in self._part_of:  # the optimizer passes over parameters without gradients
@@ -230,11 +229,11 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def _waited(self) -> list[BaseException]:
         if self._tells:
-            self._told = self.starter.start("present", _all_present(self._present()))
+            told = self.starter.start("present", _all_present(self._present()))
         failures = super()._waited()
         if self._tells:
-            self.starter.wait([self._told])
-            present, first = np.asarray(self._told.value()), 0
+            self.starter.wait([told])
+            present, first = np.asarray(told.value()), 0
             for part in self.parts:
                 here = present[first : first + len(part.names)]
                 part.gradient.unused = np.flatnonzero(~here).tolist()

@@ -68,7 +68,7 @@ class Engine(DistributedEngine):
 
 
 class OverGroup:
-    """What a training needs of torch.distributed."""
+    """Gives a training its engine over torch.distributed, and its driver."""
 
     engine: Engine
 

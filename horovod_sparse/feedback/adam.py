@@ -140,7 +140,7 @@ class AdamFeedback(Normalizing):
 
 
 class Alikeness:
-    """Of the gradients of a bucket: learns it, and says what follows; the estimate is in `Progress.leans`."""
+    """Learns how alike ranks' gradients of a bucket are; the estimate is in `Progress.leans`."""
 
     def __init__(self, info: BucketInfo) -> None:
         self._info = info

@@ -1,4 +1,4 @@
-"""All feedbacks by name, and which of them makes the steps of which optimizer of PyTorch."""
+"""All feedbacks by name, and the rule that makes the steps of each optimizer of PyTorch."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class GradientTraining(Training):
         self._kept_back: list[Part] = []
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
-        self._handles: list[Any] = []
+        self._handles, self._watched = list[Any](), set[torch.Tensor]()
         self._part_of: dict[torch.Tensor, Part] = {}
         self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
         loss_scale.watch_scalers()
@@ -109,9 +109,10 @@ class GradientTraining(Training):
     # gradients come
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Hears of the gradients of these parameters from now on."""
-        hook = _hook(weakref.ref(self))
-        self._handles += [one.register_post_accumulate_grad_hook(hook) for one in parameters]
+        """Hears of the gradients of these parameters from now on, once each, whatever parts they come to."""
+        hook, new = _hook(weakref.ref(self)), [one for one in parameters if one not in self._watched]
+        self._watched |= set(new)
+        self._handles += [one.register_post_accumulate_grad_hook(hook) for one in new]
 
     def build(self, plan: Plan) -> None:
         self._part_of, self._kinds = {}, []

@@ -41,6 +41,8 @@ def test_a_model_that_is_wrapped_again_has_one_exchange(rank):
     again = ddp.attach(model, "topk:density=0.1", first.optimizer)
     model(gradients(rank, 1)).backward()
     assert (first.sync.step, again.step) == (1, 1)
+    again.replan(Plan((tuple(SHAPES),)))  # a hook that ran twice would keep buckets to the end of a pass
+    assert {len(one._post_accumulate_grad_hooks) for one in first.net.parameters()} == {1}
     assert same_on_all_replicas(*(one.grad for one in first.net.parameters()))
 
 

@@ -236,7 +236,7 @@ def _kth_of(words, count, k, bound, num_bits, width):  # type: ignore[no-untyped
 
 @kernel
 def _pick(places, words, count, smallest, ties, out, found):  # type: ignore[no-untyped-def]
-    """Those of count candidates that are above `smallest`, and the first `ties` equal to it."""
+    """Keeps those of count candidates that are above `smallest`, and the first `ties` equal to it."""
     v.store(words, count, v.splat(v.as_key(smallest, 0)))
     limits, kept = v.splat(smallest), 0
     for i in range(0, count, v.LANES):
@@ -255,7 +255,7 @@ def _pick(places, words, count, smallest, ties, out, found):  # type: ignore[no-
 
 
 class Candidates:
-    """What the folds of one accumulator note, and the bound that they note it by.
+    """Keeps what the folds of one accumulator note, and the bound above which they do.
 
     Args:
         num_elements: n.
