@@ -235,7 +235,6 @@ class _Failing(torch.autograd.Function):
 
 
 def test_passes_that_fail_or_reach_no_parameter_leave_nothing(rank):
-    """Also a pass on one rank alone, an output that no loss uses, and what a failed one has begun."""
     torch.manual_seed(0)
     net = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
     net.forward = lambda x: (net[1](_Failing.apply(net[0](x)) if x.sum() > 99 else net[0](x)), net[0](x))

@@ -152,7 +152,6 @@ def test_equals_the_simulator_bit_for_bit(case, mesh, rank):
 
 
 def test_a_layer_that_one_host_does_not_use(mesh, rank):
-    """It gets the other host's gradients, and none where no host uses it."""
     host = _Host(mesh, "topk:density=0.2")
     host.step(gradients(rank, 0))
     for step in range(1, 5):
