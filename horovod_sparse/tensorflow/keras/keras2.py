@@ -24,22 +24,24 @@ class _Reduce:
 
     def __init__(self, optimizer: Any, synchronizer: GradientSynchronizer) -> None:
         self._optimizer, self.synchronizer = optimizer, synchronizer
-        #: whether gradients have come here at all
-        self.is_called = False
+        #: whether gradients have been reduced that no step has applied
+        self.is_reduced = False
         #: the LossScaleOptimizer around this one, if there is any
         self.scaler: Callable[[], Any] = lambda: None
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], vars: Sequence[Any] = (), **_names: Any) -> list[Any]:
-        self.is_called = True
         rate, scaler = _learning_rate(self._optimizer), self.scaler()
         if (helper := self._optimizer._agg_helper) is not None:
             grads = _emptied(helper, grads)
         if scaler is None:
-            return self.synchronizer.synchronize(grads, vars, rate)
-        # a fixed scale lets nothing be skipped, on any rank
-        reduction = Reduction(self.synchronizer, scale_local=False)
-        return reduction.reduce_if_finite(grads, vars, rate, scaler.loss_scale, scaler.dynamic)
+            sums = self.synchronizer.synchronize(grads, vars, rate)
+        else:
+            # a fixed scale lets nothing be skipped, on any rank
+            reduction = Reduction(self.synchronizer, scale_local=False)
+            sums = reduction.reduce_if_finite(grads, vars, rate, scaler.loss_scale, scaler.dynamic)
+        self.is_reduced = True
+        return sums
 
     def scaled_by(self, scaler: Any) -> None:
         """Says which LossScaleOptimizer has been put around this one: gradients are its, not the loss'."""
@@ -106,16 +108,16 @@ def _applying(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def apply_gradients(self: Any, grads_and_vars: Any, *more: Any, **named: Any) -> Any:
         pairs, reduce = list(grads_and_vars), self._allreduce_grads
-        result = method(self, pairs, *more, **named)
         alone = not reduce.synchronizer.is_needed or reduce.synchronizer.size == 1
         waits = self._agg_helper is not None  # for the last of several passes
-        if not (reduce.is_called or alone or waits or any(is_synchronized(one) for one, _ in pairs)):
+        was_reduced, reduce.is_reduced = reduce.is_reduced, False
+        if not (was_reduced or alone or waits or any(is_synchronized(one) for one, _ in pairs)):
             raise UnsupportedError(
                 "apply_gradients was given gradients that nobody has reduced over ranks, which it does not "
                 "do under tf-keras: call minimize(loss, variables, tape=...), or give what a "
                 "DistributedGradientTape has made to a plain optimizer"
             )
-        return result
+        return method(self, pairs, *more, **named)
 
     return apply_gradients
 
