@@ -168,7 +168,7 @@ class Sparse(Method):
         model: whose gradients are synchronized.
         compression: as `Compression.parse` reads it.
         options: of `DistributedOptimizer`: bucket_bytes, groups.
-        transport: what carries its rounds; see `horovod_sparse.carriers.mpi`.
+        transport: what carries its rounds; see `horovod_sparse.carriers.exchanges`.
     """
 
     num_warmup = 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +12,30 @@ import numpy as np
 
 from horovod_sparse import collectives
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.errors import CollectiveMismatchError, UnknownNameError, UnsupportedError
 from horovod_sparse.topology import Topology
 
 _SLEEP_SECONDS = 20e-6
+#: "auto": MPI carries messages between two ranks where it can; "pairs": it carries all rounds of sparsifiers;
+#: "alltoall": Horovod carries everything. Equal on all ranks.
+TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
+WAYS = ("auto", "alltoall", "pairs")
+
+
+def transport_asked() -> str:
+    wanted = os.environ.get(TRANSPORT_VARIABLE, "").strip() or "auto"
+    if wanted not in WAYS:
+        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, WAYS)
+    return wanted
+
+
+def check_transport(hvd: Any) -> None:
+    """Refuses "pairs" where Horovod, whose binding is `hvd`, runs on Gloo."""
+    if transport_asked() == "pairs" and hvd.is_initialized() and not hvd.mpi_enabled():
+        raise UnsupportedError(
+            f"{TRANSPORT_VARIABLE}=pairs needs Horovod on MPI, and it runs on Gloo here: messages between "
+            "pairs of ranks go over MPI alone. Unset it, or launch with horovodrun --mpi"
+        )
 
 
 def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import importlib
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,30 +17,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from horovod_sparse.carriers.exchanges import Handle, Rounds, awaited, by_exchanges
+from horovod_sparse.carriers.exchanges import (
+    TRANSPORT_VARIABLE,
+    Handle,
+    Rounds,
+    awaited,
+    by_exchanges,
+    check_transport,
+    transport_asked,
+)
 from horovod_sparse.collectives import Exchange, Request, Words
-from horovod_sparse.errors import CollectiveMismatchError, UnknownNameError, UnsupportedError
-
-#: "auto": MPI carries messages between two ranks where it can; "pairs": it carries all rounds of sparsifiers;
-#: "alltoall": Horovod carries everything. Equal on all ranks.
-TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
-WAYS = ("auto", "alltoall", "pairs")
-
-
-def transport_asked() -> str:
-    wanted = os.environ.get(TRANSPORT_VARIABLE, "").strip() or "auto"
-    if wanted not in WAYS:
-        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, WAYS)
-    return wanted
-
-
-def check_transport(hvd: Any) -> None:
-    """Refuses "pairs" where Horovod, whose binding is `hvd`, runs on Gloo."""
-    if transport_asked() == "pairs" and hvd.is_initialized() and not hvd.mpi_enabled():
-        raise UnsupportedError(
-            f"{TRANSPORT_VARIABLE}=pairs needs Horovod on MPI, and it runs on Gloo here: messages between "
-            "pairs of ranks go over MPI alone. Unset it, or launch with horovodrun --mpi"
-        )
+from horovod_sparse.errors import CollectiveMismatchError
 
 
 def why_not_mpi(hvd: Any) -> str:

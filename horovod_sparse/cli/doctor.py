@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE
+from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE
 from horovod_sparse.cli.launch import FRAMEWORKS, bindings, launcher, start, usable_framework
 from horovod_sparse.errors import HorovodMissingError
 

@@ -218,6 +218,8 @@ class WarmUp:
         self._recorder: BackwardRecorder | None = None
         self._own: BackwardTimes | None = None
         self._between, self._automatic, self._left = stamps.seconds_between, automatic, 0
+        #: True while hooks have to take stamps
+        self.recording = False
         #: True from the step on, the same on all ranks, after which `decide_now` may be called
         self.is_measured = False
         self._decides = automatic and os.environ.get("HOROVOD_ELASTIC") != "1"
@@ -228,11 +230,6 @@ class WarmUp:
                     "optimizer.replan(): workers that join have not measured what the others have"
                 )
             self._record(1 + _NUM_WARMUP + _NUM_STEPS, _NUM_WARMUP)
-
-    @property
-    def recording(self) -> bool:
-        """True while hooks have to take stamps."""
-        return self._recorder is not None
 
     @property
     def position(self) -> str:
@@ -307,10 +304,10 @@ class WarmUp:
     def _record(self, num_steps: int, num_warmup: int) -> None:
         names = [parameter.name for parameter in self._parameters]
         self._recorder, self._left = BackwardRecorder(names, num_warmup, self._between), num_steps
-        self.is_measured = False
+        self.is_measured, self.recording = False, True
 
     def _keep(self) -> None:
         """Takes the medians and stops recording."""
         if self._recorder is not None and self._recorder.forward_seconds:
             self._own = self._recorder.times()
-        self._recorder, self._left = None, 0
+        self._recorder, self._left, self.recording = None, 0, False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
+from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import ParameterRules, Recipe

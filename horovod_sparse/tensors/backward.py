@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,18 +33,9 @@ from horovod_sparse.training.training import Training
 _ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
 
 
-def _hook(training: weakref.ref[GradientTraining]) -> Callable[[torch.Tensor], None]:
-    """Tells a training of gradients as long as it lives.
-
-    PyTorch's garbage collection does not see what a hook on a parameter refers to. A hook that referred to
-    the training, which refers to the parameter, would keep both for ever.
-    """
-
-    def arrived(parameter: torch.Tensor) -> None:
-        if (alive := training()) is not None:
-            alive.on_gradient(parameter)
-
-    return arrived
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class GradientTraining(Training):
@@ -92,6 +84,8 @@ class GradientTraining(Training):
 
     def join(self) -> None:
         """Takes in parameters that the optimizer has got since."""
+        if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
+            self.take_in()
 
     def of_all(self, failures: list[BaseException]) -> list[BaseException]:
         """Adds failures of ranks that do not exchange with this one, but have to step alike."""
@@ -110,9 +104,13 @@ class GradientTraining(Training):
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Hears of the gradients of these parameters from now on, once each, whatever parts they come to."""
-        hook, new = _hook(weakref.ref(self)), [one for one in parameters if one not in self._watched]
+        new = [one for one in parameters if one not in self._watched]
         self._watched |= set(new)
-        self._handles += [one.register_post_accumulate_grad_hook(hook) for one in new]
+        # bound to a weak reference: PyTorch's garbage collection does not see what hooks refer to
+        hook = types.MethodType(type(self).on_gradient, weakref.proxy(self))
+        handles = [one.register_post_accumulate_grad_hook(hook) for one in new]
+        self._handles += handles
+        weakref.finalize(self, _remove, handles)
 
     def build(self, plan: Plan) -> None:
         self._part_of, self._kinds = {}, []
@@ -120,7 +118,7 @@ class GradientTraining(Training):
 
     def _entered(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            part.scale = None if self.divisor == self.size else 1.0 / self.divisor
+            part.scale = 1.0 / self.divisor
             if part.streams is not None:
                 part.streams.note()
         entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
@@ -195,8 +193,7 @@ class GradientTraining(Training):
         if failures := self.of_all(failures):
             self._refuse(failures, edited)
             return
-        scale = 1.0 / self.divisor
-        reports = [part.apply(scale) for part in self.parts]
+        reports = [part.apply() for part in self.parts]
         self.make_ready()
         self.step += 1
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
@@ -270,8 +267,7 @@ class GradientTraining(Training):
 
     def retire(self) -> None:
         """Hears of no gradient any more. A step that is under way is given up."""
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
         self._handles = []
         if self.under_way:
             self.give_up()

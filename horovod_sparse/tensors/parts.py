@@ -62,7 +62,7 @@ class Part(common.BucketPart):
         self.task: Task | None = None
         self.group = group
         #: see `Bucket.step`
-        self.scale: float | None = None
+        self.scale = 1.0
         self._loss_scale = 1.0
         #: places and values of the last sum
         self.last_sum: tuple[Any, Any] | None = None
@@ -102,8 +102,8 @@ class Part(common.BucketPart):
             step = self.streams.run(step)
         self.task = driver.start(self.name, step)
 
-    def apply(self, scale: float) -> BucketReport:
-        """Puts scale (and the loss's) times the sum over ranks where the gradients are. The task is done."""
+    def apply(self) -> BucketReport:
+        """Puts the scaled sum over ranks, once the task is done, where the gradients are."""
         task = self.task
         if task is None or not task.done:
             raise RuntimeError("the synchronization is not done: this is a bug, please report it")
@@ -112,7 +112,7 @@ class Part(common.BucketPart):
         started = time.perf_counter()
         if self.streams is not None:
             self.streams.join()
-        report = self._put(task.result, scale * self._loss_scale)
+        report = self._put(task.result, self.scale * self._loss_scale)
         took = time.perf_counter() - started
         return dataclasses.replace(report, wait_seconds=task.waited_seconds, apply_seconds=took)
 

@@ -5,6 +5,7 @@ its modules: `compression` and `optimizer` are ours and pass on Horovod's names,
 """
 
 import sys as _sys
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -16,8 +17,6 @@ from horovod.torch import *  # noqa: F403
 
 # isort: split
 from horovod_sparse.tensors.layout import redistribute as redistribute
-from horovod_sparse.torch.checkpoint import load as load
-from horovod_sparse.torch.checkpoint import save as save
 from horovod_sparse.torch.compression import Compression as Compression
 from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.torch.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -31,6 +30,8 @@ for _name, _module in list(_sys.modules.items()):
         _sys.modules.setdefault(f"horovod_sparse.{_name.removeprefix('horovod.')}", _module)
 
 if _TYPE_CHECKING:
+    from horovod_sparse.torch.checkpoint import load as load
+    from horovod_sparse.torch.checkpoint import save as save
     from horovod_sparse.torch.local_steps import LocalSteps as LocalSteps
     from horovod_sparse.training.local_settings import OuterStep as OuterStep
 
@@ -40,9 +41,13 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _Any:
-        """What local steps need, loaded when somebody asks for it."""
-        if name not in ("LocalSteps", "OuterStep"):
+        """Loads local steps and checkpoints when somebody asks for them."""
+        modules = {
+            "LocalSteps": "local_steps",
+            "OuterStep": "local_steps",
+            "load": "checkpoint",
+            "save": "checkpoint",
+        }
+        if name not in modules:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from horovod_sparse.torch import local_steps
-
-        return getattr(local_steps, name)
+        return getattr(_import_module(f"{__name__}.{modules[name]}"), name)

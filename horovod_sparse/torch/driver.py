@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from horovod_sparse import collectives
-from horovod_sparse.carriers.exchanges import Handle, Rounds, among, answer_alone, as_alltoall, inbox, known
+from horovod_sparse.carriers.exchanges import (
+    Handle,
+    Rounds,
+    among,
+    answer_alone,
+    as_alltoall,
+    inbox,
+    known,
+    transport_asked,
+)
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError, warn_once
 from horovod_sparse.tensors.driver import Driver
@@ -214,7 +223,7 @@ class HorovodDriver(Driver):
         since = present_start()
         if self._connected_under is since or self.process_set.size() == 1:
             return
-        from horovod_sparse.carriers.mpi import MpiCarrier, transport_asked, why_not_mpi
+        from horovod_sparse.carriers.mpi import MpiCarrier, why_not_mpi
 
         own = why_not_mpi(hvd)
         self._connected_under, self.mpi, reasons = since, None, [own]

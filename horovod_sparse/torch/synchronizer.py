@@ -210,14 +210,13 @@ class GradientSynchronizer(GradientTraining):
                 part.gradient.settle()
                 self._kept_back.append(part)
             warmup = self.warmup
-            recording = warmup is not None and warmup.recording and complete
-            entered = warmup.stamp() if warmup is not None and recording else None
+            entered = warmup.stamp() if warmup is not None and warmup.recording and complete else None
             if works:
                 self._start(part)
             if self.driver.parked:
                 works = True
                 self.driver.advance(_PATIENCE)
-            if warmup is not None and recording:
+            if warmup is not None and entered is not None:
                 left = warmup.stamp() if works else entered
                 warmup.arrived(self._name_of[parameter], entered, left)
 
@@ -239,6 +238,7 @@ class GradientSynchronizer(GradientTraining):
                 "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
             )
         if not self.under_way:
+            self.optimizer._synchronized = False
             self._begin()
             if scaled_passes or self.loss_scale.scaler is not None:  # neither, and there is nothing to note
                 self.loss_scale.note()
@@ -249,10 +249,6 @@ class GradientSynchronizer(GradientTraining):
         if delays[parameter] == 0:
             part.num_missing -= 1
         return part
-
-    def _begin(self) -> None:
-        self.optimizer._synchronized = False
-        super()._begin()
 
     def reduced(self, loss: Any) -> Any:
         """A loss over all ranks, as gradients are: their mean, or their sum."""
@@ -292,12 +288,9 @@ class GradientSynchronizer(GradientTraining):
         self.check_in_use()
         before = self.step
         super().synchronize()
-        if self.warmup is not None and self.step > before:
-            self.follow_times(self.warmup)
-
-    def join(self) -> None:
-        if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
-            self.take_in()
+        if self.warmup is not None and self.warmup.recording and self.step > before:
+            if (plan := self.warmup.after_step()) is not None:
+                self.replan(plan)
 
     def explain(self, error: BaseException) -> None:
         explain(error)

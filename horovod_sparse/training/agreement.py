@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from horovod_sparse import __version__
-from horovod_sparse.carriers.mpi import TRANSPORT_VARIABLE, transport_asked
+from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.plans import ParameterFacts, Plan

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from horovod_sparse import errors
-from horovod_sparse.carriers.mpi import check_transport
+from horovod_sparse.carriers.exchanges import check_transport
 from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
 from horovod_sparse.errors import HorovodSparseError
 from horovod_sparse.training.deadline import Store, asked_store, let_horovod_give_up

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from horovod_sparse.carriers.mpi import transport_asked
+from horovod_sparse.carriers.exchanges import transport_asked
 from horovod_sparse.checks import check_count, check_number, whole_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.plans import Plan

@@ -291,11 +291,6 @@ class Training:
         self.build(start.plan)
         self.put(shared_out(held, agreement.kept_share(old_size, self.size), self.recipe.feedback), progress)
 
-    def follow_times(self, warmup: Any) -> None:
-        """Takes another plan after a step, if a `WarmUp` has decided on one."""
-        if (plan := warmup.after_step()) is not None:
-            self.replan(plan)
-
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:

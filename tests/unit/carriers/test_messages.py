@@ -5,8 +5,14 @@ import os
 import numpy as np
 import pytest
 
-from horovod_sparse.carriers.exchanges import Rounds, by_exchanges, over_hosts, rounds_over_hosts
-from horovod_sparse.carriers.mpi import check_transport, why_not_mpi
+from horovod_sparse.carriers.exchanges import (
+    Rounds,
+    by_exchanges,
+    check_transport,
+    over_hosts,
+    rounds_over_hosts,
+)
+from horovod_sparse.carriers.mpi import why_not_mpi
 from horovod_sparse.collectives import AllReduce, Exchange, ReduceScatter
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.simulation import Recorder, SimulatedCluster, run_lockstep
