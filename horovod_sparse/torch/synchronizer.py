@@ -288,9 +288,11 @@ class GradientSynchronizer(GradientTraining):
         self.check_in_use()
         before = self.step
         super().synchronize()
+        plan = None
         if self.warmup is not None and self.warmup.recording and self.step > before:
-            if (plan := self.warmup.after_step()) is not None:
-                self.replan(plan)
+            plan = self.warmup.after_step()
+        if plan is not None:
+            self.replan(plan)
 
     def explain(self, error: BaseException) -> None:
         explain(error)
