@@ -286,9 +286,12 @@ def exchange_selections(
 def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -> np.random.Generator:
     """Returns a fresh generator for one step of one bucket.
 
-    No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
+    No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched. A
+    plan's bucket counts by its number alone: Keras numbers the names of layers in each process.
     """
-    entropy = [seed, zlib.crc32(bucket.encode()), step, 0 if rank is None else 1 + rank]
+    kind = bucket.partition(".")[0]
+    drawn = kind if kind.rstrip("0123456789") in ("bucket", "dense") else bucket
+    entropy = [seed, zlib.crc32(drawn.encode()), step, 0 if rank is None else 1 + rank]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 

@@ -32,7 +32,7 @@ class QSGD(Quantizer):
             ``sqrt(d) / s`` times the gradient's square. Where that is 1 or more, error feedback would add up
             errors without limit, so it takes ``feedback="none"``, more levels or smaller groups; so does one
             level of the maximum of a whole bucket.
-        seed: of the random numbers by which values are rounded. They depend on seed, bucket name, step, rank
+        seed: of the random numbers by which values are rounded. They depend on seed, bucket, step, rank
             and position alone, so a resumed run draws what an uninterrupted one would have.
 
     Source: Alistarh et al., NeurIPS 2017, Section 3.1, with the buckets and the maximum that its experiments

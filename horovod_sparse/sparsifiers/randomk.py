@@ -50,7 +50,7 @@ class RandomK(SelectAndGather):
     Args:
         shared: whether all ranks draw the same positions.
         seed: of the generator, which is this sparsifier's own: drawing never touches the global seeds
-            of NumPy or of a framework. Positions depend on seed, bucket name and step alone, so a
+            of NumPy or of a framework. Positions depend on seed, bucket and step alone, so a
             resumed run draws what an uninterrupted one would have.
 
     Source: Stich et al. 2018 (random-k with memory).

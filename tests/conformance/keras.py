@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as stock
+import horovod.tensorflow.keras as stock_keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -351,10 +352,57 @@ def test_an_overflow_of_one_rank_is_everybodys(mixed, kind, run_eagerly, rank, s
     assert (everywhere(flat(model)) == flat(model)).all()
 
 
+def test_a_copy_of_an_optimizer_does_not_train_each_rank_alone(rank, size):
+    """Keras makes plain ones of a config, without a word; so does Horovod's own under Keras 3."""
+    model = make_model()
+    fit(model, distributed(), rank, size, epochs=1)
+    copied = keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer))
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with pytest.raises(ArgumentError, match=r"optimizer='SGD'.*DistributedOptimizer"):
+        fit(make_model(), copied, rank, size, epochs=1, callbacks=[broadcast])
+    own = stock_keras.DistributedOptimizer(sgd())
+    if IS_KERAS_2:
+        fit(make_model(), own, rank, size, epochs=1, callbacks=[broadcast])
+    else:
+        with pytest.raises(ArgumentError, match="each rank would train alone"):
+            fit(make_model(), own, rank, size, epochs=1, callbacks=[broadcast])
+    dense = hvd.DistributedOptimizer(sgd(), compression="none")
+    fit(make_model(), dense, rank, size, epochs=1, callbacks=[broadcast])
+
+
+class TwoSteps(keras.Model):
+    """A model without `call`, whose `train_step` makes several steps, as a GAN's does."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self.inner(data[0], training=True)))
+            if IS_KERAS_2:
+                self.optimizer.minimize(loss, self.inner.trainable_variables, tape=tape)
+            else:
+                weights = self.inner.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", kinds("new"))
+def test_weights_of_a_model_that_is_not_built_are_broadcast_when_training_begins(
+    kind, rank, size, everywhere
+):
+    model = TwoSteps(make_model(seed=rank))
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(model, distributed(kind, check_every=1), rank, size, epochs=1, callbacks=[broadcast])
+    assert (everywhere(flat(model.inner)) == flat(model.inner)).all()
+
+
 def test_local_steps(rank, size):
     """Of one step, densely and by SGD, they are data-parallel training; sparsely replicas are equal again."""
-    dense = make_model()
-    fit(dense, sgd(), rank, size, callbacks=[hvd.LocalSteps(every=1, compression=EVERYTHING)])
+    dense, broadcast = make_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(dense, sgd(), rank, size, callbacks=[broadcast, hvd.LocalSteps(every=1, compression=EVERYTHING)])
     np.testing.assert_allclose(flat(dense), flat(trained_densely(sgd(), rank, size)), **CLOSE)
 
 

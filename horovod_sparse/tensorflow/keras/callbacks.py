@@ -15,7 +15,8 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import allgather_object, broadcast_variables
-from horovod_sparse.tensorflow.keras.local_steps import LocalSteps
+from horovod_sparse.tensorflow.keras import local_steps
+from horovod_sparse.tensorflow.keras.optimizer import is_keras3
 from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
 
 
@@ -23,7 +24,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Gives all ranks the model's and the optimizer's variables of one of them when training starts.
 
     What does not exist before the first batch follows after it, as in Horovod. Residuals and states of random
-    generators stay each rank's own.
+    generators stay each rank's own. An optimizer that is not distributed is an error, unless `LocalSteps` is
+    among the callbacks or the model has a `train_step` of its own.
 
     Args:
         root_rank: whose variables they are.
@@ -51,8 +53,10 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         model, optimizer = self.model, self.model.optimizer
-        if not self.broadcast_done and model.built:
-            if optimizer is not None:
+        if optimizer is not None and hvd.size() > 1 and type(model).train_step is tf.keras.Model.train_step:
+            _check_distributed(model, optimizer)
+        if not self.broadcast_done:
+            if optimizer is not None and model.built:
                 build(optimizer, model.trainable_variables)
             self._broadcast()
 
@@ -72,6 +76,21 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if new:
             with tf.device(self.device):
                 broadcast_variables(new, self.root_rank)
+
+
+def _check_distributed(model: Any, optimizer: Any) -> None:
+    """Refuses to train with an optimizer that reduces no gradients."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    reduces = "_horovod_sparse_keeper", *(() if is_keras3(inner) else ("_allreduce_grads",))
+    found = any(hasattr(one, name) for one in (optimizer, inner) for name in reduces)
+    if found or model in local_steps.models:
+        return
+    raise ArgumentError(
+        "optimizer",
+        type(inner).__name__,
+        "a hvd.DistributedOptimizer(...): each rank would train alone. Keras copies an optimizer through its "
+        "settings as a plain one: wrap the copy, and load a file by hvd.load_model(path, compression=...)",
+    )
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):
@@ -308,7 +327,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         directory: str | os.PathLike[str],
         save_freq: str | int = "epoch",
         keep: int = 2,
-        local: LocalSteps | None = None,
+        local: local_steps.LocalSteps | None = None,
     ) -> None:
         super().__init__()
         if save_freq != "epoch":

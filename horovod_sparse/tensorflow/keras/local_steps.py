@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -184,6 +185,10 @@ def _by_name(variables: Sequence[Any]) -> dict[str, Any]:
     return {name: as_variable(one) for name, one in zip(names, variables, strict=True)}
 
 
+#: that train with `LocalSteps` now
+models = weakref.WeakSet[Any]()
+
+
 class LocalSteps(tf.keras.callbacks.Callback):
     """As `horovod_sparse.ddp.LocalSteps`: lets every rank train alone, and exchanges every so many steps.
 
@@ -225,6 +230,10 @@ class LocalSteps(tf.keras.callbacks.Callback):
         """What a checkpoint asks for state: see `horovod_sparse.tensorflow.state`."""
         return self
 
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        models.add(model)
+
     def on_train_begin(self, logs: Any = None) -> None:
         if not takes_part(self.process_set):
             return
@@ -264,6 +273,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
                 self.rounds.after_step()
 
     def on_train_end(self, logs: Any = None) -> None:
+        models.discard(self.model)
         if self.rounds is not None:
             self.rounds.finish()
 
