@@ -7,11 +7,14 @@ and one thread, so that nothing waits for a network. The baseline is the fused s
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import platform
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -70,6 +73,32 @@ def passes(name: str, num_elements: int, kept: float, num_rounds: int) -> list[T
     return measure(fused, works, num_rounds, num_warmup=12, seconds=_cpu_seconds)
 
 
+def _resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_kept(name: str, num_elements: int, kept: float) -> dict[str, float]:
+    """Bytes per parameter that stay after 20 steps, beside parameters and gradients."""
+
+    def of(schedule: tuple[int, int] | None) -> float:
+        model = _Model(num_elements, OPTIMIZERS[name][0])
+        model.prepare()
+        before = _resident_bytes()
+        if schedule is not None:
+            every, delay = schedule
+            ddp.attach(model.net, f"best:density={kept:g}", model.optimizer, every=every, delay=delay)
+        for _ in range(20):
+            model.prepare()
+            model.optimizer.step()
+        return round((_resident_bytes() - before) / num_elements, 2)
+
+    of(_SCHEDULES[0])  # loads and compiles
+    found = {f"{name}, every={every}, delay={delay}": of((every, delay)) for every, delay in _SCHEDULES}
+    return {f"torch: fused {name}": of(None), **found}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 if --check found a budget exceeded."""
     parser = argparse.ArgumentParser(prog="scripts/bench passes", description=__doc__)
@@ -86,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sizes = options.elements, options.density, options.repeat
         timings = [timing for name in OPTIMIZERS for timing in passes(name, *sizes)]
+        memory = {key: count for name in OPTIMIZERS for key, count in bytes_kept(name, *sizes[:2]).items()}
     finally:
         dist.destroy_process_group()
     facts = {
@@ -96,8 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "clock": "cpu",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
+        "bytes_per_parameter": memory,
     }
-    tell(timings, facts, options.json)
+    tell(
+        timings,
+        facts,
+        options.json,
+        *(f"{name}: keeps {n} bytes per parameter" for name, n in memory.items()),
+    )
     return 1 if options.check and not all(timing.fits for timing in timings) else 0
 
 

@@ -16,6 +16,7 @@ from benchmarks.studies import (
     gpt,
     levels,
     local,
+    passes,
     residuals,
     schedules,
     threshold,
@@ -27,7 +28,10 @@ from benchmarks.studies.time_to_accuracy import curves, links
 __all__ = ["STUDIES", "TABLES", "pages", "write"]
 
 STUDIES = (
-    *(module.STUDY for module in (adamw, convergence, feedback, gpt, levels, local, residuals, schedules)),
+    *(
+        module.STUDY
+        for module in (adamw, convergence, feedback, gpt, levels, local, passes, residuals, schedules)
+    ),
     *(threshold.STUDY, sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY, counts.STUDY),
 )
 #: by name of the measurement
