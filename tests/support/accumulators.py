@@ -1,13 +1,14 @@
 """Histories of calls that two accumulators have to come through alike, bit for bit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
-from horovod_sparse.arrays import FoldRule
+from horovod_sparse.arrays import FoldRule, HostAccumulator
+from horovod_sparse.tensors.accumulator import TorchAccumulator
 from support.drawing import KINDS, SEEDS, SIZES, make, spoil
 from support.gradients import DTYPES, as_gradient
 from support.reference import check_moments
@@ -48,20 +49,21 @@ def histories(draw: st.DrawFn, max_elements: int = 10_000) -> History:
     }
 
 
-def made(kind: Callable[..., Any], history: History, **more: Any) -> Any:
-    """An accumulator for a history."""
-    sizes = {name: history[name] for name in ("density", "companions")}
-    return kind(history["n"], {"float64": "float64"}.get(history["dtype"], "float32"), **sizes, **more)
-
-
 def as_array(values: Any) -> np.ndarray:
     return values.cpu().numpy() if hasattr(values, "cpu") else values
 
 
-def play(
-    history: History, ours: Any, theirs: Any, given: Callable[..., Any], *, exactly: bool = True
-) -> None:
-    """`given` makes a gradient for ours of a bit pattern; exactly: the signs of zeros, too."""
+def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
+    if dtype == "bfloat16":
+        return torch.from_numpy(gradient.view(np.int16).copy()).view(torch.bfloat16).to(device)
+    return torch.from_numpy(gradient.copy()).to(device)
+
+
+def play(history: History, device: str = "cpu", **more: Any) -> None:
+    """A tensor's accumulator does what the host's does."""
+    sizes = {name: history[name] for name in ("density", "companions")}
+    shape = history["n"], "float64" if history["dtype"] == "float64" else "float32"
+    ours, theirs = TorchAccumulator(*shape, device=device, **sizes, **more), HostAccumulator(*shape, **sizes)
     n, generator = history["n"], np.random.default_rng(history["seed"])
 
     def check_state() -> None:
@@ -69,8 +71,7 @@ def play(
             (ours.values(), *ours.companions), (theirs.values(), *theirs.companions), strict=True
         ):
             np.testing.assert_array_equal(as_array(mine), other)
-            if exactly:
-                np.testing.assert_array_equal(np.signbit(as_array(mine)), np.signbit(other))
+            np.testing.assert_array_equal(np.signbit(as_array(mine)), np.signbit(other))
         scale = theirs.report.square_norm
         if np.isfinite(scale):
             assert ours.square_norm == pytest.approx(theirs.square_norm, rel=1e-5, abs=1e-5 * (1 + scale))
@@ -82,7 +83,7 @@ def play(
                 make(history["kind"], n, history["seed"] + number, np.float64), generator, history["share"]
             )
             gradient = as_gradient(values, history["dtype"])
-        own = given(gradient)
+        own = as_tensor(gradient, history["dtype"], device)
         found, expected = ours.fold(own, rule), theirs.fold(gradient, rule)
         assert not (own != 0).any(), "it is cleared"
         assert (found.num_nonfinite, found.first_nonfinite) == (

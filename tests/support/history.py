@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.simulation import Recorder, SimulatedCluster
@@ -35,9 +34,8 @@ class Scenario:
         """Which ranks share a host; None where there is one level."""
         return Topology.regular(self.hosts, self.size // self.hosts) if self.hosts else None
 
-    def cluster(self, recipe: Recipe, memory: Callable[..., Any] = HostAccumulator) -> SimulatedCluster:
-        sizes = self.num_elements, self.size, self.dtype
-        return SimulatedCluster(recipe, *sizes, accumulator=memory, topology=self.topology)
+    def cluster(self, recipe: Recipe) -> SimulatedCluster:
+        return SimulatedCluster(recipe, self.num_elements, self.size, self.dtype, topology=self.topology)
 
 
 @dataclass
@@ -90,13 +88,11 @@ def run(
     recipe: Recipe,
     scenario: Scenario,
     gradients: np.ndarray,
-    memory: Callable[..., Any] = HostAccumulator,
     cluster: SimulatedCluster | None = None,
     rates: Sequence[float] | None = None,
 ) -> History:
     """Steps of gradients [steps, P, n], rounded to the scenario's dtype; on a fresh cluster by default."""
-    if cluster is None:
-        cluster = scenario.cluster(recipe, memory)
+    cluster = cluster or scenario.cluster(recipe)
     given = [[as_gradient(values, scenario.dtype) for values in step] for step in gradients]
     exact = np.array([[wide(gradient) for gradient in step] for step in given])
     history = History(recipe, scenario, exact.reshape(gradients.shape), cluster)

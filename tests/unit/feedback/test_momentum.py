@@ -27,7 +27,6 @@ from horovod_sparse.training.state import redistributed
 from support.cases import REPRESENTATIVES, Case, case_id
 from support.gradients import DTYPES, as_gradient, dyadic, gaussian, wide
 from support.history import Scenario, run
-from support.reference import ReferenceAccumulator
 from support.sampling import rows_by
 
 _P, _N, _K = 3, 40, 4
@@ -53,15 +52,14 @@ def by_the_equations(
     return sums, residual, velocity
 
 
-@pytest.mark.parametrize("memory", [HostAccumulator, ReferenceAccumulator])
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_the_equations(memory: type, nesterov: bool, masking: bool) -> None:
+def test_the_equations(nesterov: bool, masking: bool) -> None:
     gradients = dyadic(np.random.default_rng(1), (8, _P, _N))
     feedback = MomentumCorrection(momentum=0.5, nesterov=nesterov, masking=masking)
     made = Recipe(TopK(density=_K / _N), feedback)
     sums, residuals, velocities = by_the_equations(gradients, 0.5, nesterov, masking)
-    history = run(made, Scenario(_P, _N, num_steps=8), gradients, memory)
+    history = run(made, Scenario(_P, _N, num_steps=8), gradients)
     for number, expected in enumerate(sums):
         np.testing.assert_array_equal(history.dense(number), expected)  # few bits: exact
     for rank, bucket in enumerate(history.cluster.buckets):
@@ -205,13 +203,12 @@ def drawn(*shape: int) -> np.ndarray:
     return gaussian(generator, shape) * np.exp(2 * generator.standard_normal(shape[-1]))
 
 
-@pytest.mark.parametrize("memory", [HostAccumulator, ReferenceAccumulator])
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", AdamFeedback), ("float64", RMSpropFeedback)])
-def test_the_equations_of_moments(memory: type, dtype: str, kind: type) -> None:
+def test_the_equations_of_moments(dtype: str, kind: type) -> None:
     gradients = drawn(_STEPS, _P, _N)
     steps, moments = normalized(gradients, 0.9, 1e-3, kind is AdamFeedback)
     made = Recipe(TopK(density=_K / _N), kind(beta2=0.9, eps=1e-3, whole_batch=False))
-    history = run(made, Scenario(_P, _N, dtype, num_steps=_STEPS), gradients, memory, rates=_RATES)
+    history = run(made, Scenario(_P, _N, dtype, num_steps=_STEPS), gradients, rates=_RATES)
     residual = np.zeros((_P, _N))
     for number, rate in enumerate(_RATES):
         residual += rate * steps[number]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, RandomK
@@ -18,7 +19,6 @@ from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import layered
 from support.history import Scenario, random_gradients, run
-from support.reference import ReferenceAccumulator
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_every_set_is_as_likely(k: int) -> None:
     assert sum((drawn[one] - expected) ** 2 / expected for one in sets) < 27.9
 
 
-def holding(values: list[float]) -> ReferenceAccumulator:
-    accumulator = ReferenceAccumulator(len(values), np.dtype(np.float64))
+def holding(values: list[float]) -> HostAccumulator:
+    accumulator = HostAccumulator(len(values), "float64")
     accumulator.assign(np.array(values))
     return accumulator
 

@@ -13,22 +13,9 @@ from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.errors import MessageError
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 from horovod_sparse.tensors.device_memory import apply_sum, clear_at
-from support.accumulators import histories, made, play
+from support.accumulators import as_tensor, histories, play
 from support.gradients import DTYPES, as_gradient
 from support.sampling import rows_by
-
-
-def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
-    if dtype == "bfloat16":
-        return torch.from_numpy(gradient.view(np.int16).copy()).view(torch.bfloat16).to(device)
-    return torch.from_numpy(gradient.copy()).to(device)
-
-
-def run(history: dict[str, Any], place: Any) -> None:
-    ours = made(TorchAccumulator, history, device=place.device, kernels=place.kernels)
-    host = made(HostAccumulator, history)
-    play(history, ours, host, lambda gradient: as_tensor(gradient, history["dtype"], place.device))
-
 
 #: an example in the interpreter takes a second: it is not made smaller, only shown
 EXAMPLES: Any = {
@@ -42,7 +29,7 @@ def test_like_the_host(place: Any) -> None:
     @settings(max_examples=place.num_examples, **EXAMPLES)
     @given(history=histories(place.max_elements))
     def check(history: dict[str, Any]) -> None:
-        run(history, place)
+        play(history, place.device, kernels=place.kernels)
 
     check()
 
@@ -53,7 +40,7 @@ def test_hard_windows(place: Any, kind: str, dtype: str, n: int) -> None:
     """More than k candidates in few blocks; fewer than k that are not 0; a masked last tile of several."""
     changes = ["look", "clear", "add", "put", "mask", "look", "abandon", "assign", "clear"]
     sizes = {"n": n, "dtype": dtype, "density": 0.02, "companions": 1, "kind": kind, "share": 0.0, "seed": 5}
-    run({**sizes, "steps": [(FoldRule(), changes)]}, place)
+    play({**sizes, "steps": [(FoldRule(), changes)]}, place.device, kernels=place.kernels)
 
 
 def test_a_small_buffer_is_noticed(place: Any) -> None:
