@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from conformance.engine import SHAPES, ZEROS, Engine, Ledger, given, replicas_agree, run, same
-from horovod_sparse.errors import (
-    ArgumentError,
-    DriftError,
-    HorovodSparseError,
-    NonFiniteGradientError,
-    NonFiniteSumError,
-    StateMismatchError,
-)
+from horovod_sparse import errors
 from horovod_sparse.training import agreement
 from support.sampling import rest_nightly
 
@@ -53,7 +46,7 @@ def test_a_bad_gradient_of_one_rank_is_an_error_on_all(engine: Engine, text: str
             gradients["second"].reshape(-1)[3] = bad
         if engine.rank % 2:  # each finds the same, whatever it asks for first
             gradients = dict(reversed(gradients.items()))
-        with pytest.raises(NonFiniteGradientError, match=f"rank {sick}: second") as caught:
+        with pytest.raises(errors.NonFiniteGradientError, match=f"rank {sick}: second") as caught:
             training.step(gradients)
         assert caught.value.where == {sick: "second"}
         assert all(np.array_equal(values, before[name]) for name, values in training.weights().items())
@@ -70,7 +63,7 @@ def test_a_bad_dense_gradient_names_its_rank(engine: Engine) -> None:
     gradients, before = given(engine.rank, 2), training.weights()
     if engine.rank == 0:
         gradients["bias"][2] = np.nan
-    with pytest.raises(NonFiniteGradientError, match="rank 0: bias"):
+    with pytest.raises(errors.NonFiniteGradientError, match="rank 0: bias"):
         training.step(gradients)
     assert all(np.array_equal(values, before[name]) for name, values in training.weights().items())
     run(training, engine, range(3, 5))
@@ -111,7 +104,7 @@ def test_a_sum_that_is_not_finite_is_applied_by_nobody(engine: Engine, name: str
     run(training, engine, range(2))
     before, gradients = training.weights(), copy.deepcopy(ZEROS)
     gradients["first"][3, 7] = 3e38
-    with pytest.raises(NonFiniteSumError, match="first"):
+    with pytest.raises(errors.NonFiniteSumError, match="first"):
         training.step(gradients)
     assert all(np.array_equal(values, before[name]) for name, values in training.weights().items())
 
@@ -137,7 +130,7 @@ def test_momentum_that_comes_later_is_refused_and_leaves_nothing(engine: Engine)
         momentum = 0.9 if step in (3, 5, 6) else 0.0
         training.optimizer.param_groups[0]["momentum"] = momentum
         if momentum:
-            with pytest.raises(ArgumentError, match="momentum=0 to the optimizer"):
+            with pytest.raises(errors.ArgumentError, match="momentum=0 to the optimizer"):
                 run(training, engine, [step])
         else:
             run(training, engine, [step])
@@ -156,7 +149,7 @@ def test_a_rank_that_is_a_step_behind_is_met_on_all(engine: Engine, name: str) -
         for part in training.parts:
             part.bucket.state = dataclasses.replace(part.bucket.state, step=2)
     words = rf"ranks \[0.*\] at 3, ranks \[{behind}\] at 2|the states of the ranks' sparsifiers differ"
-    with pytest.raises(StateMismatchError, match=words):
+    with pytest.raises(errors.StateMismatchError, match=words):
         run(training, engine, [3])
 
 
@@ -167,7 +160,7 @@ def test_replicas_that_come_apart_are_found(engine: Engine) -> None:
     if engine.rank == engine.size - 1:
         training.change("second")
     words = rf"after step [36] .*second differs: ranks \[0.* have .*ranks \[{engine.size - 1}\]"
-    with pytest.raises(DriftError, match=words):
+    with pytest.raises(errors.DriftError, match=words):
         run(training, engine, range(3, 7))
 
 
@@ -222,7 +215,7 @@ WRONG = {"topk:densty=0.1": "densty", "topkk:density=0.1": "topkk", "topk:densit
 
 def refused(engine: Engine, training: Any, words: str, shapes: Any = SHAPES) -> None:
     begun = time.monotonic()
-    with pytest.raises(StateMismatchError, match=words):
+    with pytest.raises(errors.StateMismatchError, match=words):
         training.step(given(engine.rank, 0, shapes))
     assert time.monotonic() - begun < SECONDS
 
@@ -251,7 +244,7 @@ def test_another_setting_of_the_optimizer_is_told_to_all(engine: Engine, setting
     training = engine.train("topk:density=0.1")
     if engine.rank == engine.size - 1:
         training.optimizer.param_groups[0][setting] = OPTIMIZER[setting]
-    with pytest.raises(DriftError, match=f"{setting} of group 0"):
+    with pytest.raises(errors.DriftError, match=f"{setting} of group 0"):
         run(training, engine, range(2))
 
 
@@ -264,7 +257,7 @@ def test_what_one_rank_cannot_use_is_told_to_all(engine: Engine, wrong: str, mon
             monkeypatch.setenv(*wrong.split("="))
         else:
             text = wrong
-    with pytest.raises(HorovodSparseError, match={**WRONG, **ENVIRONMENT}[wrong]):
+    with pytest.raises(errors.HorovodSparseError, match={**WRONG, **ENVIRONMENT}[wrong]):
         run(engine.train(text), engine, [0])
     assert time.monotonic() - began < SECONDS
 

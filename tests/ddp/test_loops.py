@@ -7,15 +7,12 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from horovod_sparse import ddp
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from support.passes import adamw, backward, batches, flat, net_of, train
 from support.replicas import same_on_all_replicas
 
@@ -269,10 +266,3 @@ def test_a_wrapper_without_hooks_of_its_own_is_looked_into(rank):
     train(net, optimizer, rank, 2)
     assert sync.step == 2
     assert same_on_all_replicas(*net.parameters())
-
-
-def test_a_model_without_replicas_is_refused(size):
-    """Sharded over all ranks: nobody has the same parameters."""
-    net = fully_shard(net_of(), mesh=init_device_mesh("cpu", (size,)))
-    with pytest.raises(ArgumentError, match=r"fully_shard has sharded over mesh"):
-        ddp.attach(net, "best", adamw(net), replicas=dist.group.WORLD)

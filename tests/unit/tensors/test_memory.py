@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.errors import (
-    EditedGradientError,
-    NonFiniteGradientError,
-    NonFiniteSumError,
-    UnsupportedError,
-)
+from horovod_sparse import errors
 from horovod_sparse.feedback import Bucket, Member, recipe
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.device_memory import DeviceMemory
@@ -23,7 +18,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 def test_a_device_that_holds_nothing_is_refused():
-    with pytest.raises(UnsupportedError, match=r"the gradient of w is on meta.*Train on the CPU"):
+    with pytest.raises(errors.UnsupportedError, match=r"the gradient of w is on meta.*Train on the CPU"):
         memory_of(torch.device("meta"), "w")
 
 
@@ -71,7 +66,7 @@ def test_the_bad_one_of_several_dense_parameters_is_named(memory):
     for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
         gradient = torch.ones(5)
         gradient[element] = torch.inf
-        with pytest.raises(NonFiniteGradientError) as found:
+        with pytest.raises(errors.NonFiniteGradientError) as found:
             carry_out(bucket.step(memory.foldable([gradient])), lambda request: request.buffer)
         assert found.value.where == {1: name}
         total = carry_out(bucket.step(memory.foldable([torch.ones(5)])), lambda request: request.buffer)
@@ -83,12 +78,12 @@ def test_the_bad_one_of_several_dense_parameters_is_named(memory):
 def test_who_refuses_a_dense_gradient_is_told(memory):
     info = BucketInfo("all", 3000, 1, 3)
     bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info))
-    with pytest.raises(EditedGradientError) as found:
+    with pytest.raises(errors.EditedGradientError) as found:
         step = bucket.step(memory.foldable([torch.ones(3000)]), refused=True)
         carry_out(step, lambda request: request.buffer)
     assert list(found.value.where) == [1]
     bucket.abandon(drop=True)
-    with pytest.raises(NonFiniteSumError):
+    with pytest.raises(errors.NonFiniteSumError):
         gradient = torch.full((3000,), 3e38)
         carry_out(bucket.step(memory.foldable([gradient])), lambda request: request.buffer * 3)
 

@@ -16,7 +16,6 @@ from horovod_sparse.merging import (  # noqa: E402
     Profile,
 )
 from horovod_sparse.tensors.measuring import HostStamps  # noqa: E402
-from horovod_sparse.training.agreement import AgreedStatus  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -156,31 +155,6 @@ def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, warned, caplog)
     assert "scale_residual" not in caplog.text
     wrap(model(), "topk:density=0.5,feedback=error(scale_residual=true)", optimizer=kind)
     assert caplog.text.count("scale_residual=True is made for SGD without momentum") == warned
-
-
-def test_a_new_number_of_ranks_is_taken_up_with_the_mean_of_residuals_kept(monkeypatch):
-    """As after an elastic reset, once all ranks have said where they stand."""
-    net = model()
-    optimizer = wrap(net, "exdyna:density=0.1")
-    net(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    before = optimizer.state_dict()["horovod_sparse"]
-    synchronizer = optimizer._synchronizer
-    monkeypatch.setattr(synchronizer.engine, "rank_and_size", lambda: (0, 3))
-    optimizer.zero_grad()
-    synchronizer.start_anew(AgreedStatus(True, 7, synchronizer.plan))
-    after = optimizer.state_dict()["horovod_sparse"]
-    assert [part.bucket.info.size for part in synchronizer.sparse] == [3]
-    assert (after["size"], after["step"], after["buckets"][0]["state"]["step"]) == (3, 7, 7)
-    for name, values in before["residuals"].items():
-        assert torch.equal(3 * values, after["residuals"][name])  # held by one rank of three now
-    assert any(values.count_nonzero() for values in after["residuals"].values())
-    assert len(after["buckets"][0]["state"]["partitions"]["num_blocks"]) == 3
-    optimizer.load_state_dict({**optimizer.state_dict(), "horovod_sparse": before})  # back to what was saved
-    again = optimizer.state_dict()["horovod_sparse"]
-    assert again["step"] == 1
-    for name, values in after["residuals"].items():
-        assert torch.equal(values, again["residuals"][name])
 
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")

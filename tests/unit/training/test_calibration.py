@@ -7,14 +7,12 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import COLLECTIVES, AllGather, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
-from horovod_sparse.merging import Fit, ParameterFacts, Plan
 from horovod_sparse.planning.calibration import Extent, HostBucketMemory, calibration
 from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
 from horovod_sparse.topology import ClusterFacts, Topology
 from horovod_sparse.training.engine import carry_out
-from support.merging_models import profile_of_two
 from support.sampling import rest_nightly
 
 EXTENT = Extent((64, 4096, 65536, 1 << 20), (1 << 10, 1 << 13, 1 << 15), 9, budget_seconds=1e9)
@@ -142,13 +140,6 @@ def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
     alone = run_lockstep(ranks, topology=one_host)[0]
     assert sorted(alone.levels["host"]) == ["allgather", "reducescatter"] and not alone.levels["across"]
     assert alone.cost(TopK(), levels="host").communication.seconds(10**6) > 0.0, "nothing goes between hosts"
-
-
-TOPK = TopK(density=0.01)
-FACTS = [ParameterFacts(f"p{number}", 1000 * (1 + number % 7)) for number in range(40)]
-NAMES = tuple(fact.name for fact in reversed(FACTS))
-SINGLE, LAYERWISE = Plan((NAMES,)), Plan(tuple((name,) for name in NAMES))
-PROFILE = profile_of_two({"topk": Fit(1e-4, 1e-9)}, {fact.name: 1e-4 for fact in FACTS}, 2e-3)
 
 
 def step(recorder, gaps, start=100.0, hook=0.5):

@@ -6,13 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from horovod_sparse.errors import (
-    ArgumentError,
-    HorovodSparseError,
-    ProfileMismatchError,
-    StateMismatchError,
-    UnknownNameError,
-)
+from horovod_sparse import errors
 from horovod_sparse.merging import Fit, ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.planning import FirstPlan, first_plan, plan_request
 from horovod_sparse.planning.calibration import Extent
@@ -62,7 +56,7 @@ def asked(**arguments):
     ],
 )
 def test_what_contradicts_is_named(arguments, match):
-    with pytest.raises(ArgumentError, match=match):
+    with pytest.raises(errors.ArgumentError, match=match):
         plan_request(**arguments)
 
 
@@ -108,7 +102,7 @@ def test_the_environment_sparsifies_all_or_is_refused(nothing_said, monkeypatch)
     monkeypatch.setenv("HOROVOD_SPARSE_TENSOR_SELECTION", "all")
     assert begun(ParameterFacts("a", 10)) == FirstPlan(Plan((("a",),)))
     monkeypatch.setenv("HOROVOD_SPARSE_TENSOR_SELECTION", "formulas")
-    with pytest.raises(UnknownNameError, match="'formulas': the known ones are all, large"):
+    with pytest.raises(errors.UnknownNameError, match="'formulas': the known ones are all, large"):
         begun(ParameterFacts("a", 10))
 
 
@@ -144,7 +138,7 @@ def refusing(ends, kind, match):
 
 def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
     ends = decided([asked(merging=name) for name in ("optimal", "omgs")])
-    refusing(ends, StateMismatchError, "ranks [1] merging=omgs")
+    refusing(ends, errors.StateMismatchError, "ranks [1] merging=omgs")
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     for other, match in (
@@ -154,13 +148,13 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
         (tmp_path / "missing.json", "cannot be read"),
     ):
         ends = decided([asked(merging="optimal", profile=p) for p in (PROFILE, other)])
-        refusing(ends, StateMismatchError, match)
+        refusing(ends, errors.StateMismatchError, match)
         assert ", ranks [1] " in str(ends[0])
 
 
 def test_a_profile_that_no_rank_can_read_is_refused_by_all(tmp_path):
     ends = decided([asked(merging="optimal", profile=tmp_path / "missing.json")] * 2)
-    refusing(ends, ProfileMismatchError, "cannot be read")
+    refusing(ends, errors.ProfileMismatchError, "cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -175,11 +169,11 @@ def test_a_profile_that_no_rank_can_read_is_refused_by_all(tmp_path):
 )
 def test_a_profile_that_cannot_be_applied_is_refused_by_all(changed, match):
     profile = dataclasses.replace(PROFILE, **changed)
-    refusing(decided([asked(merging="optimal", profile=profile)] * 2), ProfileMismatchError, match)
+    refusing(decided([asked(merging="optimal", profile=profile)] * 2), errors.ProfileMismatchError, match)
     # and where backward was measured, too
     if "backward_seconds" not in changed:
         profile = dataclasses.replace(profile, backward_seconds={})
-        refusing(decided([asked(merging="optimal", profile=profile)] * 2), ProfileMismatchError, match)
+        refusing(decided([asked(merging="optimal", profile=profile)] * 2), errors.ProfileMismatchError, match)
 
 
 def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
@@ -188,7 +182,7 @@ def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
 
     first, second = decided([asked(merging="optimal", tensor_selection=rule)] * 2)
     assert isinstance(first, ZeroDivisionError)
-    assert type(second) is HorovodSparseError
+    assert type(second) is errors.HorovodSparseError
     assert "on rank 0: ZeroDivisionError: division by zero" in str(second)
 
 
@@ -226,18 +220,3 @@ def test_a_plan_is_held_against_all_plans_in_the_model_of_two_levels(merging, se
     assert made.predicted_seconds["taken"] == pytest.approx(
         seconds(workload.with_dense(made.plan.dense), made.plan, cost)
     )
-
-
-def test_the_warm_up_measures_both_levels_and_all_ranks_take_one_plan():
-    extent = Extent((64, 1024, 4096), (1000, 2000, 4000), repetitions=1, budget_seconds=1e9)
-    times = BackwardTimes(dict.fromkeys([fact.name for fact in reversed(NINE)], 1e-4), 1e-3)
-    ranks = [
-        decide(asked(merging="optimal"), on_hosts(rank=rank), NINE, TOPK, times, extent=extent)
-        for rank in range(4)
-    ]
-    found = run_lockstep(ranks, topology=HOSTS)
-    assert all(one.plan == found[0].plan for one in found)
-    profile = found[0].profile
-    assert profile.per_host == 2 and set(profile.levels["host"]) == {"reducescatter", "allgather"}
-    again = asked(merging="optimal").decided(on_hosts(), NINE, TOPK, profile)
-    assert again.plan == found[0].plan and again.predicted_seconds == dict(found[0].predicted_seconds)

@@ -14,34 +14,19 @@ from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import redistribute
+from horovod_sparse.training import parts, state
 from horovod_sparse.training.encoding import from_bytes, to_bytes
-from horovod_sparse.training.parts import (
-    ArrayLayout,
-    BucketPart,
-    Part,
-    assign_residuals,
-    held_residuals,
-    host_accumulator,
-)
-from horovod_sparse.training.state import (
-    Holder,
-    check_entry,
-    load_entry,
-    redistributed,
-    saved_entry,
-    share_factor,
-)
 
 SHAPES = {"w": (4, 6), "b": (6,), "v": (10,)}
 
 
-class ArrayPart(ArrayLayout, BucketPart):
+class ArrayPart(parts.ArrayLayout, parts.BucketPart):
     def __init__(
         self, names: tuple[str, ...], recipe: Recipe, place: tuple[int, int], *, dense: bool = False
     ) -> None:
         self.names, self.dense, self.shapes = names, dense, [SHAPES[name] for name in names]
         info = BucketInfo(names[0], self.places[-1][1], *place)
-        memory = host_accumulator(info, recipe, whole=dense and not recipe.feedback.changes_dense)
+        memory = parts.host_accumulator(info, recipe, whole=dense and not recipe.feedback.changes_dense)
         self.bucket = Bucket(info, recipe, memory)
 
 
@@ -52,17 +37,17 @@ class ArrayEngine:
         self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
         self.sparse = [ArrayPart(names, recipe, place) for names in plan.buckets]
         dense = (ArrayPart((name,), recipe.for_dense(), place, dense=True) for name in plan.dense)
-        self.parts: list[Part] = [*self.sparse, *dense]
+        self.parts: list[parts.Part] = [*self.sparse, *dense]
 
     def topology_for(self, entry: Any) -> None:
         """One level."""
 
     def held(self) -> Any:
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
-        return held_residuals(self.parts, self.recipe.feedback.num_companions), progress
+        return parts.held_residuals(self.parts, self.recipe.feedback.num_companions), progress
 
     def put(self, held: Any, progress: Any) -> None:
-        assign_residuals(self.parts, held, progress)
+        parts.assign_residuals(self.parts, held, progress)
 
 
 ONE = Plan((("w", "b", "v"),))
@@ -70,7 +55,7 @@ TWO = Plan((("b", "v"),), ("w",))
 RECIPES = [recipe("topk", density=0.1), recipe("dgc", density=0.1, feedback=MomentumCorrection())]
 
 
-def trained(how: Recipe, plan: Plan, size: int) -> list[Holder]:
+def trained(how: Recipe, plan: Plan, size: int) -> list[state.Holder]:
     engines = [ArrayEngine(how, plan, (rank, size)) for rank in range(size)]
     generator = np.random.default_rng(0)
     for _ in range(3):
@@ -95,15 +80,15 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("how", RECIPES, ids=lambda how: how.sparsifier.name)
 def test_residuals_survive_another_plan_and_another_number_of_ranks(how: Recipe) -> None:
-    entries = [saved_entry(engine) for engine in trained(how, ONE, 2)]
+    entries = [state.saved_entry(engine) for engine in trained(how, ONE, 2)]
     entries[0]["buckets"][0]["leans"] = alike = 0.5, 1.0
     same_size, alone, fresh = (ArrayEngine(how, TWO, (0, size)) for size in (2, 1, 1))
-    load_entry(same_size, entries[0], 1.0)
-    load_entry(alone, entries[0], share_factor(0, 2, 1))
-    load_entry(fresh, redistributed(entries, 0, 1), share_factor(0, 1, 1))
+    state.load_entry(same_size, entries[0], 1.0)
+    state.load_entry(alone, entries[0], state.share_factor(0, 2, 1))
+    state.load_entry(fresh, state.redistributed(entries, 0, 1), state.share_factor(0, 1, 1))
     leans = [engine.sparse[0].bucket.progress.leans for engine in (same_size, alone, fresh)]
     assert leans == [alike, (0.0, 0.0), (0.0, 0.0)], "ranks are as alike as they were, but no other number"
-    kept = saved_entry(fresh)
+    kept = state.saved_entry(fresh)
     for name in SHAPES:  # the mean, and the dense one's for its next gradient
         mean = (entries[0]["residuals"][name] + entries[1]["residuals"][name]) / 2
         np.testing.assert_allclose(kept["residuals"][name], mean, rtol=1e-6, atol=1e-7)
@@ -113,11 +98,11 @@ def test_residuals_survive_another_plan_and_another_number_of_ranks(how: Recipe)
 
 def test_entries_of_another_algorithm_or_format_are_refused() -> None:
     engine, *_ = trained(RECIPES[0], ONE, 1)
-    entry = saved_entry(engine)
+    entry = state.saved_entry(engine)
     with pytest.raises(StateMismatchError, match=r"the saved state is of topk.*, now dgc"):
-        check_entry(entry, RECIPES[1], "now {} is used")
+        state.check_entry(entry, RECIPES[1], "now {} is used")
     with pytest.raises(StateMismatchError, match="format 1"):
-        check_entry({**entry, "format": 1}, RECIPES[0], "{}")
+        state.check_entry({**entry, "format": 1}, RECIPES[0], "{}")
 
 
 def test_what_cannot_be_saved_or_read_is_refused():
@@ -157,7 +142,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 def simulated(toy: Any, text: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     recipe = parse_recipe(text)
     infos = [BucketInfo("bucket0.weight", 105, rank, RANKS) for rank in range(RANKS)]
-    buckets = [Bucket(info, recipe, host_accumulator(info, recipe)) for info in infos]
+    buckets = [Bucket(info, recipe, parts.host_accumulator(info, recipe)) for info in infos]
     parameters = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
     for _ in range(STEPS):
         steps = []

@@ -9,7 +9,7 @@ import torch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import DriftError
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.linear import LinearModel, dyadic
 from support.optimizers import wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
@@ -47,25 +47,6 @@ def test_behind_horovods_own_optimizer_the_environment_asks(rank, size, monkeypa
         stepped(model, optimizer, rank, [5])
 
 
-def test_statistics_of_batches_and_frozen_layers_are_each_ranks_own(rank, size):
-    torch.manual_seed(3)
-    layers = [torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2)]
-    model = torch.nn.Sequential(*layers).to(memory_format=torch.contiguous_format)
-    model[0].weight.requires_grad_(False)
-    if rank:
-        model[0].weight.data.add_(1.0)  # in no optimizer, and so nobody's matter
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(trained), compression="exdyna:density=0.3", check_every=1
-    )
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not same_on_all_ranks(model[1].running_mean)
-
-
 def test_what_ranks_begin_or_go_on_with_is_compared_after_the_next_step(rank):
     """By default, long before `check_every` steps: a model that nobody has broadcast, a state of one rank."""
     model, optimizer = made(check_every=None)
@@ -80,18 +61,3 @@ def test_what_ranks_begin_or_go_on_with_is_compared_after_the_next_step(rank):
     optimizer.load_state_dict(saved)
     with pytest.raises(DriftError, match=r"after step 4 .*lr of group 0"):
         stepped(model, optimizer, rank, [3])
-
-
-@pytest.mark.controllers
-def test_some_ranks_alone_compare_among_themselves(rank, size, process_set):
-    if size < 3:
-        pytest.skip("needs three ranks")
-    some = process_set([0, size - 1])
-    model, optimizer = made(process_set=some)
-    if rank == size - 1:
-        drifted(model)
-    if rank not in (0, size - 1):
-        stepped(model, optimizer, rank, range(4))
-        return
-    with pytest.raises(DriftError, match=r"ranks \[0\] have .*, ranks \[1\]"):
-        stepped(model, optimizer, rank, range(4))

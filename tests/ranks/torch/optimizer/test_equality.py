@@ -10,7 +10,7 @@ import torch
 import horovod_sparse.torch as hvd
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
-from support.linear import LinearModel, dyadic, same_on_all_ranks
+from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import make, train_step, wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
@@ -70,25 +70,6 @@ def test_two_networks_of_the_same_names_are_under_way_at_once(named, rank, size)
             expected = sum(gradients(r, 10 * which + step)["first"] for r in range(size))
             np.testing.assert_array_equal(models[which].first.grad.numpy(), expected)
             optimizers[which].zero_grad()
-
-
-def test_dense_and_sparse_training_in_turn(rank):
-    """Every optimizer is still there when the next one is made, with its hooks."""
-    model, plain, kept = LinearModel(SHAPES), LinearModel(SHAPES), []
-    dense = stock.DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=0.5), plain.named_parameters())
-    for turn, text in enumerate(["none", "topk:density=1.0", "none", "topk:density=1.0"]):
-        own = torch.optim.SGD(model.parameters(), lr=0.5)
-        kept.append(hvd.DistributedOptimizer(own, model.named_parameters(), hvd.Compression.parse(text)))
-        for step in range(2):
-            for one, optimizer in ((model, kept[-1]), (plain, dense)):
-                one.backward(
-                    {name: dyadic(shape, rank, 2 * turn + step, name) for name, shape in SHAPES.items()}
-                )
-                optimizer.step()
-                optimizer.zero_grad()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    assert same_on_all_ranks(*model.parameters())
 
 
 def test_lbfgs_with_a_loss_of_each_ranks_own(rank, size):

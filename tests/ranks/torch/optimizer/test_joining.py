@@ -123,25 +123,6 @@ def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how,
         assert torch.equal(one, other)
 
 
-def test_what_was_saved_before_a_layer_was_thawed_is_taken_back_after_it(rank):
-    """As elastic training does, which thaws nothing back."""
-    model, optimizer = frozen(thaw)
-    model.backward(gradients(rank, 0, ["first", "second"]))
-    optimizer.step()
-    saved, held = copy.deepcopy(optimizer.state_dict()), residuals_of(optimizer)
-    optimizer.zero_grad()
-    thaw(model, optimizer)
-    stepped(model, optimizer, rank, 1, SHAPES)
-    optimizer.load_state_dict(saved)
-    after = residuals_of(optimizer)
-    assert not after.pop("late").count_nonzero()
-    assert not after.pop("bias").count_nonzero()
-    assert all(torch.equal(after[name], held[name]) for name in held)
-    model.backward(gradients(rank, 1, SHAPES))
-    optimizer.step()
-    assert same_on_all_ranks(*model.parameters())
-
-
 def test_another_parameter_joins_on_each_rank_which_all_are_told(rank):
     model, optimizer = frozen(thaw)
     stepped(model, optimizer, rank, 0, ["first", "second"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import horovod.torch as stock
 import numpy as np
 import pytest
@@ -11,11 +9,9 @@ import torch
 
 from conformance.engine import Ledger, replicas_agree
 from conformance.engines_torch import ENGINES
-from horovod_sparse.errors import ProfileMismatchError, StateMismatchError
-from horovod_sparse.merging import Fit, Plan
+from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel
-from support.merging_models import profile_of_two
 from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 60)}
@@ -23,11 +19,6 @@ SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "wide": (100, 6
 DECIDED = 7
 gradients = gradients_for(SHAPES)
 OWN = ENGINES[0]
-
-
-def profile(**changed):
-    made = profile_of_two({"topk": Fit(1e-5, 1e-9)}, dict.fromkeys(SHAPES, 1e-3), 1e-3)
-    return dataclasses.replace(made, **{"size": stock.size(), **changed})
 
 
 def same_plan(optimizer) -> bool:
@@ -82,41 +73,6 @@ def test_a_small_model_of_which_nothing_is_said_trains_densely(rank, monkeypatch
     for mine, theirs in zip(models[0].parameters(), models[2].parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert not residuals_of(careless) or not any(np.any(held) for held in residuals_of(careless).values())
-
-
-def refused_by_all(make_it, match, kind=StateMismatchError):
-    with pytest.raises(kind, match=match):
-        make_it()
-    assert stock.allreduce(torch.ones(1), op=stock.Sum, name="still here").item() == stock.size()
-
-
-def test_ranks_with_different_profiles_are_refused_on_all(rank, tmp_path):
-    def of(given, merging="optimal"):
-        model = LinearModel(SHAPES)
-        optimizer = make(model, "topk:density=0.05", merging=merging, profile=given)
-        return lambda: train_step(model, optimizer, gradients(rank, 0))
-
-    refused_by_all(
-        of(profile(cycle_seconds=0.001 * (1 + rank))), r"profile differs: ranks \[0\] have \w+, ranks \[1\]"
-    )
-    path = tmp_path / f"profile{rank}.json"
-    if rank == 0:
-        profile().save(path)
-    refused_by_all(of(path), r"ranks \[1\] one that cannot be read \(")
-    refused_by_all(of(None, None if rank else "single"), r"plan differs: ranks \[0\] have merging=single")
-    refused_by_all(of(profile(size=1)), "1 rank", ProfileMismatchError)
-    # after the warm-up, too: only rank 0 plans, and all end
-    model = LinearModel(SHAPES)
-    optimizer = make(
-        model, "topk:density=0.05", merging="optimal", profile=profile(selection={}, backward_seconds={})
-    )
-    for step in range(DECIDED - 1):
-        train_step(model, optimizer, gradients(rank, step))
-    refused_by_all(
-        lambda: train_step(model, optimizer, gradients(rank, DECIDED)),
-        "no selection time for topk",
-        ProfileMismatchError,
-    )
 
 
 @pytest.mark.controllers
