@@ -316,18 +316,8 @@ def test_a_file_of_another_rank_or_save_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "forged",
     [
-        {"size": 0},
-        {"size": 1},
-        {"size": 2**26},
-        {"size": "2"},
-        {"size": True},
-        {"size": None},
-        {"save": "another"},
-        {"save": []},
-        {"ranks": [5, 6]},
-        {"format": None},
-        {"step": {}},
-        {"step": 2},
+        *({"size": size} for size in (0, 1, 2**26, "2", True, None)),
+        *({"save": "another"}, {"save": []}, {"ranks": [5, 6]}, {"format": None}, {"step": {}}, {"step": 2}),
     ],
     ids=str,
 )
