@@ -27,13 +27,10 @@ def test_calibrate_writes_a_profile_of_this_launch(tmp_path, capsys, rank, size)
         assert word in printed
 
 
-def test_ranks_with_other_arguments_are_refused_on_all_ranks(tmp_path, capsys, rank):
+def test_what_is_wrong_is_refused_on_all_ranks(tmp_path, capsys, rank):
     out = ["--out", str(tmp_path / "profile.json")]
     assert main(["calibrate", *SMALL, "--density", str(0.01 * (1 + rank)), *out]) == 2
     assert "the same on ranks 0 and 1" in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written_is_told_to_all_ranks(tmp_path, capsys, rank):
     nowhere = tmp_path / "missing" / "profile.json"
     assert main(["calibrate", *SMALL, "--out", str(nowhere)]) == 2
     text = capsys.readouterr().err
@@ -41,7 +38,7 @@ def test_a_file_that_cannot_be_written_is_told_to_all_ranks(tmp_path, capsys, ra
     assert "Traceback" not in text
 
 
-def test_doctor_prints_once_and_ends_alike_everywhere(capsys, rank, size):
+def test_doctor_prints_once_and_ends_alike_everywhere(capsys, rank, size, monkeypatch):
     code = main(["doctor"])
     printed = capsys.readouterr().out
     assert hvd.allgather_object(code) == [code] * size
@@ -49,9 +46,6 @@ def test_doctor_prints_once_and_ends_alike_everywhere(capsys, rank, size):
         assert f"{size} ranks, started by horovod" in printed
     else:
         assert printed == ""
-
-
-def test_doctor_shows_what_ranks_have_set_differently(capsys, monkeypatch, rank, size):
     if rank == size - 1:
         monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "77")
     assert main(["doctor"]) == 1

@@ -78,13 +78,10 @@ def _sample(started, ended, **changes):
     return {**numbers, "started": started, "ended": ended, "parts": {"fold": 0.1}, "facts": {}, **changes}
 
 
-def test_a_repetition_lasts_from_the_first_start_to_the_last_end():
+def test_medians_are_over_repetitions_of_means_over_ranks():
     ranks = [[_sample(10.0, 11.0)], [_sample(10.5, 12.0)]]
     found = summarize(ranks)
     assert found["seconds"]["median"] == 2.0
-
-
-def test_medians_are_over_repetitions_of_means_over_ranks():
     first = [_sample(0.0, 1.0, sent=100), _sample(0.0, 1.0, sent=1000), _sample(0.0, 1.0, sent=10)]
     second = [_sample(0.0, 3.0, sent=300), _sample(0.0, 1.0, sent=3000), _sample(0.0, 2.0, sent=30)]
     found = summarize([first, second])

@@ -149,9 +149,6 @@ def test_two_levels_are_written_and_have_to_fit() -> None:
     assert Profile.from_json(two.to_json()) == two
     with pytest.raises(ArgumentError, match="levels and per_host"):
         dataclasses.replace(two, per_host=3)
-
-
-def test_more_hosts_of_as_many_ranks_are_costed_by_their_own_traffic() -> None:
     two, topk = profile_of_hosts(GIGABIT, GIGABIT, 4, 2, Fit(1e-4, 1e-9)), TopK(density=0.01)
     four, sixteen = (two.cost(topk, size, levels="host").communication.seconds(10**6) for size in (8, 32))
     assert sixteen > four

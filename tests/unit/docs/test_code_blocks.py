@@ -25,7 +25,7 @@ FOREIGN = {
 LAUNCHERS = {"horovodrun", "mpirun", "torchrun", "srun", "timeout"}
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_says_what_it_is_and_yaml_can_be_read() -> None:
     assert len(BLOCKS) > 20
     for block in BLOCKS:
         known = ("", "python", "sh", "yaml", "dockerfile", "recipe")
@@ -33,6 +33,9 @@ def test_every_block_says_what_it_is() -> None:
         if block.language == "python":
             assert block.mark, f"{block.place}: say how it is run, <!-- run: ... -->, or why it is not"
             assert block.mark == "not run" or block.what in PRELUDES, block.place
+    for block in BLOCKS:
+        if block.language == "yaml":
+            assert yaml.safe_load(block.text)["kind"], block.place
 
 
 @pytest.mark.parametrize(
@@ -137,9 +140,3 @@ def test_what_worth_it_printed_is_what_it_prints(capsys: pytest.CaptureFixture[s
             assert capsys.readouterr().out.split() == printed.text.split(), printed.place
             found += 1
     assert found
-
-
-def test_yaml_can_be_read() -> None:
-    for block in BLOCKS:
-        if block.language == "yaml":
-            assert yaml.safe_load(block.text)["kind"], block.place

@@ -176,13 +176,10 @@ def test_the_appendix_is_what_was_measured(capsys: pytest.CaptureFixture[str]) -
         assert "scripts/report" in page.read_text("utf-8").splitlines()[0], page.name
 
 
-def test_every_measurement_is_shown() -> None:
+def test_every_measurement_and_picture_is_shown() -> None:
     text = "".join(path.read_text("utf-8") for path in DOCS.rglob("*.md"))
     for path in (DOCS / "measurements").glob("*.json"):
         assert f"measurements/{path.name}" in text, path.name
-
-
-def test_every_picture_is_shown() -> None:
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     shown = {
         (page.parent / link).resolve()

@@ -100,16 +100,13 @@ def chosen(rule, sizes, cost=None):
     return {fact.num_elements: fact.name in dense for fact in facts}
 
 
-def test_equation_1_at_its_border() -> None:
+def test_rules_at_their_borders() -> None:
     # T_comp = 1, T_spr = 2, T_full = 0.5 + 0.125 * 4 n: n = 5 gives exactly 3, which is no gain
     cost = CostModel(AffineTime(1.0), AffineTime(2.0), AffineTime(0.5, 0.125))
     assert chosen("cost", [4, 5, 6], cost) == {4: True, 5: True, 6: False}
     # work for a dense parameter is part of T_full: 0.25 n, and 5 pays
     worked = dataclasses.replace(cost, dense_work=AffineTime(0.0, 0.25))
     assert chosen("cost", [1, 5], worked) == {1: True, 5: False}
-
-
-def test_other_rules() -> None:
     assert chosen("all", [1, 10]) == {1: False, 10: False}
     assert chosen(min_elements(10), [9, 10]) == {9: True, 10: False}
     assert chosen(lambda parameter: parameter.name == "p3", [3, 4]) == {3: False, 4: True}

@@ -130,7 +130,7 @@ def test_the_first_threshold_of_the_paper_rule() -> None:
     assert ThresholdScaling().find(holding([1.0] * 100), 25, state).threshold == pytest.approx(0.1 * 1.005**3)
 
 
-def test_the_sketch_is_the_order_statistic() -> None:
+def test_the_sketch_by_hand() -> None:
     accumulator = holding([0.5, -4.0, 3.0, -1.0, 2.0, 0.0])
     assert Sketch().find(accumulator, 2, ThresholdState()).threshold == 3.0
     # c = 1.5: order round(2 * 1.5) = 3
@@ -138,9 +138,6 @@ def test_the_sketch_is_the_order_statistic() -> None:
     # never below order 1 or above n
     assert Sketch().find(accumulator, 2, ThresholdState(correction=1 / 16)).threshold == 4.0
     assert Sketch().find(accumulator, 5, ThresholdState(correction=16.0)).threshold == 0.0
-
-
-def test_the_correction_follows_the_count() -> None:
     # twice k: c = 0.5 ** 0.5 = 0.70711; then half of k: c = 0.70711 * 2 ** 0.5 = 1
     state = Sketch().steer(200, 100, ThresholdState())
     assert state.correction == pytest.approx(0.5**0.5)
@@ -149,9 +146,6 @@ def test_the_correction_follows_the_count() -> None:
     # nothing selected says nothing
     state = Sketch().steer(0, 100, state)
     assert state.correction == pytest.approx(1.0)
-
-
-def test_the_share_of_the_last_union_outweighs_the_hits() -> None:
     # weight of the share: 0.5 * 30 / (30 + 10) = 0.375; 31 ** 0.375 * 101 ** 0.625 - 1 = 63.9
     # (of the 120 hits 100 count, the order asked for)
     half = Sketch(memory=0.5)

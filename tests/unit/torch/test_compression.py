@@ -33,12 +33,9 @@ def test_every_algorithm_has_a_factory_with_its_arguments(name):
     assert name in dir(Compression) and f"Compression.{name}" in factory.__qualname__
 
 
-def test_parse_knows_horovods_own():
+def test_parse_knows_horovods_own_and_what_is_misspelt():
     assert Compression.parse("none") is Compression.none
     assert Compression.parse("fp16") is Compression.fp16
-
-
-def test_what_is_misspelt_names_what_is_valid():
     with pytest.raises(UnknownNameError, match="density, feedback, indices, quantum, schedule, values"):
         Compression.topk(densty=0.1)
     with pytest.raises(UnknownNameError, match=r"fp16.*none"):

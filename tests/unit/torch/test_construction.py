@@ -78,15 +78,12 @@ def test_what_is_none_of_its_kind_is_refused_by_name(compression):
         wrap(net, compression, backward_passes_per_step="2")
 
 
-def test_what_is_no_compression_is_refused_by_name():
+def test_what_is_no_compression_or_deadline_is_refused_by_name(monkeypatch):
     for wrong in (0.1, None, hvd.Compression, hvd.Compression.topk(density=0.1).recipe):
         with pytest.raises(ArgumentError, match=r"^compression=.*Compression\.topk\(density=0\.1\)"):
             wrap(model(), wrong)
     with pytest.raises(ArgumentError, match=r"Compression\.exdyna\(density=0\.1\), with a call"):
         wrap(model(), hvd.Compression.exdyna)
-
-
-def test_the_environments_deadline_is_told_as_it_stands(monkeypatch):
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "abc")
     with pytest.raises(ArgumentError, match=r"HOROVOD_SPARSE_DEADLINE_SECONDS='abc'"):
         wrap(model())

@@ -156,6 +156,12 @@ def test_best_is_found_by_the_optimizer() -> None:
     with pytest.raises(ArgumentError, match="'best' or 'adam' with AdamW"):
         recipe_for(OPTIM.AdamW(parameters), parse_recipe("topk:feedback=rmsprop"))
 
+    class Named(OPTIM.AdamW):
+        def state_dict(self) -> Any:
+            return super().state_dict()
+
+    assert kind_of(Named([torch.nn.Parameter(torch.zeros(2))])) == "AdamW"
+
 
 def named(name: str, base: type = OPTIM.Optimizer) -> Any:
     """An optimizer of another library: its name, and a step of its own."""
@@ -214,14 +220,6 @@ def test_settings_of_the_backward_pass_are_refused(setting: str) -> None:
         hvd.DistributedOptimizer(optimizer, compression="best:density=0.1", **{setting: given})
     with pytest.raises(ArgumentError, match="gradients are exchanged in every step"):
         hvd.DistributedOptimizer(optimizer, compression="topk:density=0.1", delay=1)
-
-
-def test_a_subclass_that_replaces_nothing_counts() -> None:
-    class Named(OPTIM.AdamW):
-        def state_dict(self) -> Any:
-            return super().state_dict()
-
-    assert kind_of(Named([torch.nn.Parameter(torch.zeros(2))])) == "AdamW"
 
 
 @pytest.mark.parametrize(

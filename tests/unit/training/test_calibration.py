@@ -115,9 +115,6 @@ def test_when_the_budget_is_used_up_three_sizes_are_left():
     everything, slower = measured(2, [DGC()])
     assert slower.num_requests > fake.num_requests
     assert {fit.num_points for fit in everything.collectives.values()} == {4}
-
-
-def test_an_unknown_kind_is_refused_by_name():
     with pytest.raises(UnknownNameError, match="gossip"):
         measured(2, [TopK()], kinds=["gossip"])
 

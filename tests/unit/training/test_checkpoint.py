@@ -226,13 +226,21 @@ def test_another_number_of_ranks_keeps_the_mean(tmp_path: Path) -> None:
         np.testing.assert_allclose(np.mean([e["residuals"]["w"] for e in entries], axis=0), mean, rtol=1e-6)
 
 
-def test_ranks_at_different_steps_do_not_save(tmp_path: Path) -> None:
+def test_ranks_at_different_steps_do_not_save_and_all_load_the_same(tmp_path: Path) -> None:
     ranks = [
         checkpoint.write_checkpoint(tmp_path, an_entry(rank), step=rank, digest="d", rank=rank, keep=1)
         for rank in range(SIZE)
     ]
     refused(run_lockstep(ranks, keep_errors=True), "steps [0, 1]", StateMismatchError)
     assert folders(tmp_path) == []
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for asked in ([{"step": 1}, {"step": 2}], [{"step": None, "loaded": words} for words in ("", "a model")]):
+        ranks = [
+            checkpoint.load_together(tmp_path, lambda _: None, rank=rank, size=SIZE, owner=save, **one)
+            for rank, one in enumerate(asked)
+        ]
+        refused(run_lockstep(ranks, keep_errors=True), "ranks [0] have", StateMismatchError)
 
 
 def test_a_full_disk_leaves_what_was_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,17 +338,6 @@ def test_a_forged_manifest_is_refused_before_anything_is_made_of_it(tmp_path: Pa
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert all(type(end) is CheckpointError for end in ends) and most < 2**22
-
-
-def test_all_ranks_load_the_same(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    for asked in ([{"step": 1}, {"step": 2}], [{"step": None, "loaded": words} for words in ("", "a model")]):
-        ranks = [
-            checkpoint.load_together(tmp_path, lambda _: None, rank=rank, size=SIZE, owner=save, **one)
-            for rank, one in enumerate(asked)
-        ]
-        refused(run_lockstep(ranks, keep_errors=True), "ranks [0] have", StateMismatchError)
 
 
 WRITER = """

@@ -136,7 +136,7 @@ def refusing(ends, kind, match):
         assert match in str(end)
 
 
-def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
+def test_what_differs_between_ranks_or_cannot_be_read_is_refused_by_all(tmp_path):
     ends = decided([asked(merging=name) for name in ("optimal", "omgs")])
     refusing(ends, errors.StateMismatchError, "ranks [1] merging=omgs")
     broken = tmp_path / "broken.json"
@@ -150,9 +150,6 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
         ends = decided([asked(merging="optimal", profile=p) for p in (PROFILE, other)])
         refusing(ends, errors.StateMismatchError, match)
         assert ", ranks [1] " in str(ends[0])
-
-
-def test_a_profile_that_no_rank_can_read_is_refused_by_all(tmp_path):
     ends = decided([asked(merging="optimal", profile=tmp_path / "missing.json")] * 2)
     refusing(ends, errors.ProfileMismatchError, "cannot be read")
 

@@ -96,21 +96,23 @@ def test_residuals_survive_another_plan_and_another_number_of_ranks(how: Recipe)
     assert [one["state"]["step"] for one in kept["buckets"]] == [3]
 
 
-def test_entries_of_another_algorithm_or_format_are_refused() -> None:
+def test_what_cannot_be_saved_or_loaded_is_refused() -> None:
     engine, *_ = trained(RECIPES[0], ONE, 1)
     entry = state.saved_entry(engine)
     with pytest.raises(StateMismatchError, match=r"the saved state is of topk.*, now dgc"):
         state.check_entry(entry, RECIPES[1], "now {} is used")
     with pytest.raises(StateMismatchError, match="format 1"):
         state.check_entry({**entry, "format": 1}, RECIPES[0], "{}")
-
-
-def test_what_cannot_be_saved_or_read_is_refused():
     with pytest.raises(StateMismatchError, match="object"):
         to_bytes({"it": object()})
     for data in (b"nonsense", b"", to_bytes({"a": np.ones(100)})[:-50]):
         with pytest.raises(StateMismatchError, match="cannot be read"):
             from_bytes(data)
+    for given in (entries(3)[:2], [*entries(2), entries(3)[2]], entries(2)[:1] * 2):
+        with pytest.raises(StateMismatchError, match="every rank"):
+            redistribute(given, 0, 2)
+    with pytest.raises(ArgumentError, match="rank=4"):
+        redistribute(entries(2), 4, 4)
 
 
 def entries(size):
@@ -125,14 +127,6 @@ def entries(size):
         }
         for rank in range(size)
     ]
-
-
-def test_missing_and_foreign_entries_are_refused():
-    for given in (entries(3)[:2], [*entries(2), entries(3)[2]], entries(2)[:1] * 2):
-        with pytest.raises(StateMismatchError, match="every rank"):
-            redistribute(given, 0, 2)
-    with pytest.raises(ArgumentError, match="rank=4"):
-        redistribute(entries(2), 4, 4)
 
 
 PLAN, STEPS, RANKS = Plan((("weight", "bias"),)), 12, 2

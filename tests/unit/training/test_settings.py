@@ -47,6 +47,9 @@ def test_an_argument_that_is_gone_says_what_to_write() -> None:
         Settings.of({"network_share": 0.05}, "a front end", SettingsOptions)
     with pytest.raises(ArgumentError, match=r"on_drift='resync'.*ranks that differ raise DriftError"):
         Settings.of({"on_drift": "resync"}, "a front end", SettingsOptions)
+    refuse_without_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
+    with pytest.raises(ArgumentError, match="a sparsifier, or leave levels, check_every out"):
+        refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
 
 
 @pytest.mark.parametrize(
@@ -72,12 +75,6 @@ def test_the_environment_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert (made.check_every, made.deadline_seconds) == (7, 20.0)
     assert dataclasses.replace(made, levels="host").check_every == 7
     assert Settings(deadline_seconds=0).deadline_seconds == 0
-
-
-def test_without_a_sparsifier_most_of_it_is_refused() -> None:
-    refuse_without_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
-    with pytest.raises(ArgumentError, match="a sparsifier, or leave levels, check_every out"):
-        refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,6 @@ def test_gaps_by_hand():
     assert low_bits(3, 16) == 2
     words = encode("gaps", np.array([5, 6, 13], np.int32), 16)
     assert words.tolist() == [0b011001, 0b100110]
-
-
-def test_gaps_across_a_word_by_hand():
     # n = 2**31 - 1, two indices: (2**31 - 2) // 5 = 429496729 needs 29 bits, so l = 29
     # 2**29 + 1 and 2**30 + 2**29 + 7: lower parts 1 and 7, the second from bit 29 on: 7 << 29 fills it
     # upper parts 1 and 3: bits 1 + 0 and 3 + 1

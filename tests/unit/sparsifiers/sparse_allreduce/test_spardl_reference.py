@@ -173,11 +173,13 @@ def test_steps_are_those_of_the_paper(variant: tuple[int, int, str], mode: str) 
             assert after == expected.num_after * teams
 
 
-def test_teams_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
+def test_teams_and_messages_that_cannot_be_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"teams=4 is not allowed: give a divisor of 6 ranks"):
         SimulatedCluster(recipe("spardl", teams=4), 100, 6)
     with pytest.raises(ArgumentError, match="3 teams are not a power of two"):
         SimulatedCluster(recipe("spardl", teams=3, between="recursive"), 100, 6)
+    with pytest.raises(MessageError, match="notes of 2 ranks"):
+        Mail(FoldReport(), BucketInfo("b", 9, 0, 3), WireFormat()).read(np.zeros(3, np.int32), [0, 1])
 
 
 @rows_by("num_parts,dtype", [1, 2, 3, 5, 7, 8, 14, 16], ["float32", "float64"])
@@ -188,8 +190,3 @@ def test_shares_add_up_exactly(num_parts: int, dtype: str) -> None:
     assert (np.sum(parts, axis=0, dtype=np.longdouble) == values).all()
     for part in parts:
         np.testing.assert_allclose(part, values / num_parts, rtol=0.01)
-
-
-def test_a_message_too_short_for_its_notes_is_refused() -> None:
-    with pytest.raises(MessageError, match="notes of 2 ranks"):
-        Mail(FoldReport(), BucketInfo("b", 9, 0, 3), WireFormat()).read(np.zeros(3, np.int32), [0, 1])
