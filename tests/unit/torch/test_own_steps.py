@@ -65,8 +65,9 @@ def test_one_rank_that_sends_everything_is_the_optimizer(kind: type, settings: A
     )
     assert made is optimizer and type(made) is kind
     found = trained(net, made)
-    for one, other in zip(found, trained(plain, kind(plain.parameters(), **settings)), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(
+        found, trained(plain, kind(plain.parameters(), **settings)), rtol=2e-5, atol=2e-6
+    )
 
 
 def test_a_schedule_of_rate_and_momentum_is_followed() -> None:
@@ -78,8 +79,7 @@ def test_a_schedule_of_rate_and_momentum_is_followed() -> None:
         if sends:
             hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best")
         found.append(trained(net, optimizer, schedule=schedule))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,7 @@ def test_a_skipped_step_leaves_moments_and_their_age(kind: type, schedule: Any) 
                 optimizer.step()
         optimizer.finish()
         found.append([*net.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_best_is_found_by_the_optimizer() -> None:
@@ -247,8 +246,7 @@ def test_muon_that_sends_everything_is_muon(settings: Any, schedule: Any) -> Non
             optimizer.step()
         state = optimizer.state_dict()["state"]
         found.append([*matrices, *(state[number]["momentum_buffer"] for number in range(2))])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_of_muon_that_is_not_finite_leaves_its_momentum(caplog: Any) -> None:
@@ -316,8 +314,7 @@ def test_groups_have_settings_of_their_own_and_schedules_change_them() -> None:
         if sends:
             hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best")
         found.append(trained(net, optimizer, schedule=Changing(optimizer)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
 
 
 def test_a_pass_keeps_no_gradient() -> None:

@@ -167,7 +167,3 @@ def test_the_toy_engine_equals_the_simulator_bit_for_bit(text: str, monkeypatch)
         kept = np.concatenate([entry["residuals"]["weight"].reshape(-1), entry["residuals"]["bias"]])
         assert np.array_equal(kept, residual)
         assert (entry["rank"], entry["size"], entry["step"]) == (rank, RANKS, STEPS)
-
-
-def test_a_new_front_end_is_short() -> None:
-    assert len((EXAMPLES / "toy_engine.py").read_text().splitlines()) <= 250

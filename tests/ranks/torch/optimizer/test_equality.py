@@ -97,5 +97,4 @@ def test_lbfgs_with_a_loss_of_each_ranks_own(rank, size):
         assert last < 0.1 * first
         assert same_on_all_ranks(*model.parameters())
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    for one, other in zip(*weights, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-3)

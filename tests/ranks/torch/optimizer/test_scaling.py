@@ -81,8 +81,7 @@ def test_a_scale_that_changes_changes_no_update(text, loop, rank, size):
     scales = [3.0 * scale for scale in SCALES] if text == RECIPES[-1] else SCALES
     found, optimizer = train(own, text, loop, rank, scales=scales, bad=[3], size=size)
     assert torch.equal(found[3], found[2])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for name, values in residuals_of(optimizer).items():
         torch.testing.assert_close(values, residuals_of(unscaled)[name], rtol=1e-5, atol=1e-5)
     assert same_on_all_ranks(found[-1])
@@ -127,8 +126,7 @@ def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
                     backward(model, gradients(rank, step))
                     optimizer.step()
         results.append([p.detach().clone() for model in models for p in model.parameters()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("later", ["scaled", "plain"])

@@ -152,8 +152,7 @@ def test_two_networks_that_are_turned_off_and_on_in_turn(rank):
                 optimizers[turn].step()
         results.append([p for network in networks.values() for p in network.parameters()])
         assert same_on_all_ranks(*results[-1])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def test_every_optimizer_of_pytorch_trains_as_with_horovod(rank):
@@ -175,8 +174,7 @@ def test_every_optimizer_of_pytorch_trains_as_with_horovod(rank):
                 optimizer.step()
             stock.broadcast_optimizer_state(optimizer, root_rank=0)
             trained.append(weights(model))
-        for one, other in zip(*trained, strict=True):
-            torch.testing.assert_close(one, other, msg=kind.__name__)
+        torch.testing.assert_close(*trained, msg=kind.__name__)
 
 
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
