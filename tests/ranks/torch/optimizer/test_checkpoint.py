@@ -69,7 +69,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(folder, rank, size):
     fresh = LinearModel(SHAPES)
     base = torch.optim.Adam(fresh.parameters(), lr=0.5)
     with pytest.raises(StateMismatchError, match="another optimizer than Adam: it has no betas"):
-        hvd.load(folder, hvd.DistributedOptimizer(base, compression="exdyna:density=0.1"))
+        hvd.load(folder, hvd.DistributedOptimizer(base, fresh.named_parameters(), "exdyna:density=0.1"))
     other = LinearModel({**SHAPES, "bias": (8 if rank == size - 1 else 7,)})
     with pytest.raises(StateMismatchError, match="bias"):
         hvd.load(folder, make(other, "exdyna:density=0.1"), model=other)
