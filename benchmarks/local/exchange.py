@@ -14,8 +14,8 @@ from horovod_sparse.arrays import FoldReport
 from horovod_sparse.collectives import AllGather, Request
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.tensors.binding import new_facts
 from horovod_sparse.tensors.local_steps import LocalBinding
+from horovod_sparse.tensors.parts import new_facts
 from horovod_sparse.topology import Placement
 from horovod_sparse.training.engine import Task, carry_out
 from horovod_sparse.training.local_settings import LocalSchedule

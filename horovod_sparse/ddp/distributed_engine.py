@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier, Communicator
 from horovod_sparse.errors import DeadlineError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.tensors.parts import facts_of, new_facts, trained_by
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
+from horovod_sparse.training.engine import Facts, PartSpec
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -120,20 +122,34 @@ _START = object()
 
 
 class DistributedEngine:
+    """An `Engine` for the parameters of a model that are trained, by their names in it.
+
+    Args:
+        binding: the training, which makes its parts.
+    """
+
     name = "horovod_sparse.ddp"
 
     def __init__(
         self,
+        binding: Any,
+        model: torch.nn.Module,
         recipe: Recipe,
         optimizer: torch.optim.Optimizer | None,
-        named: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None,
         deadline_seconds: float | None,
     ) -> None:
-        self._recipe, self.optimizer, self._named, self._group = recipe, optimizer, named, group
+        self.binding, self.model = binding, model
+        self._recipe, self.optimizer, self._group = recipe, optimizer, group
+        shards: list[Any] = [
+            one for one in trained_by(optimizer, model).values() if hasattr(one, "device_mesh")
+        ]
+        mesh = shards[0].device_mesh if shards else None
         #: number of this rank's shard, and of how many, where parameters are sharded; the same for all ranks
         #: that synchronize with each other
-        self.shard: tuple[int, int] | None = None
+        self.shard: tuple[int, int] | None = mesh and (mesh.get_local_rank(), mesh.size())
+        #: ranks that have the other shards of the same parameters: they step alike
+        self.within = Carrier(mesh.get_group()) if mesh else None
         #: made with the first step
         self.communicator: Communicator | None = None
         self._deadline_seconds = deadline_seconds
@@ -166,6 +182,22 @@ class DistributedEngine:
     def start_token(self) -> object:
         return _START
 
+    def facts(self, known: Facts) -> Facts:
+        if self.optimizer is None:
+            named = trained_by(None, self.model).items()
+            new = [(name, one) for name, one in named if name not in known and one.requires_grad]
+            return facts_of(new, None, self._recipe.rules)
+        have = {id(one) for _, one in known.values()}
+        if all(id(one) in have for group in self.optimizer.param_groups for one in group["params"]):
+            return {}
+        names = {one: name for name, one in trained_by(self.optimizer, self.model).items()}
+        return new_facts(self.optimizer, known, names, self._recipe.rules)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        return self.binding.make_parts(specs, facts, place, topology)
+
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         communicator = self.running()
         communicator.move_to(topology)
@@ -176,7 +208,7 @@ class DistributedEngine:
             self.communicator.move_to(topology)
 
     def declared(self) -> Mapping[str, object]:
-        return {"shard": self.shard}
+        return {"shard": self.shard, "optimizer": type(self.optimizer).__name__}
 
     def to_array(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())

@@ -20,14 +20,14 @@ from torch.utils import _pytree
 
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
-from horovod_sparse.ddp.steps import Engine, OverGroup, end_first_pass
+from horovod_sparse.ddp.distributed_engine import DistributedEngine
+from horovod_sparse.ddp.steps import OverGroup, end_first_pass
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.layout import local
-from horovod_sparse.tensors.parts import make_parts
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
@@ -40,8 +40,6 @@ _log = logging.getLogger("horovod_sparse")
 class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     """Exchanges a model's gradients; see `attach`, which returns it, for its arguments."""
 
-    engine: Engine
-
     def __init__(
         self,
         model: torch.nn.Module,
@@ -50,7 +48,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         group: dist.ProcessGroup | None,
         settings: Settings,
     ) -> None:
-        engine = self.engine_of(model, recipe, optimizer, group, settings.deadline_seconds)
+        engine = DistributedEngine(self, model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, optimizer)
         #: whether ranks tell which parameters have gradients
         self._tells = True
@@ -84,10 +82,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             if not self._of_ddp:
                 optimizer._synchronize_for_scaler = self._synchronize_for_scaler
-
-    def make_parts(self, specs: Any, facts: Facts, place: tuple[int, int], topology: Any) -> list[Any]:
-        """See `Engine.make_parts`."""
-        return make_parts(specs, facts, place, topology, self.optimizer)
 
     def declared(self) -> dict[str, str]:
         plan = "none" if self.settings.plan is None else "given"

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.ddp.distributed_engine import told_to_others
-from horovod_sparse.ddp.steps import Engine, OverGroup, silence
+from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
+from horovod_sparse.ddp.steps import OverGroup, silence
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
 from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class LocalSteps(OverGroup, LocalBinding):
+class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
     """Lets every rank train alone, and exchanges how far all have come every so many steps.
 
         model = DistributedDataParallel(net)
@@ -61,8 +61,6 @@ class LocalSteps(OverGroup, LocalBinding):
     Source: Douillard et al. 2023 (DiLoCo); Sarfi et al. 2025 (SparseLoCo).
     """
 
-    engine: Engine
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -81,14 +79,10 @@ class LocalSteps(OverGroup, LocalBinding):
                 process_group = process_group or inner.process_group
             silence(self._wrapped)
             _refuse_other_shards(model, process_group)
-            engine = self.engine_of(
-                model, schedule.recipe, optimizer, process_group, settings.deadline_seconds
+            engine = DistributedEngine(
+                *(self, model, schedule.recipe, optimizer), process_group, settings.deadline_seconds
             )
             super().__init__(optimizer, model, engine, schedule, settings)
-
-    def agree(self, *, as_first: bool = False) -> None:
-        super().agree(as_first=as_first)
-        self.starter.label = self.label
 
     def before_step(self) -> None:
         if any(inner._join_config.enable for inner in self._wrapped):

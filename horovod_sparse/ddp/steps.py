@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from horovod_sparse.ddp.collectives import Carrier, Communicator
+from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.tensors.binding import Binding, new_facts
-from horovod_sparse.tensors.parts import ModelBuffers, facts_of, inner_of, trained_by
-from horovod_sparse.topology import Topology
+from horovod_sparse.tensors.binding import Binding
+from horovod_sparse.tensors.parts import ModelBuffers, inner_of
 from horovod_sparse.training.collective_errors import worst_of_all
-from horovod_sparse.training.engine import Facts, PartSpec, carry_out
+from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.outcome import worst
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Schedule
@@ -41,72 +40,28 @@ def _before_loading(model: torch.nn.Module, *_: Any) -> None:
             sync.roll_back()
 
 
-class Engine(DistributedEngine):
-    """Facts of the parameters that are trained, by their names in a model."""
-
-    binding: Any
-    model: torch.nn.Module
-
-    def facts(self, known: Facts) -> Facts:
-        if self.optimizer is None:
-            named = trained_by(None, self.model).items()
-            new = [(name, one) for name, one in named if name not in known and one.requires_grad]
-            return facts_of(new, None, self._recipe.rules)
-        have = {id(one) for _, one in known.values()}
-        if all(id(one) in have for group in self.optimizer.param_groups for one in group["params"]):
-            return {}
-        names = {one: name for name, one in trained_by(self.optimizer, self.model).items()}
-        return new_facts(self.optimizer, known, names, self._recipe.rules)
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Any]:
-        return self.binding.make_parts(specs, facts, place, topology)
-
-    def declared(self) -> Mapping[str, object]:
-        return {**super().declared(), "optimizer": type(self.optimizer).__name__}
-
-
 class OverGroup:
-    """Gives a training its engine over torch.distributed, and its driver."""
+    """Gives a training its driver over torch.distributed."""
 
-    engine: Engine
-
-    def engine_of(
-        self,
-        model: torch.nn.Module,
-        recipe: Recipe,
-        optimizer: torch.optim.Optimizer | None,
-        group: dist.ProcessGroup | None,
-        seconds: float | None,
-    ) -> Engine:
-        """Returns a new engine for the parameters of a model that are trained."""
-        named = trained_by(optimizer, model)
-        engine = Engine(recipe, optimizer, named, group, seconds)
-        engine.binding, engine.model = self, model
-        shards: list[Any] = [one for one in named.values() if hasattr(one, "device_mesh")]
-        #: ranks that have the other shards of the same parameters: they step alike
-        self._within = Carrier(shards[0].device_mesh.get_group()) if shards else None
-        if shards:
-            mesh = shards[0].device_mesh
-            engine.shard = mesh.get_local_rank(), mesh.size()
-        return engine
+    engine: DistributedEngine
 
     @property
     def starter(self) -> Communicator:
         return self.engine.running()
 
+    def agree(self: Any, **how: Any) -> None:
+        super().agree(**how)  # type: ignore[misc]
+        self.starter.label = self.label
+
     def of_all(self, failures: list[BaseException]) -> list[BaseException]:
-        if self._within is None:
+        if self.engine.within is None:
             return failures
-        failure = carry_out(worst_of_all(worst(failures) if failures else None), self._within)
+        failure = carry_out(worst_of_all(worst(failures) if failures else None), self.engine.within)
         return [] if failure is None else [failure]
 
 
-class Synchronized(OverGroup, Binding):
+class Synchronized(OverGroup, Binding):  # type: ignore[misc]
     """Binds an optimizer to passes over torch.distributed; `attach` returns it."""
-
-    engine: Engine
 
     def __init__(
         self,
@@ -117,17 +72,13 @@ class Synchronized(OverGroup, Binding):
         settings: Settings,
         schedule: Schedule,
     ) -> None:
-        engine = self.engine_of(model, recipe, optimizer, group, settings.deadline_seconds)
+        engine = DistributedEngine(self, model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
         inner = inner_of(model)
         if inner not in _attached:
             _attached[inner] = weakref.WeakSet()
             inner._register_load_state_dict_pre_hook(_before_loading, with_module=True)
         _attached[inner].add(self)
-
-    def agree(self) -> None:
-        super().agree()
-        self.starter.label = self.label
 
     def _before_saving(self, optimizer: Any) -> None:
         super()._before_saving(optimizer)

@@ -21,10 +21,11 @@ from horovod_sparse.plans import Plan
 from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import local
-from horovod_sparse.tensors.parts import Part
+from horovod_sparse.tensors.parts import Part, make_parts
+from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.compression import refuse_later_momentum
-from horovod_sparse.training.engine import Engine, Starter
+from horovod_sparse.training.engine import Engine, Facts, PartSpec, Starter
 from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -70,6 +71,12 @@ class GradientTraining(Training):
         self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
         loss_scale.watch_scalers()
         keep_out_of_graphs()
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Part]:
+        """Makes parts as `Engine.make_parts` does, which engines leave to it."""
+        return make_parts(specs, facts, place, topology, self.optimizer)
 
     # given by a front end
 

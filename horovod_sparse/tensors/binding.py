@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import RULES, OwnStep, ParameterRules, Progress, Recipe, Rule, kind_of
+from horovod_sparse.feedback import RULES, OwnStep, Progress, Recipe, Rule, kind_of
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensors.layout import (
     TensorEntry,
@@ -26,7 +26,6 @@ from horovod_sparse.tensors.layout import (
     settings_entries,
 )
 from horovod_sparse.tensors.own_steps import StepBucket
-from horovod_sparse.tensors.parts import facts_of, groups_of
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.settings import Settings
@@ -57,29 +56,6 @@ def unwrapped(optimizer: Any) -> Any:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             return inner
     return optimizer
-
-
-def new_facts(
-    optimizer: Any, known: Facts, names: Mapping[torch.Tensor, str], rules: ParameterRules
-) -> Facts:
-    """The parameters that an optimizer trains and that are not known yet, in the order of their names."""
-    have = {id(one) for _, one in known.values()}
-    groups = groups_of(optimizer)
-    if all(id(one) in have or not one.requires_grad for one in groups):
-        return {}
-    places = [
-        (f"allreduce.noname.{i}.{j}", one)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, one in enumerate(group["params"])
-    ]
-    place_of = {one: name for name, one in places}
-    order = {one: number for number, one in enumerate([*place_of, *names])}
-    trained = [one for one in groups if one.requires_grad and id(one) not in have]
-    trained.sort(key=lambda one: order[one])
-    new = {names.get(one, place_of[one]): one for one in trained}
-    own = {name: local(one) for name, one in new.items()}
-    found = facts_of(own.items(), {own[name]: groups[one] for name, one in new.items()}, rules)
-    return {name: (fact, new[name]) for name, (fact, _) in found.items()}
 
 
 class Binding(Steps):

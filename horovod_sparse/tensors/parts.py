@@ -19,7 +19,7 @@ from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.gradients import GradientMemory, Gradients
-from horovod_sparse.tensors.layout import dtype_name, shaped, unshaped
+from horovod_sparse.tensors.layout import dtype_name, local, shaped, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
@@ -189,16 +189,12 @@ def _group(optimizer: Any | None, number: int) -> Mapping[str, Any]:
     return found
 
 
-_NO_RULES = ParameterRules()
-
-
 def facts_of(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     group_of: Mapping[torch.Tensor, int] | None,
-    rules: ParameterRules = _NO_RULES,
-    advice: str = "",
+    rules: ParameterRules,
 ) -> dict[str, tuple[ParameterFacts, torch.Tensor]]:
-    """Facts and tensor of every parameter that has elements, by name; `advice` if a dtype is refused."""
+    """Returns facts and tensor of every parameter that has elements, by name."""
     facts = {}
     for name, parameter in named_parameters:
         n, dtype = parameter.numel(), dtype_name(parameter)
@@ -212,7 +208,7 @@ def facts_of(
         if dtype is None:
             raise UnsupportedError(
                 f"{name} has dtype {parameter.dtype}: gradients of float32, float64, float16 and bfloat16 "
-                f"can be synchronized{advice}"
+                f"can be synchronized; give such parameters an optimizer of their own"
             )
         group = 0 if group_of is None else group_of[parameter]
         device, density = str(parameter.device), rules.density_of(name, n) or 0.0
@@ -223,12 +219,27 @@ def facts_of(
     return facts
 
 
-def groups_of(optimizer: Any) -> dict[torch.Tensor, int]:
-    return {
-        parameter: number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+def new_facts(
+    optimizer: Any, known: Facts, names: Mapping[torch.Tensor, str], rules: ParameterRules
+) -> Facts:
+    """Returns the parameters that an optimizer trains and `known` has not, in the order of their names."""
+    have = {id(one) for _, one in known.values()}
+    groups = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    if all(id(one) in have or not one.requires_grad for one in groups):
+        return {}
+    places = [
+        (f"allreduce.noname.{i}.{j}", one)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, one in enumerate(group["params"])
+    ]
+    place_of = {one: name for name, one in places}
+    order = {one: number for number, one in enumerate([*place_of, *names])}
+    trained = [one for one in groups if one.requires_grad and id(one) not in have]
+    trained.sort(key=lambda one: order[one])
+    new = {names.get(one, place_of[one]): one for one in trained}
+    own = {name: local(one) for name, one in new.items()}
+    found = facts_of(own.items(), {own[name]: groups[one] for name, one in new.items()}, rules)
+    return {name: (fact, new[name]) for name, (fact, _) in found.items()}
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,12 +8,10 @@ import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
 from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.horovod_engine import construction_errors
-from horovod_sparse.torch.steps import Engine
+from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, construction_errors
 from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule
 from horovod_sparse.training.local_settings import OuterStep as OuterStep
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class LocalSteps(LocalBinding):
+class LocalSteps(OverHorovod, LocalBinding):
     """As `horovod_sparse.ddp.LocalSteps`, over Horovod: give it PyTorch's own optimizer.
 
         optimizer = torch.optim.AdamW(model.parameters())
@@ -56,7 +54,7 @@ class LocalSteps(LocalBinding):
         (2, 0)
     """
 
-    engine: Engine
+    engine: HorovodEngine
 
     @construction_errors.telling
     def __init__(
@@ -77,20 +75,14 @@ class LocalSteps(LocalBinding):
         if sharded := [name for one, name in names.items() if hasattr(one, "device_mesh")]:
             allowed = "a model of plain tensors; horovod_sparse.ddp.LocalSteps takes one of fully_shard"
             raise ArgumentError("model", f"{sharded[0]}, a DTensor", allowed)
-        engine = Engine(optimizer, names, schedule.recipe, process_set, settings.deadline_seconds)
+        engine = HorovodEngine(
+            *(self, optimizer, names, schedule.recipe), process_set, settings.deadline_seconds
+        )
         super().__init__(optimizer, model, engine, schedule, settings)
-
-    @property
-    def starter(self) -> Driver:
-        return self.engine.driver
 
     def _advance(self) -> None:
         """Begins each round of a coroutine in a step of the optimizer."""
         self.engine.driver.advance()
-
-    def agree(self, *, as_first: bool = False) -> None:
-        super().agree(as_first=as_first)
-        self.engine.driver.begin(self)
 
 
 class _Survivor(StateHandler):

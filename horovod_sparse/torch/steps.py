@@ -6,21 +6,17 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError, DeadlineError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding, new_facts
-from horovod_sparse.topology import Placement, Topology
-from horovod_sparse.torch._horovod import claim, hvd, present_start
-from horovod_sparse.torch.driver import HorovodDriver
-from horovod_sparse.torch.horovod_engine import compare_with_ranks, refuse_whole_gradients
+from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding
+from horovod_sparse.torch._horovod import claim, hvd
+from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod
 from horovod_sparse.training.collective_errors import refuse_absence
-from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Schedule
 
@@ -28,58 +24,10 @@ from horovod_sparse.training.steps import Schedule
 ENTRY = "horovod_sparse"
 
 
-class Engine:
-    """An `Engine` for the parameters that one optimizer trains."""
-
-    name = "horovod_sparse.torch"
-    start_token = staticmethod(present_start)
-    binding: Any
-
-    def __init__(
-        self,
-        optimizer: Any,
-        names: Mapping[torch.Tensor, str],
-        recipe: Recipe,
-        process_set: Any,
-        deadline_seconds: float | None,
-    ) -> None:
-        self.optimizer, self.process_set = optimizer, process_set
-        self._names, self._recipe, self._deadline_seconds = dict(names), recipe, deadline_seconds
-        self.driver = HorovodDriver(process_set, deadline_seconds)
-
-    def rank_and_size(self) -> tuple[int, int]:
-        return int(self.process_set.rank()), int(self.process_set.size())
-
-    def ranks(self) -> Placement:
-        return Placement.of_horovod(hvd, self.process_set)
-
-    def facts(self, known: Facts) -> Facts:
-        return new_facts(self.optimizer, known, self._names, self._recipe.rules)
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Any]:
-        return self.binding.make_parts(specs, facts, place, topology)
-
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        seconds = self._deadline_seconds
-        return compare_with_ranks(coroutine, self.process_set, deadline_seconds=seconds, topology=topology)
-
-    def move_to(self, topology: Topology | None) -> None:
-        self.driver.move_to(topology)
-
-    def declared(self) -> Mapping[str, object]:
-        ranks = self.process_set.ranks
-        return {"process_set": "all" if ranks is None else list(ranks)}
-
-    def to_array(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.copy())
-
-
-class StepSynchronizer(Binding):
+class StepSynchronizer(OverHorovod, Binding):
     """Binds an optimizer to passes over Horovod; its `state_dict` has this rank's exact entry, too."""
 
-    engine: Engine
+    engine: HorovodEngine
 
     def __init__(
         self,
@@ -91,23 +39,11 @@ class StepSynchronizer(Binding):
         process_set: Any,
         groups: Any,
     ) -> None:
-        engine = Engine(optimizer, names, recipe, process_set, settings.deadline_seconds)
-        engine.binding, self._groups, self.process_set = self, groups, process_set
+        engine = HorovodEngine(self, optimizer, names, recipe, process_set, settings.deadline_seconds)
+        self._groups, self.process_set = groups, process_set
         super().__init__(optimizer, engine, recipe, settings, schedule)
         claim(self, [one for group in optimizer.param_groups for one in group["params"]])
         self.meet()
-
-    @property
-    def starter(self) -> HorovodDriver:
-        return self.engine.driver
-
-    def agree(self) -> None:
-        try:
-            super().agree()
-        except DeadlineError:
-            refuse_whole_gradients(sorted(self.facts), self.process_set)
-            raise
-        self.engine.driver.begin(self)
 
     def first_plan_of(self, facts: Facts) -> Plan:
         groups = None if self.facts else self._groups  # they are of the parameters that were there

@@ -19,12 +19,12 @@ from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.layout import host_entry
 from horovod_sparse.tensors.loss_scale import scaled_passes
 from horovod_sparse.tensors.parts import Part
-from horovod_sparse.topology import ClusterFacts, launched_hosts
+from horovod_sparse.topology import ClusterFacts, Topology, launched_hosts
 from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
-from horovod_sparse.torch.horovod_engine import HorovodEngine, most_of, refuse_whole_gradients, where_of
+from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
-from horovod_sparse.training.engine import Facts
+from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry, checked_states
 
@@ -51,7 +51,7 @@ def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -
     return torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
 
 
-class GradientSynchronizer(GradientTraining):
+class GradientSynchronizer(OverHorovod, GradientTraining):
     """Gradients over Horovod; `warmup` measures and decides, where the plan was asked to go by times."""
 
     engine: HorovodEngine
@@ -64,9 +64,12 @@ class GradientSynchronizer(GradientTraining):
         settings: Settings,
         groups: Any = None,
     ) -> None:
-        engine = HorovodEngine(optimizer, named_parameters, recipe, settings.deadline_seconds)
+        names = {one: name for name, one in named_parameters}
+        process_set, seconds = optimizer.process_set, settings.deadline_seconds
+        engine = HorovodEngine(self, optimizer, names, recipe, process_set, seconds)
+        if optimizer._adopted:  # buckets have other names then, so ranks have to be of one kind
+            engine.name = "horovod.torch with a sparsifier"
         super().__init__(engine, recipe, settings, optimizer)
-        self.starter = engine.driver
         self.process_set, self.driver = engine.process_set, engine.driver
         facts = dict(engine.facts({}))
         recipe.rules.hint(facts)
@@ -124,7 +127,22 @@ class GradientSynchronizer(GradientTraining):
         return self._first.request.first_plan([fact for fact, _ in facts.values()])
 
     def declared(self) -> dict[str, str]:
-        return {**super().declared(), **asked_of(self._first.request)}
+        own = self.optimizer
+        more = {
+            "op": "Average" if self.average else "Sum",
+            "gradient_predivide_factor": str(float(own.gradient_predivide_factor)),
+            "backward_passes_per_step": str(own.backward_passes_per_step),
+            "sparse_as_dense": str(bool(own.sparse_as_dense)),
+        }
+        return {**super().declared(), **more, **asked_of(self._first.request)}
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Part]:
+        """Makes parts; behind stock Horovod a bucket is one parameter, and has its name."""
+        if self.optimizer._adopted:
+            specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
+        return super().make_parts(specs, facts, place, topology)
 
     def _compare_plans(self) -> Synchronization[None]:
         yield from raise_together(self._first.failure)
@@ -163,14 +181,6 @@ class GradientSynchronizer(GradientTraining):
         if new:
             self.claim(new)
         return new
-
-    def agree(self) -> None:
-        try:
-            super().agree()
-        except errors.DeadlineError:
-            refuse_whole_gradients(sorted(self.facts), self.process_set)
-            raise
-        self.driver.begin(self)
 
     def save(self, **more: Any) -> dict[str, Any]:
         """This rank's entry, of tensors, numbers and strings alone (``torch.load(weights_only=True)``)."""

@@ -158,8 +158,6 @@ class Steps(Training):
         self._to_resume: Any = None
         self.started_anew = False
 
-    # what a front end gives
-
     @property
     def starter(self) -> Starter:
         """Returns the driver that runs coroutines together with other ranks."""

@@ -21,10 +21,9 @@ from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMi
 from horovod_sparse.feedback import ParameterRules, parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.tensors.binding import new_facts
 from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
-from horovod_sparse.tensors.parts import trained_by
+from horovod_sparse.tensors.parts import new_facts, trained_by
 from horovod_sparse.topology import Placement
 from horovod_sparse.training.compression import recipe_of
 from horovod_sparse.training.engine import carry_out
