@@ -27,12 +27,9 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.backward import GradientTraining
-from horovod_sparse.tensors.layout import local
+from horovod_sparse.tensors.parts import checked_entry
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_entry
-
-_ADVICE = "the model uses {}: use the same algorithm, or load None to start with no residual"
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -289,18 +286,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         """
         self._check_between("loaded")
         self.meet()
-        self.load(None if entry is None else self._checked(entry))
-
-    def _check_between(self, what: str) -> None:
-        if self.under_way:
-            raise UnsupportedError(f"a model is {what} between steps: its backward pass is under way")
-
-    def _checked(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """An entry on the host, if it is one of this training."""
-        entry = layout.host_entry(entry)
-        check_entry(entry, self.recipe, _ADVICE)
         own = None if self.engine.shard is None else list(self.engine.shard)
-        if entry.get("shard") != own:
+        if isinstance(entry, Mapping) and entry.get("shard") != own:
             saved, here = (
                 "whole parameters" if one is None else f"shard {one} (which, of how many)"
                 for one in (entry.get("shard"), own)
@@ -308,9 +295,11 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             raise StateMismatchError(
                 f"the saved state is of {saved}, this rank trains {here}: load what such a rank has saved"
             )
-        known = {name: local(one) for name, (_, one) in self.facts.items()}
-        self.check_fits(entry, set(self.facts) - self.joined, known)
-        return dict(entry)
+        self.load(None if entry is None else checked_entry(self, entry))
+
+    def _check_between(self, what: str) -> None:
+        if self.under_way:
+            raise UnsupportedError(f"a model is {what} between steps: its backward pass is under way")
 
 
 def _all_present(own: np.ndarray) -> Synchronization[np.ndarray]:

@@ -136,6 +136,8 @@ class Bucket:
         #: the state before the step that may still be given up, and how far steps leaned
         self._before: tuple[SparsifierState, tuple[float, float]] | None = None
         self._gradient: Any = None
+        #: in a step: its age before, and residual and companions of what has no gradient
+        self._hidden: tuple[int, Any] | None = None
         #: where ranks normalize their gradients by parts of a batch
         self._alikeness: Alikeness | None = None
         if isinstance(recipe.feedback, Normalizing) and recipe.feedback.whole_batch and info.size > 1:
@@ -201,6 +203,7 @@ class Bucket:
         *,
         refused: bool = False,
         scale: float | None = None,
+        absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
         """One synchronization: folds the gradient in, which is 0 afterwards, then the sparsifier's coroutine.
 
@@ -208,11 +211,23 @@ class Bucket:
         `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and
         leave the bucket as before, but for what was finite, which is in the residual.
         """
-        report = self.fold(gradient, learning_rate, refused=refused)
+        report = self.fold(gradient, learning_rate, refused=refused, absent=absent)
         return (yield from self.synchronize(report, scale))
 
-    def fold(self, gradient: Any, learning_rate: float | None, *, refused: bool = False) -> BucketStep:
-        """Folds a gradient into the residual, which begins a step; returns its report."""
+    def fold(
+        self,
+        gradient: Any,
+        learning_rate: float | None,
+        *,
+        refused: bool = False,
+        absent: Sequence[tuple[int, int]] = (),
+    ) -> BucketStep:
+        """Folds a gradient into the residual, which begins a step; returns its report.
+
+        Elements [start, stop) that are `absent` keep residual and companions as they are in this step.
+        """
+        if absent:
+            self._hidden = self.progress.age, self.accumulator.hide(absent)
         started, target = time.perf_counter(), self.recipe.sparsifier.num_selected(self.info, self.state.step)
         report = BucketStep(self.info.name, self.info.num_elements, target)
         feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
@@ -252,7 +267,7 @@ class Bucket:
             self._check_steps(sum_.notes.steps)
         overflow = self.received(sum_, report, scale)
         if sum_.notes.first_nonfinite or overflow is not None:
-            self.abandon()
+            self._take_back()
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
         return sum_, overflow
@@ -273,7 +288,7 @@ class Bucket:
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """Refuses ranks that have not done the same number of steps: all know those of all."""
         if (steps != steps[0]).any():
-            self.abandon()
+            self._take_back()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
             at = {int(step): numbers[steps == step].tolist() for step in steps}
             told = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
@@ -316,13 +331,22 @@ class Bucket:
         The gradient stays folded in, unless it is dropped. The learning rate that the residual was scaled to
         stays.
         """
+        self._take_back()
+        if drop and self._gradient is not None:
+            self.accumulator.drop(self._gradient)
+            self._gradient = None
+        self._show()
+
+    def _take_back(self) -> None:
         if self._before is not None:
             self.accumulator.abandon()
             (self.state, leans), self._before = self._before, None
             self._progress = dataclasses.replace(self._progress, leans=leans)
-        if drop and self._gradient is not None:
-            self.accumulator.drop(self._gradient)
-            self._gradient = None
+
+    def _show(self) -> None:
+        if self._hidden is not None:
+            (age, hidden), self._hidden = self._hidden, None
+            self.accumulator.show(hidden, self.feedback.moved(age, self.progress.age) or 1.0)
 
     def skip(self) -> None:
         """Counts a step in which nothing is folded or selected."""
@@ -334,6 +358,7 @@ class Bucket:
         """The last step is applied, on all ranks: it will not be taken back, nor its gradient dropped."""
         self._gradient = self._before = None
         self.accumulator.accept()
+        self._show()
 
     def member_at(self, position: int) -> str:
         """Name of the parameter that holds an element of the bucket."""

@@ -170,8 +170,9 @@ class TwoLevelBucket(Bucket):
         *,
         refused: bool = False,
         scale: float | None = None,
+        absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
-        """See `Bucket.step`; `gradient` is that of the whole, and the sum, too."""
+        """See `Bucket.step`; `gradient` is that of the whole, and the sum, too. Nothing is absent."""
         summed = self._summable(gradient, self.whole)
         shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
         folded = self.fold(shard, learning_rate, refused=refused)
@@ -205,11 +206,11 @@ class TwoLevelBucket(Bucket):
         try:
             (whole, marks, overflow), facts = self._joined(gathered), sum_.facts
         except HorovodSparseError as error:
-            self.abandon()
+            self._take_back()
             raise failure or error from None
         sum_, sum_.facts = whole, facts
         if marks or overflow is not None:
-            self.abandon()
+            self._take_back()
         own = list(self.topology.hosts[self.host])
         report.bucket, report.num_elements = self.whole.name, self.whole.num_elements
         report.num_target = min(report.num_target * self.topology.per_host, report.num_elements)

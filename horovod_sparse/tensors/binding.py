@@ -19,17 +19,12 @@ import torch
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import RULES, OwnStep, Progress, Recipe, Rule, kind_of
 from horovod_sparse.plans import Plan
-from horovod_sparse.tensors.layout import (
-    TensorEntry,
-    host_entry,
-    local,
-    settings_entries,
-)
+from horovod_sparse.tensors.layout import TensorEntry, local, settings_entries
 from horovod_sparse.tensors.own_steps import StepBucket
+from horovod_sparse.tensors.parts import checked_entry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_entry
 from horovod_sparse.training.steps import Schedule, Steps
 
 _log = logging.getLogger("horovod_sparse")
@@ -40,7 +35,6 @@ RESIDUAL = "horovod_sparse_residual"
 LEANS = "horovod_sparse_leans"
 #: what a loss scaler leaves at an optimizer for its step
 _BY_SCALER = "found_inf", "grad_scale"
-_ADVICE = "the model uses {}: use the same algorithm, or load None to start with no residual"
 _MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
@@ -313,18 +307,10 @@ class Binding(Steps):
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
         """
         self.meet()
-        self.load(None if entry is None else self.checked(entry))
+        self.load(None if entry is None else checked_entry(self, entry))
         known = {name: one.age for name, one in self._progress().items()} if entry is not None else {}
         self.ages.update(known | (entry or {}).get("ages", {}))
         self._expose()
-
-    def checked(self, entry: Any) -> dict[str, Any]:
-        """An entry, with all tensors on the host, if it fits; nothing is changed."""
-        entry = host_entry(entry)
-        check_entry(entry, self.recipe, _ADVICE)
-        known = {name: local(one) for name, (_, one) in self.facts.items()}
-        self.check_fits(entry, known, known)
-        return dict(entry)
 
     @property
     def is_scaled(self) -> bool:
@@ -350,13 +336,11 @@ class Binding(Steps):
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[StepBucket]:
         """See `Engine.make_parts`; engines of front ends ask for it."""
-        made = []
-        for spec in specs:
-            parameters = [facts[name][1] for name in spec.names]
-            recipe = spec.recipe
-            step = partial(self.step_of, facts[spec.names[0]][0].group)
-            made.append(StepBucket(spec, parameters, recipe, place, step, self._gradient_of, self.ages))
-        return made
+        steps = [partial(self.step_of, facts[spec.names[0]][0].group) for spec in specs]
+        return [
+            StepBucket(spec, facts, place, step, self._gradient_of, self.ages)
+            for spec, step in zip(specs, steps, strict=True)
+        ]
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = self._gradients.get(parameter)

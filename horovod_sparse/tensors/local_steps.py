@@ -13,31 +13,25 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.arrays import WeightedParts
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import Bucket, Member
 from horovod_sparse.kernels.host import scatter
-from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.binding import unwrapped
-from horovod_sparse.tensors.gradients import HOST, host_view, memory_of, zeros
+from horovod_sparse.tensors.gradients import HOST, host_view, zeros
 from horovod_sparse.tensors.layout import (
     TensorEntry,
-    dtype_name,
-    host_entry,
     local,
     memory_strides,
-    shaped,
-    unshaped,
     view_into,
 )
-from horovod_sparse.tensors.parts import ModelBuffers
+from horovod_sparse.tensors.own_steps import ParameterBucket
+from horovod_sparse.tensors.parts import ModelBuffers, checked_entry
 from horovod_sparse.topology import Topology
-from horovod_sparse.training import local_steps, parts
+from horovod_sparse.training import local_steps
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.local_settings import LocalSchedule, mean_over_senders
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_entry
 
-_ADVICE = "LocalSteps uses {}: use the same algorithm, or load None to begin anew"
 #: parameters that some LocalSteps exchanges
 _have_local_steps: Any = WeakTensorKeyDictionary()
 #: by module; a hook of the module that held them would go into its copies
@@ -179,33 +173,18 @@ class Displacement(local_steps.Displacement):
         getattr(self, name).copy_(torch.from_numpy(np.array(values)))
 
 
-class LocalBucket(parts.BucketPart):
-    """Parameters whose displacements are exchanged together; see `StepPart`."""
+class LocalBucket(ParameterBucket):
+    """A bucket of parameters whose displacements are exchanged."""
 
     def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], schedule: LocalSchedule) -> None:
-        self.label = self.name = spec.label
-        self.names, self.dense = tuple(spec.names), spec.dense
-        parameters = [facts[name][1] for name in spec.names]
-        own = [local(parameter) for parameter in parameters]
-        stops = np.cumsum([one.numel() for one in own]).tolist()
-        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
-        #: shape and order of each parameter, which stay when it changes its own
-        strides = [(one.shape, memory_strides(one)) for one in own]
-        self.layouts = [torch.empty_strided(*one, device="meta") for one in strides]
-        first = own[0]
-        self.memory = HOST if schedule.offload else memory_of(first.device, self.names[0])
-        self.num_bytes = stops[-1] * first.element_size()
-        info = BucketInfo(spec.title, stops[-1], *place, dtype_name(first) or "unknown")
-        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
-        memory = self.memory.whole(info) if spec.whole else self.memory.accumulator(info, spec.recipe)
-        self.bucket = Bucket(info, spec.recipe, memory, members)
-        self.moves = Displacement(self, parameters, schedule)
+        super().__init__(spec, facts, place, HOST if schedule.offload else None)
+        # shape and order of each parameter, which stay when it changes its own
+        own = [local(parameter) for parameter in self.given]
+        self.layouts = [torch.empty_strided(one.shape, memory_strides(one), device="meta") for one in own]
+        self.moves = Displacement(self, self.given, schedule)
 
-    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
-        return shaped(values, self.layouts[number])
-
-    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
-        return unshaped(values, self.layouts[number])
+    def _layout(self, number: int) -> torch.Tensor:
+        return self.layouts[number]
 
 
 def _others_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -376,10 +355,7 @@ class LocalBinding(local_steps.LocalTraining):
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
         """
         if entry is not None:
-            entry = host_entry(entry)
-            check_entry(entry, self.recipe, _ADVICE)
-            known = {name: local(parameter) for name, (_, parameter) in self.facts.items()}
-            self.check_fits(entry, known, known)
+            entry = checked_entry(self, entry)
         self.load(entry)
         self._before_load, self._is_restored = None, entry is not None
 

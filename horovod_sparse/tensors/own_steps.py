@@ -2,58 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from horovod_sparse.arrays.gradients import GradientParts, joined_pieces
-from horovod_sparse.feedback import Bucket, Member, OwnStep, Recipe
+from horovod_sparse.feedback import Bucket, Member, OwnStep
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.gradients import GradientMemory, host_view, memory_of
 from horovod_sparse.tensors.layout import dtype_name, local, shaped, unshaped, view_into
 from horovod_sparse.tensors.parameters import BucketParameters, flat
 from horovod_sparse.training import parts as common
-from horovod_sparse.training.engine import PartSpec
+from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import OwnMoves
 
 
-class StepBucket(common.BucketPart):
-    """A bucket of parameters whose steps are folded, selected and applied; see `StepPart`."""
+class ParameterBucket(common.BucketPart):
+    """A bucket of parameters that moves reach, one behind the other; see `StepPart`."""
 
-    dense: bool
+    def __init__(
+        self, spec: PartSpec, facts: Facts, place: tuple[int, int], memory: GradientMemory | None = None
+    ) -> None:
+        self.label = self.name = spec.label
+        self.names, self.dense = tuple(spec.names), spec.dense
+        self.given = [facts[name][1] for name in spec.names]
+        own = [local(parameter) for parameter in self.given]
+        stops = np.cumsum([one.numel() for one in own]).tolist()
+        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
+        self.memory = memory or memory_of(own[0].device, self.names[0])
+        self.num_bytes = stops[-1] * own[0].element_size()
+        info = BucketInfo(spec.title, stops[-1], *place, dtype_name(own[0]) or "unknown")
+        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
+        held = self.memory.whole(info) if spec.whole else self.memory.accumulator(info, spec.recipe)
+        self.bucket = Bucket(info, spec.recipe, held, members)
+
+    def _layout(self, number: int) -> torch.Tensor:
+        """Returns a tensor of a parameter's shape and order in the bucket."""
+        return local(self.given[number])
+
+    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
+        return shaped(values, self._layout(number))
+
+    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
+        return unshaped(values, self._layout(number))
+
+
+class StepBucket(ParameterBucket):
+    """A bucket of parameters whose steps are folded, selected and applied."""
 
     def __init__(
         self,
         spec: PartSpec,
-        parameters: Sequence[torch.Tensor],
-        recipe: Recipe,
+        facts: Facts,
         place: tuple[int, int],
         step: Callable[[int], OwnStep],
         gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
         ages: dict[str, int],
     ) -> None:
-        self.label = self.name = spec.label
-        self.names, self.dense = tuple(spec.names), spec.dense
-        stops = np.cumsum([local(parameter).numel() for parameter in parameters]).tolist()
-        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
-        self.parameters = BucketParameters(parameters, self.places)
+        super().__init__(spec, facts, place)
+        self.parameters = BucketParameters(self.given, self.places)
         self._step, self._gradient_of = step, gradient_of
-        first = local(parameters[0])
-        self.memory: GradientMemory = memory_of(first.device, self.names[0])
-        self.num_bytes = stops[-1] * first.element_size()
-        whole = BucketInfo(self.label, stops[-1], *place, dtype_name(first) or "unknown")
-        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
-        self.bucket = Bucket(whole, recipe, self.memory.accumulator(whole, recipe), members)
         self.moves = OwnMoves(self.bucket, self.parameters)
         #: gradients that each parameter has had, by name: the moments of one that is used late are young
-        self.ages, self.hidden = ages, None
+        self.ages = ages
         #: of the pass: moments that were made as old as the bucket's, and what they were before
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
         self._gradients: list[torch.Tensor | None] = []
-        self._now = OwnStep(recipe.feedback, (1.0, 0.0), 1.0, 0.0)
+        self._now = OwnStep(spec.recipe.feedback, (1.0, 0.0), 1.0, 0.0)
 
     def prepare(self) -> None:
         """Reads the optimizer's settings for this pass."""
@@ -160,12 +178,6 @@ class StepBucket(common.BucketPart):
         """Residual and companions of a parameter, flat: the very memory that passes change."""
         where = slice(*self.places[number])
         return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
-
-    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
-        return shaped(values, local(self.parameters.parameters[number]))
-
-    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
-        return unshaped(values, local(self.parameters.parameters[number]))
 
     def view(self, number: int, memory: Any) -> torch.Tensor:
         """A parameter's part of the bucket's residual or of a companion, in its shape: no copy."""

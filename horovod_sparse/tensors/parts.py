@@ -19,10 +19,16 @@ from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.gradients import GradientMemory, Gradients
-from horovod_sparse.tensors.layout import dtype_name, local, shaped, unshaped
+from horovod_sparse.tensors.layout import dtype_name, host_entry, local, shaped, unshaped
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
+from horovod_sparse.training.state import check_entry, checked_states
+
+_ADVICE = (
+    "the training uses {}: use the same algorithm, or load None (a state_dict without 'horovod_sparse') to "
+    "start with no residual"
+)
 
 
 class Part(common.BucketPart):
@@ -67,8 +73,6 @@ class Part(common.BucketPart):
         #: places and values of the last sum
         self.last_sum: tuple[Any, Any] | None = None
         self._shown: float | None = None
-        #: residuals of parameters without a gradient, which wait meanwhile
-        self._hidden: tuple[int, Any] | None = None
         info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
         members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
         if topology is None:
@@ -120,22 +124,8 @@ class Part(common.BucketPart):
         rate = self.group().get("lr")
         rate = None if rate is None else float(rate)
         foldable = self.gradient.foldable(self._loss_scale)
-        if self.whole or not self.gradient.absent:
-            return self.bucket.step(foldable, rate, refused=refused, scale=self.scale)
-        return self._step_of_others(foldable, rate, refused)
-
-    def _step_of_others(self, foldable: Any, rate: float | None, refused: bool) -> Synchronization[Any]:
-        """As `Bucket.step`, but parameters without a gradient keep their residuals."""
-        bucket, spans = self.bucket, [self.places[number] for number in self.gradient.absent]
-        self._hidden = bucket.progress.age, bucket.accumulator.hide(spans)
-        report = bucket.fold(foldable, rate, refused=refused)
-        return (yield from bucket.synchronize(report, self.scale))
-
-    def _show(self) -> None:
-        if self._hidden is not None:
-            (age, hidden), self._hidden = self._hidden, None
-            factor = self.bucket.feedback.moved(age, self.bucket.progress.age)
-            self.bucket.accumulator.show(hidden, factor or 1.0)
+        absent = [] if self.whole else [self.places[number] for number in self.gradient.absent]
+        return self.bucket.step(foldable, rate, refused=refused, scale=self.scale, absent=absent)
 
     def _put(self, total: Any, scale: float) -> BucketReport:
         if total.whole:  # of n elements: no copy of them
@@ -145,7 +135,6 @@ class Part(common.BucketPart):
             num_union = self.gradient.scatter(total.indices, values)
             self.last_sum = total.indices, values
         self.bucket.accept()
-        self._show()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
 
     def _first_of_sum(self) -> float | None:
@@ -164,7 +153,6 @@ class Part(common.BucketPart):
         if self.streams is not None:
             self.streams.join()
         self.bucket.abandon(drop=drop)
-        self._show()
 
 
 def make_parts(
@@ -240,6 +228,18 @@ def new_facts(
     own = {name: local(one) for name, one in new.items()}
     found = facts_of(own.items(), {own[name]: groups[one] for name, one in new.items()}, rules)
     return {name: (fact, new[name]) for name, (fact, _) in found.items()}
+
+
+def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
+    """Returns an entry of a checkpoint, all tensors on the host, if it fits a training; changes nothing."""
+    entry = host_entry(entry)
+    check_entry(entry, training.recipe, _ADVICE)
+    facts = {**training.facts, **training.engine.facts(training.facts)}
+    known = {name: local(one) for name, (_, one) in facts.items()}
+    # of parameters that have joined, residuals are saved or zeros
+    training.check_fits(entry, set(training.facts) - training.joined, known)
+    checked_states(training, entry)
+    return dict(entry)
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:

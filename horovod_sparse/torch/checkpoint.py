@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.tensors.parts import checked_entry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together
 from horovod_sparse.torch.methods import ENTRY, check_groups
@@ -108,7 +109,7 @@ def load(
     synchronizer = _synchronizer_of(optimizer)
 
     def check(entry: Mapping[str, Any]) -> None:
-        synchronizer.checked(_live(entry))
+        checked_entry(synchronizer, _live(entry))
         training = _training_of(entry)
         check_groups(optimizer, training.get("optimizer"))
         if model is not None:

@@ -13,6 +13,7 @@ from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding
+from horovod_sparse.tensors.parts import checked_entry
 from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod
 from horovod_sparse.training.collective_errors import refuse_absence
@@ -68,7 +69,7 @@ class StepSynchronizer(OverHorovod, Binding):
     def _before_loading(self, optimizer: Any, saved: dict[str, Any]) -> None:
         self._entry = saved.get(ENTRY)
         if self._entry is not None:
-            self.checked(self._entry)
+            checked_entry(self, self._entry)
         super()._before_loading(optimizer, saved)
 
     take_back = Binding.load_state_dict

@@ -16,9 +16,8 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
-from horovod_sparse.tensors.layout import host_entry
 from horovod_sparse.tensors.loss_scale import scaled_passes
-from horovod_sparse.tensors.parts import Part
+from horovod_sparse.tensors.parts import Part, checked_entry
 from horovod_sparse.topology import ClusterFacts, Topology, launched_hosts
 from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
@@ -26,7 +25,6 @@ from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, most
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_entry, checked_states
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision
@@ -37,10 +35,6 @@ _log = logging.getLogger("horovod_sparse")
 #: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
 #: of them in every hook would take longer than what is found is worth
 _PATIENCE = 4
-_ADVICE = (
-    "the optimizer uses {}: use the same algorithm, or delete state_dict['horovod_sparse'] to start with "
-    "no residual"
-)
 #: go before the names of optimizers' collectives: two may have parameters of the same names (networks that
 #: are trained in turn). They need not be the same on all ranks: all take the first rank's.
 _labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
@@ -193,20 +187,9 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     def take_back(self, entry: Any) -> None:
         """Goes on from an entry that fits, or from nothing; a step under way is ended and given up."""
         if entry is not None:
-            entry = self.checked(entry)
+            entry = checked_entry(self, entry)
         self.finish_pending()
         self.load(entry)
-
-    def checked(self, entry: Any) -> dict[str, Any]:
-        """An entry, with all tensors on the host, if it fits; nothing is changed."""
-        entry = host_entry(entry)
-        check_entry(entry, self.recipe, _ADVICE)
-        facts = {**self.facts, **self.engine.facts(self.facts)}
-        known = {name: parameter for name, (_, parameter) in facts.items()}
-        # of parameters that have joined, residuals are saved or zeros
-        self.check_fits(entry, set(self.facts) - self.joined, known)
-        checked_states(self, entry)
-        return dict(entry)
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """After every accumulation into a parameter's gradient. Never waits for other ranks."""

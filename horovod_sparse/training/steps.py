@@ -93,8 +93,6 @@ class StepPart(Protocol):
     shrink: float
     #: bytes of the gradient
     num_bytes: int
-    #: during a pass: the bucket's age before it, and what its accumulator hides
-    hidden: Any
 
     def gradient(self) -> Any:
         """Returns what the accumulator folds; raises nothing, and leaves gradients as they are."""
@@ -221,15 +219,8 @@ class Steps(Training):
 
     def _fold(self, part: StepPart) -> Any:
         """Folds a part's gradient; parameters without one keep residual and moments as they are."""
-        bucket, spans = part.bucket, [part.places[number] for number in part.absent]
-        part.hidden = (bucket.progress.age, bucket.accumulator.hide(spans)) if spans else None
-        return bucket.fold(part.gradient(), part.rate)
-
-    def _show(self, part: StepPart) -> None:
-        if part.hidden is not None:
-            (age, hidden), part.hidden = part.hidden, None
-            factor = part.bucket.feedback.moved(age, part.bucket.progress.age)
-            part.bucket.accumulator.show(hidden, factor or 1.0)
+        absent = [part.places[number] for number in part.absent]
+        return part.bucket.fold(part.gradient(), part.rate, absent=absent)
 
     def _present(self) -> set[int]:
         present, first = set(), 0
@@ -315,7 +306,6 @@ class Steps(Training):
             started = time.perf_counter()
             num_union, _ = part.parameters.replace((), factors, task.result, scale, ())
             part.bucket.accept()
-            self._show(part)
             took = time.perf_counter() - started
             given = part.bucket.last, num_union, part.num_bytes, task.result.notes.norms
             reports.append(BucketReport(*given, task.waited_seconds, took))
@@ -337,7 +327,6 @@ class Steps(Training):
     def _abandon(self, *, drop: bool = False) -> None:
         for part in self.parts:
             part.abandon(drop=drop)
-            self._show(part)
 
     def _refuse(self, failures: Sequence[BaseException], overflowed: bool) -> None:
         """No rank applies this pass; raises why not, unless it is skipped."""
@@ -365,11 +354,9 @@ class Steps(Training):
         for part, report in zip(self.parts, reports, strict=False):
             if bad:
                 part.abandon(drop=True)
-                self._show(part)
             else:
                 part.moves.select(report)
                 part.bucket.accept()
-                self._show(part)
         if bad:
             facts.bad = facts.bad or bad
             for part in self.parts:
