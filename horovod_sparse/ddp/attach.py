@@ -120,6 +120,9 @@ def _attached_gradients(
     if not isinstance(optimizer, torch.optim.Optimizer) and not (of_ddp and optimizer is None):
         allowed = "the one that trains the model; None with a DistributedDataParallel alone"
         raise ArgumentError("optimizer", optimizer, allowed)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        allowed = "torch.optim.Adam: exchanged gradients are dense, and SparseAdam takes none"
+        raise ArgumentError("optimizer", "SparseAdam", allowed)
     if optimizer is not None:
         refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
         _refuse_others(model, optimizer)

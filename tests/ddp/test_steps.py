@@ -313,6 +313,13 @@ def test_selections_that_need_peers_are_refused_by_name_with_a_delay(name, rank)
         ddp.attach(net, f"{name}:density=0.1,feedback=best", adamw(net), delay=1)
 
 
+def test_an_optimizer_of_sparse_gradients_is_refused_by_name(rank):
+    net = torch.nn.Embedding(9, 4, sparse=True)
+    for text in ("best", "topk:density=0.5"):
+        with pytest.raises(ArgumentError, match="optimizer='SparseAdam'"):
+            ddp.attach(net, text, torch.optim.SparseAdam(net.parameters()))
+
+
 @pytest.mark.parametrize(
     "name", ["exdyna", "micro", "oktopk", "gtopk", "spardl", "cltk", "randomk", "dgc", "sidco", "mstopk"]
 )
@@ -340,6 +347,22 @@ def test_schedules_and_two_optimizers_over_one_model(rank):
             schedule.step()
     assert [sync.step for sync in syncs] == [8, 8]
     assert same_on_all_replicas(*net.parameters())
+
+
+def test_exchanges_of_two_optimizers_cross_on_the_wire(rank):
+    nets = [net_of(seed) for seed in range(2)]
+    optimizers = [adamw(net) for net in nets]
+    syncs = [
+        ddp.attach(net, "best:density=0.1", one, delay=1) for net, one in zip(nets, optimizers, strict=True)
+    ]
+    for step, batch in enumerate(batches(rank, 8)):
+        turn = [0, 1] if step == 0 or rank == 0 else [1, 0]  # ranks meet in the first step
+        for number in turn:
+            backward(nets[number], batch)
+            optimizers[number].step()
+    for sync, net in zip(syncs, nets, strict=True):
+        sync.finish()
+        assert same_on_all_replicas(*net.parameters())
 
 
 @schedules

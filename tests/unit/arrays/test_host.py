@@ -58,6 +58,16 @@ def test_assigned_values_are_selected_from_and_stay():
     np.testing.assert_array_equal(accumulator.values(), given)
 
 
+def test_what_an_abandoned_step_has_cleared_is_selected_again():
+    accumulator = HostAccumulator(100_000)
+    accumulator.fold(make("gaussian", 100_000, 1))
+    largest = accumulator.largest(9)
+    accumulator.clear(largest)
+    accumulator.largest(9)  # makes block maxima exact, without what was cleared
+    accumulator.abandon()
+    np.testing.assert_array_equal(accumulator.largest(9), largest)
+
+
 def test_a_refused_gradient_does_not_forget_the_step():
     accumulator = HostAccumulator(3)
     accumulator.fold(np.array([1, 2, 3], np.float32))
