@@ -23,9 +23,9 @@ from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.topology import Placement
+from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
-from horovod_sparse.training.outcome import Outcome
 from horovod_sparse.training.parts import ArrayLayout, BucketPart, host_accumulator
 from horovod_sparse.training.settings import CommonOptions, Settings
 from horovod_sparse.training.training import Training

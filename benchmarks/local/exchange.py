@@ -18,7 +18,7 @@ from horovod_sparse.tensors.local_steps import LocalBinding
 from horovod_sparse.tensors.parts import new_facts
 from horovod_sparse.topology import Placement
 from horovod_sparse.training.engine import Task, carry_out
-from horovod_sparse.training.local_settings import LocalSchedule
+from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.wire import pack
 
 _ROW = 1024

@@ -21,7 +21,7 @@ from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import Task, gpt_task
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.training.local_settings import mean_over_senders
+from horovod_sparse.training.schedules import mean_over_senders
 
 SETTING: dict[str, Any] = {"num_steps": 3000, "size": 4, "length": 64, "width": 128, "warmup": 0.1}
 SETTING |= {"weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}

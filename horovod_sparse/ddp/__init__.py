@@ -8,7 +8,7 @@ from typing import NoReturn
 from horovod_sparse.ddp.attach import attach as attach
 from horovod_sparse.ddp.local_steps import LocalSteps as LocalSteps
 from horovod_sparse.tensors.layout import redistribute as redistribute
-from horovod_sparse.training.local_settings import OuterStep as OuterStep
+from horovod_sparse.training.schedules import OuterStep as OuterStep
 
 
 def __getattr__(name: str) -> NoReturn:

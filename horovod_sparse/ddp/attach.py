@@ -16,8 +16,8 @@ from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
+from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings, WaitingOptions
-from horovod_sparse.training.steps import Schedule
 
 if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh
     from torch.distributed.device_mesh import DeviceMesh

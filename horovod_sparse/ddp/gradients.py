@@ -104,7 +104,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _entered(self, parts: Any) -> None:
         super()._entered(parts)
         for part in parts:
-            part.gradient.told = self._tells
+            part.gradient.told, part.keeps_sum = self._tells, self._of_ddp
         if self._of_ddp:
             self.watch(parameter for part in parts for parameter in part.gradient.parameters)
 

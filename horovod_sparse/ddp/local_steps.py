@@ -12,7 +12,7 @@ from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_oth
 from horovod_sparse.ddp.steps import OverGroup, silence
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
-from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule
+from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

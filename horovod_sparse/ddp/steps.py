@@ -19,11 +19,10 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding
 from horovod_sparse.tensors.parts import ModelBuffers, inner_of
-from horovod_sparse.training.collective_errors import worst_of_all
+from horovod_sparse.training.collective_errors import worst, worst_of_all
 from horovod_sparse.training.engine import carry_out
-from horovod_sparse.training.outcome import worst
+from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.steps import Schedule
 
 _log = logging.getLogger("horovod_sparse")
 

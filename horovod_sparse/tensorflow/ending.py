@@ -19,8 +19,8 @@ from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_variable, is_comparable, numpy_dtype, scaled_locally, times
 from horovod_sparse.tensorflow.training import VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
+from horovod_sparse.training.collective_errors import Outcome, Verdict
 from horovod_sparse.training.drift import DriftCheck, HostEntry
-from horovod_sparse.training.outcome import Outcome, Verdict
 
 
 class Ending:

@@ -32,7 +32,7 @@ from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.agreement import AgreedStatus
-from horovod_sparse.training.outcome import Outcome
+from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.settings import RAISE, PlannedOptions, Settings
 
 if TYPE_CHECKING:

@@ -23,10 +23,9 @@ from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.layout import local
 from horovod_sparse.tensors.parts import Part, make_parts
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.collective_errors import some_of
+from horovod_sparse.training.collective_errors import Outcome, some_of, worst
 from horovod_sparse.training.compression import refuse_later_momentum
 from horovod_sparse.training.engine import Engine, Facts, PartSpec, Starter
-from horovod_sparse.training.outcome import Outcome, worst
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 

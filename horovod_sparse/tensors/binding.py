@@ -24,8 +24,9 @@ from horovod_sparse.tensors.own_steps import StepBucket
 from horovod_sparse.tensors.parts import checked_entry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.steps import Schedule, Steps
+from horovod_sparse.training.steps import Steps
 
 _log = logging.getLogger("horovod_sparse")
 

@@ -29,7 +29,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training import local_steps
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.local_settings import LocalSchedule, mean_over_senders
+from horovod_sparse.training.schedules import LocalSchedule, mean_over_senders
 from horovod_sparse.training.settings import Settings
 
 #: parameters that some LocalSteps exchanges

@@ -70,7 +70,8 @@ class Part(common.BucketPart):
         #: see `Bucket.step`
         self.scale = 1.0
         self._loss_scale = 1.0
-        #: places and values of the last sum
+        #: places and values of the last sum, where `keeps_sum` asks for them
+        self.keeps_sum = False
         self.last_sum: tuple[Any, Any] | None = None
         self._shown: float | None = None
         info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
@@ -133,7 +134,7 @@ class Part(common.BucketPart):
         else:
             values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
             num_union = self.gradient.scatter(total.indices, values)
-            self.last_sum = total.indices, values
+            self.last_sum = (total.indices, values) if self.keeps_sum else None
         self.bucket.accept()
         return BucketReport(self.bucket.last, num_union, self.gradient.num_bytes, total.notes.norms)
 

@@ -33,7 +33,7 @@ if _TYPE_CHECKING:
     from horovod_sparse.torch.checkpoint import load as load
     from horovod_sparse.torch.checkpoint import save as save
     from horovod_sparse.torch.local_steps import LocalSteps as LocalSteps
-    from horovod_sparse.training.local_settings import OuterStep as OuterStep
+    from horovod_sparse.training.schedules import OuterStep as OuterStep
 
     # horovod.torch has no types: what the star brings is unknown to type checkers
     def __getattr__(name: str) -> _Any: ...

@@ -57,45 +57,33 @@ def DistributedOptimizer(
 ) -> Any:
     """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
 
-    Arguments, order and meaning are those of ``horovod.torch.DistributedOptimizer``; so are
-    `synchronize`, `skip_synchronize`, `set_backward_passes_per_step` and the assertions. Gradients
-    are synchronized in buckets while backward goes on. With a `compression` that is no sparsifier,
-    Horovod's own optimizer is returned, with a `telemetry` that stays empty.
+    Arguments and their order are those of ``horovod.torch.DistributedOptimizer``; so are `synchronize`,
+    `skip_synchronize`, `set_backward_passes_per_step` and the assertions. Buckets are synchronized while
+    backward goes on. With a `compression` that is no sparsifier, Horovod's own optimizer is returned.
 
     Departures, where a sparsifier is given:
 
-    * a closure's gradients are synchronized before the optimizer uses them (Horovod synchronizes
-      before the closure runs, which leaves its gradients local); LBFGS gets its losses over all ranks;
-    * learning rates are read while backward runs (error feedback follows their changes): change them
-      before it, as schedulers do;
+    * a closure's gradients are synchronized before the optimizer uses them (Horovod synchronizes before the
+      closure runs); LBFGS gets its losses over all ranks;
+    * learning rates are read while backward runs: change them before it, as schedulers do;
     * parameters that join later (`add_param_group`, a layer that is thawed) are synchronized from their first
-      step on, in buckets of their own; they join on all ranks before the same step (Horovod trains them on
-      each rank alone);
+      step on; they join on all ranks before the same step;
     * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;
-    * the sum over ranks is taken in float32 or float64, so `gradient_predivide_factor` has nothing to
-      protect: it is accepted, and changes nothing but rounding;
-    * sparse (COO) gradients: with ``sparse_as_dense=True`` they are sparsified as any other and stay
-      dense afterwards; otherwise they are refused. SparseAdam, which takes no others, gets all of its
-      gradients in COO form, with either value: of the elements that are not 0;
+    * sums are taken in float32 or float64, so `gradient_predivide_factor` changes nothing but rounding;
+    * sparse (COO) gradients are refused, or with ``sparse_as_dense=True`` sparsified and dense afterwards.
+      SparseAdam, which takes no others, gets COO gradients of the elements that are not 0;
     * `hvd.join()` is an error on the ranks that still train: every rank needs as many batches;
     * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied, unless
-      `on_nonfinite` asks for something else. Where
-      the loss was scaled by a `torch.amp.GradScaler` nothing is raised, and gradients are Inf on every
-      rank: the scaler skips the step on all of them, and lowers its scale. Gradients are unscaled before
-      error feedback takes them in; ``scaler.unscale_(optimizer)`` synchronizes them first;
-    * gradients read as the rank's own until `synchronize` or `step`, but must not be changed meanwhile:
-      their synchronization has begun, so that raises `EditedGradientError` on every rank. Clip after
-      `synchronize`, and step within `skip_synchronize`, or see `synchronize_at` and `max_grad_norm`.
+      `on_nonfinite` asks for something else. With a `torch.amp.GradScaler` gradients are Inf on every rank
+      instead, and the scaler skips the step. ``scaler.unscale_(optimizer)`` synchronizes first;
+    * gradients must not be changed between backward and `synchronize` or `step`: that raises
+      `EditedGradientError` on every rank. Clip after `synchronize`, and step within `skip_synchronize`, or
+      see `synchronize_at` and `max_grad_norm`.
 
-    One rank does what each of many does: it sparsifies, keeps a residual, and applies momentum correction
-    and clipping, without any message.
-
-    Making the optimizer needs no other rank, and ranks may make several in different orders. The first
-    step is where ranks agree, with four small messages: on their arguments, on their models being the
-    same, and on the plan, which is rank 0's. So a rank that does not take that step leaves the others
-    waiting, and what only all ranks together can find wrong is raised there. Each parameter belongs to
-    the optimizer that was made last for it; one that had it before raises an error in its next step. An
-    optimizer and its model are freed as those of PyTorch are.
+    Making the optimizer needs no other rank. In the first step ranks agree on their arguments, on their
+    models being the same, and on the plan, which is rank 0's: a rank that does not take that step leaves the
+    others waiting. Each parameter belongs to the optimizer that was made last for it; one that had it before
+    raises an error in its next step.
 
     Args:
         optimizer: of PyTorch; its parameter groups are taken over.
@@ -104,7 +92,7 @@ def DistributedOptimizer(
             or one of Horovod's compressors.
         backward_passes_per_step: passes whose gradients are accumulated before they are synchronized.
         op: Average or Sum.
-        gradient_predivide_factor: see above; with Average only.
+        gradient_predivide_factor: see above; with Average alone.
         num_groups: old name of an integer `groups`.
         groups: number of buckets, or lists of parameters that form one each.
         sparse_as_dense: see above.

@@ -18,8 +18,8 @@ from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.engine import Facts
+from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.steps import Schedule
 
 #: where an optimizer's state_dict has this rank's exact entry
 ENTRY = "horovod_sparse"

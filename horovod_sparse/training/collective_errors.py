@@ -10,12 +10,15 @@ others; and who has read one waits a little more.
 from __future__ import annotations
 
 import atexit
+import enum
 import functools
 import importlib
 import json
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,10 +26,13 @@ import numpy as np
 from horovod_sparse import errors
 from horovod_sparse.carriers.exchanges import check_transport
 from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
-from horovod_sparse.errors import HorovodSparseError
+from horovod_sparse.errors import EditedGradientError, HorovodSparseError, NonFiniteGradientError
+from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.training.deadline import Store, asked_store, let_horovod_give_up
-from horovod_sparse.training.outcome import worst
+from horovod_sparse.training.settings import RAISE
 
+Failure = TypeVar("Failure", bound=BaseException)
+_log = logging.getLogger("horovod_sparse")
 #: errors that are made of their message, and so can be made again elsewhere
 _TEXT_ALONE = ("CheckpointError", "ProfileMismatchError", "StateMismatchError", "UnsupportedError")
 
@@ -56,7 +62,7 @@ def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException
         return None
     told: list[Any] | None = None
     if failure is not None:
-        placed = (errors.NonFiniteGradientError, errors.EditedGradientError)
+        placed = (NonFiniteGradientError, EditedGradientError)
         place = [failure.bucket, failure.where] if isinstance(failure, placed) else None
         told = [type(failure).__name__, str(failure), place]
     everyone = yield from shared_lines(told)
@@ -127,6 +133,75 @@ def refuse_alone(hvd: Any) -> None:
             f"{launcher or 'mpirun'} has started {number} processes, and Horovod does not know the others, "
             "so each would train for itself: start them with horovodrun -np, or use horovod_sparse.ddp"
         )
+
+
+class Outcome(enum.IntEnum):
+    """The end of a step; no rank applies it unless all do."""
+
+    APPLIED = 0
+    SKIPPED = 1
+    #: a loss scaler shall find Inf in the gradients of every rank
+    OVERFLOW = 2
+    #: every rank raises the error
+    RAISE = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of a step, on all ranks, and why; with `drop` gradients leave the residuals."""
+
+    outcome: Outcome
+    error: BaseException | None = None
+    drop: bool = False
+
+
+class NonFinitePolicy:
+    """Decides what happens to a step with gradients that are not finite on some rank.
+
+    * "raise": `NonFiniteGradientError` on every rank. Nothing is applied.
+    * "skip": nothing is applied, and nothing raised: no rank's optimizer steps.
+
+    A step that no rank applies is given up whole: residuals are what they were before it. So is a sum that
+    overflows though every gradient is finite.
+    """
+
+    def __init__(self, on_nonfinite: str, telemetry: Telemetry) -> None:
+        self.on_nonfinite, self._telemetry = on_nonfinite, telemetry
+
+    def judge(
+        self,
+        errors: Sequence[BaseException],
+        *,
+        scaled: bool = False,
+        failure: BaseException | None = None,
+    ) -> Verdict:
+        """Returns the verdict on a step, and counts it if it is skipped."""
+        if not errors and failure is None:
+            return Verdict(Outcome.APPLIED)
+        error = worst(errors) if failure is None else failure
+        # known to all ranks alike; after an edit the gradient is not what was folded in
+        drop = isinstance(error, NonFiniteGradientError)
+        if scaled and drop:
+            return Verdict(Outcome.OVERFLOW, error, drop)
+        return Verdict(Outcome.SKIPPED if self._skips(errors) else Outcome.RAISE, error, drop)
+
+    def _skips(self, errors: Sequence[BaseException]) -> bool:
+        if self.on_nonfinite == RAISE or not errors:
+            return False
+        findings = [error.finding for error in errors if isinstance(error, NonFiniteGradientError)]
+        if len(findings) < len(errors):
+            return False
+        count = self._telemetry.num_skipped = self._telemetry.num_skipped + 1
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a training that has blown up fills no disk
+            words = "%s; all ranks skip this step, as on_nonfinite='skip' asks (%d so far)"
+            _log.warning(words, findings[0], count)
+        return True
+
+
+def worst(failures: Iterable[Failure]) -> Failure:
+    """Returns the error of a step to look at: one that stands on this rank alone, or else an edit."""
+    kinds = (EditedGradientError, NonFiniteGradientError)
+    return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

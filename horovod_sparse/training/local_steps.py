@@ -26,8 +26,8 @@ from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training import agreement
 from horovod_sparse.training.drift import Entry
 from horovod_sparse.training.engine import Engine, Facts, Starter, Task
-from horovod_sparse.training.local_settings import LocalSchedule
 from horovod_sparse.training.parts import assign_residuals, shared_out
+from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Averaged, Steps, mean_of_finite
 from horovod_sparse.training.training import Training

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from horovod_sparse.arrays import Indices, Values
-from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
+from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket
 from horovod_sparse.kernels.host.sparse_vectors import RankSums
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
@@ -262,6 +265,78 @@ class OwnMoves:
             for indices, values, before in saved["moves"]
         ]
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
+
+
+class StepPart(Protocol):
+    """A bucket of parameters, as a front end gives it to `horovod_sparse.training.steps.Steps`."""
+
+    label: str
+    names: tuple[str, ...]
+    places: Sequence[tuple[int, int]]
+    bucket: Bucket
+    #: the parameters, as moves reach them
+    parameters: Parameters
+    moves: OwnMoves
+    #: the learning rate now, and the factor of weight decay that is no part of the gradient
+    rate: float
+    shrink: float
+    #: bytes of the gradient
+    num_bytes: int
+
+    def gradient(self) -> Any:
+        """Returns what the accumulator folds; raises nothing, and leaves gradients as they are."""
+
+    def abandon(self, *, drop: bool = False) -> None:
+        """Takes the pass back, as `Bucket.abandon` does."""
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """Numbers of the parameters that have no gradient now, or do not move: their rate is 0."""
+
+
+@dataclass
+class Facts:
+    """Facts that a rank sends beside the moves of an exchange."""
+
+    #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
+    bad: int = 0
+    finishing: bool = False
+    #: which parameters had a gradient: a bit for each, by number
+    present: int = 0
+    #: factor of weight decay, by part
+    shrink: list[float] = field(default_factory=list)
+    task: Any = None
+    averaged: tuple[np.ndarray, Any] | None = None
+
+    def told(self, number: int) -> Synchronization[list[Any]]:
+        """Returns all ranks' facts of the exchange with this number."""
+        return shared_lines([number, self.bad, self.finishing, hex(self.present), self.shrink])
+
+
+def present_in(parts: Sequence[StepPart]) -> int:
+    """Returns which parameters have a gradient, as `Facts.present`."""
+    present, first = 0, 0
+    for part in parts:
+        here = set(range(len(part.names))).difference(part.absent)
+        present |= sum(1 << first + number for number in here)
+        first += len(part.names)
+    return present
+
+
+def heard(lines: Sequence[Any], parts: Sequence[StepPart]) -> tuple[list[dict[float, list[int]]], bool]:
+    """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
+    _, marks, finishing, present, shrink = zip(*lines, strict=True)
+    names = [name for part in parts for name in part.names]
+    if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
+        raise NonFiniteGradientError(next(iter(bad.values())), bad)
+    somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
+    shrunk: list[dict[float, list[int]]] = []
+    for part, factors in zip(parts, zip(*shrink, strict=True), strict=True):
+        factor = min(factors)  # a rank that has had fewer batches shrinks as often as the others
+        here = [number for number in range(len(part.names)) if somewhere >> first + number & 1]
+        shrunk.append({factor: here} if factor != 1.0 and here else {})
+        first += len(part.names)
+    return shrunk, all(finishing)
 
 
 def _gathered(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchronization[SparseSum]:

@@ -17,92 +17,23 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import AllGather, AllReduce, Synchronization
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
-from horovod_sparse.feedback import Bucket, Recipe
+from horovod_sparse.collectives import AllReduce, Synchronization
+from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnsupportedError
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import BucketReport
+from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine, Starter, Task
-from horovod_sparse.training.moves import OwnMoves, Parameters, refuse_selections_of_peers
-from horovod_sparse.training.outcome import Outcome, worst
+from horovod_sparse.training.moves import Facts, StepPart, heard, present_in
+from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
 #: go before the names of collectives: a process may train several models
 _labels = map("steps{}.".format, itertools.count())
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When ranks exchange.
-
-    Args:
-        every: H, passes from one exchange to the next.
-        delay: D, how many exchanges later a mean is applied.
-
-    Example:
-        >>> Schedule(every=4).moves_alone, Schedule().moves_alone
-        (True, False)
-    """
-
-    every: int = 1
-    delay: int = 0
-
-    def __post_init__(self) -> None:
-        check_count("every", self.every, "a number of steps, 1 or more")
-        check_count("delay", self.delay, "a number of exchanges, 0 or more", low=0)
-
-    @property
-    def moves_alone(self) -> bool:
-        """Whether a rank moves before it hears of others."""
-        return self.every > 1 or self.delay > 0
-
-    def check(self, recipe: Recipe, settings: Settings) -> None:
-        """Refuses what a rank that moves alone cannot do."""
-        if not self.moves_alone:
-            return
-        for name, given, plain in (("every", self.every, 1), ("delay", self.delay, 0)):
-            allowed = refuse_selections_of_peers(recipe.sparsifier)
-            if allowed and given != plain:
-                raise ArgumentError(name, given, allowed)
-        if settings.levels != "flat":
-            raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
-
-    def describe(self) -> dict[str, str]:
-        """Returns the arguments that have to be equal on all ranks."""
-        return {"every": str(self.every), "delay": str(self.delay)}
-
-
-class StepPart(Protocol):
-    """A bucket of parameters, as a front end gives it to `Steps`."""
-
-    label: str
-    names: tuple[str, ...]
-    places: Sequence[tuple[int, int]]
-    bucket: Bucket
-    #: the parameters, as moves reach them
-    parameters: Parameters
-    moves: OwnMoves
-    #: the learning rate now, and the factor of weight decay that is no part of the gradient
-    rate: float
-    shrink: float
-    #: bytes of the gradient
-    num_bytes: int
-
-    def gradient(self) -> Any:
-        """Returns what the accumulator folds; raises nothing, and leaves gradients as they are."""
-
-    def abandon(self, *, drop: bool = False) -> None:
-        """Takes the pass back, as `Bucket.abandon` does."""
-
-    @property
-    def absent(self) -> Sequence[int]:
-        """Numbers of the parameters that have no gradient now, or do not move: their rate is 0."""
 
 
 class Averaged(Protocol):
@@ -113,21 +44,6 @@ class Averaged(Protocol):
 
     def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
         """Replaces what was sent by the mean; what was learned since stays."""
-
-
-@dataclass
-class _Facts:
-    """Facts that a rank sends beside the moves of an exchange."""
-
-    #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
-    bad: int = 0
-    finishing: bool = False
-    #: which parameters had a gradient, by number
-    present: set[int] = field(default_factory=set)
-    #: factor of weight decay, by part
-    shrink: list[float] = field(default_factory=list)
-    task: Any = None
-    averaged: tuple[np.ndarray, Any] | None = None
 
 
 class Steps(Training):
@@ -150,8 +66,8 @@ class Steps(Training):
         super().__init__(engine, recipe, settings, next(_labels))
         self.schedule, self._averaged = schedule, averaged
         self.taken = self._num_begun = 0
-        self._facts = _Facts()
-        self._in_flight: deque[_Facts] = deque()
+        self._facts = Facts()
+        self._in_flight: deque[Facts] = deque()
         #: of a checkpoint, until the next pass; and whether ranks had to begin anew after it
         self._to_resume: Any = None
         self.started_anew = False
@@ -222,48 +138,19 @@ class Steps(Training):
         absent = [part.places[number] for number in part.absent]
         return part.bucket.fold(part.gradient(), part.rate, absent=absent)
 
-    def _present(self) -> set[int]:
-        present, first = set(), 0
-        for part in self.parts:
-            present |= set(range(first, first + len(part.names))) - {first + number for number in part.absent}
-            first += len(part.names)
-        return present
-
-    def _begin_facts(self, facts: _Facts, name: str) -> None:
+    def _begin_facts(self, facts: Facts, name: str) -> None:
         """Begins to tell all ranks the facts of an exchange, and to average what no gradient moves."""
-        num_words = -(-sum(len(part.names) for part in self.parts) // 32)
-        words = np.zeros(3 + num_words, np.int32)
         # exchanges applied and in flight: a rank that alone has given one up is told apart
-        words[:3] = self.step + len(self._in_flight), facts.bad, facts.finishing
-        for number in facts.present:
-            words[3 + number // 32] |= np.int32(np.uint32(1 << number % 32).view(np.int32))
-        words = np.append(words, np.array(facts.shrink).view(np.int32))
-        facts.task = self.starter.start(f"{name}.facts", _all_gathered(words))
+        number = self.step + len(self._in_flight)
+        facts.task = self.starter.start(f"{name}.facts", facts.told(number))
         if self._averaged is not None and (own := self._averaged.read()).size:
             facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
         self._num_begun += 1
 
-    def _heard(self, facts: _Facts) -> tuple[list[dict[float, list[int]]], bool]:
+    def _heard(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
         """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
-        heads = np.asarray(facts.task.value()).reshape(self.size, -1)
-        self.refuse_other_exchanges(heads[:, 0].tolist())
-        names = [name for part in self.parts for name in part.names]
-        if bad := {rank: names[mark - 1] for rank, mark in enumerate(heads[:, 1].tolist()) if mark}:
-            raise NonFiniteGradientError(next(iter(bad.values())), bad)
-        bits = np.bitwise_or.reduce(heads[:, 3:].view(np.uint32), axis=0)
-        # a rank that has had fewer batches shrinks parameters as often as the others
-        shrink = np.ascontiguousarray(heads[:, -2 * len(self.parts) :]).view(np.float64).min(axis=0)
-        shrunk: list[dict[float, list[int]]] = []
-        first = 0
-        for part, factor in zip(self.parts, shrink.tolist(), strict=True):
-            here = [
-                number
-                for number in range(len(part.names))
-                if bits[(first + number) // 32] >> np.uint32((first + number) % 32) & np.uint32(1)
-            ]
-            shrunk.append({factor: here} if factor != 1.0 and here else {})
-            first += len(part.names)
-        return shrunk, bool(heads[:, 2].all())
+        self.refuse_other_exchanges([number for number, *_ in facts.task.value()])
+        return heard(facts.task.value(), self.parts)
 
     def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
         """Refuses ranks that are not at the same exchange, by their numbers."""
@@ -280,7 +167,7 @@ class Steps(Training):
         True if all ranks finish: then there is nothing to sum up.
         """
         shrink = [part.shrink for part in self.parts]
-        facts = _Facts(present=self._present(), shrink=shrink, finishing=finishing)
+        facts = Facts(present=present_in(self.parts), shrink=shrink, finishing=finishing)
         tasks: list[Task] = []
         self._begin_facts(facts, "pass")
         if finishing:
@@ -314,12 +201,12 @@ class Steps(Training):
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
         return False
 
-    def _wait(self, facts: _Facts, tasks: Sequence[Task]) -> None:
+    def _wait(self, facts: Facts, tasks: Sequence[Task]) -> None:
         """Waits for an exchange; what parts raise stays in their tasks."""
         more = [] if facts.averaged is None else [facts.averaged[1]]
         self.starter.wait([facts.task, *more, *tasks])
 
-    def _average(self, facts: _Facts) -> None:
+    def _average(self, facts: Facts) -> None:
         if facts.averaged is not None and self._averaged is not None:
             sent, task = facts.averaged
             self._averaged.move(sent, task.value())
@@ -343,7 +230,7 @@ class Steps(Training):
     def _move_alone(self, overflowed: bool) -> None:
         """A rank moves at once by what it selects; exchanges begin and land where it is time."""
         facts = self._facts
-        present = self._present()
+        present = present_in(self.parts)
         reports = [] if overflowed else [self._fold(part) for part in self.parts]
         bad, first = int(overflowed), 0
         for part in self.parts if not bad else ():
@@ -371,7 +258,7 @@ class Steps(Training):
             self._land(self.schedule.delay)
 
     def _begin_exchange(self, *, finishing: bool = False) -> None:
-        facts, self._facts, self.taken = self._facts, _Facts(), 0
+        facts, self._facts, self.taken = self._facts, Facts(), 0
         facts.finishing = finishing
         facts.shrink = facts.shrink or [1.0] * len(self.parts)
         # names that are under way must differ
@@ -442,7 +329,7 @@ class Steps(Training):
     def save(self, **more: Any) -> dict[str, Any]:
         """Saves as `Training.save` does, with this rank's own moves and those in flight."""
         if self.schedule.moves_alone and self.parts:
-            facts = [[one.bad, sorted(one.present), one.shrink] for one in [*self._in_flight, self._facts]]
+            facts = [[one.bad, hex(one.present), one.shrink] for one in [*self._in_flight, self._facts]]
             moves = [part.moves.save(self.engine.to_array) for part in self.parts]
             more["passes"] = {"taken": self.taken, "begun": self._num_begun, "facts": facts, "moves": moves}
         return super().save(**more)
@@ -465,7 +352,8 @@ class Steps(Training):
             self.roll_back()
             return
         known = [
-            _Facts(bad, present=set(present), shrink=list(shrink)) for bad, present, shrink in passes["facts"]
+            Facts(bad, present=int(present, 16), shrink=list(shrink))
+            for bad, present, shrink in passes["facts"]
         ]
         self._num_begun = passes["begun"] - len(known) + 1
         for self._facts in known[:-1]:
@@ -477,7 +365,7 @@ class Steps(Training):
         for part in self.parts:
             part.moves.roll_back()
         self._in_flight.clear()
-        self._facts, self.taken = _Facts(), 0
+        self._facts, self.taken = Facts(), 0
 
     def finish(self) -> None:
         """Ends a training: all ranks call it, and have equal parameters afterwards.
@@ -505,10 +393,6 @@ class Steps(Training):
             for part in self.parts:
                 stack.enter_context(part.moves.common())
             yield
-
-
-def _all_gathered(words: np.ndarray) -> Synchronization[np.ndarray]:
-    return (yield AllGather(words))
 
 
 def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:

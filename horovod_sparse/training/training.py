@@ -21,10 +21,10 @@ from horovod_sparse.plans import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology, agreed_topology, own_place
 from horovod_sparse.training import agreement
+from horovod_sparse.training.collective_errors import NonFinitePolicy
 from horovod_sparse.training.drift import DriftCheck
 from horovod_sparse.training.encoding import shared_digest, to_plain
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
-from horovod_sparse.training.outcome import NonFinitePolicy
 from horovod_sparse.training.parts import (
     assign_residuals,
     dense_groups,

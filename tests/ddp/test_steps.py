@@ -356,7 +356,7 @@ def test_exchanges_of_two_optimizers_cross_on_the_wire(rank):
         ddp.attach(net, "best:density=0.1", one, delay=1) for net, one in zip(nets, optimizers, strict=True)
     ]
     for step, batch in enumerate(batches(rank, 8)):
-        turn = [0, 1] if step == 0 or rank == 0 else [1, 0]  # ranks meet in the first step
+        turn = [0, 1] if step < 3 or rank == 0 else [1, 0]  # ranks meet at first, and compare replicas
         for number in turn:
             backward(nets[number], batch)
             optimizers[number].step()

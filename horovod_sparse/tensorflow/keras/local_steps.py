@@ -29,7 +29,7 @@ from horovod_sparse.training import local_steps
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, Task
-from horovod_sparse.training.local_settings import LocalOptions, LocalSchedule, mean_over_senders
+from horovod_sparse.training.schedules import LocalOptions, LocalSchedule, mean_over_senders
 from horovod_sparse.training.state import check_entry
 
 if TYPE_CHECKING:

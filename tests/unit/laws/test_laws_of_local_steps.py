@@ -27,7 +27,7 @@ from horovod_sparse.tensors.parts import new_facts, trained_by
 from horovod_sparse.topology import Placement
 from horovod_sparse.training.compression import recipe_of
 from horovod_sparse.training.engine import carry_out
-from horovod_sparse.training.local_settings import LocalSchedule
+from horovod_sparse.training.schedules import LocalSchedule
 from support.memories import choose_memory
 
 SIZE, START, TOPK = 4, object(), "topk:density=0.1"

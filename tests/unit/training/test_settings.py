@@ -14,7 +14,7 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.training.outcome import NonFinitePolicy, Outcome, Verdict
+from horovod_sparse.training.collective_errors import NonFinitePolicy, Outcome, Verdict
 from horovod_sparse.training.settings import (
     CommonOptions,
     Settings,

@@ -1,4 +1,4 @@
-"""Arguments of local steps: `LocalOptions` as a user gives them, `LocalSchedule` once they are checked."""
+"""When ranks exchange: every so many passes (`Schedule`), or local steps (`LocalSchedule`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,52 @@ from horovod_sparse.kernels.host.sparse_vectors import RankSums
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
+from horovod_sparse.training.moves import refuse_selections_of_peers
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.steps import Schedule
 
 #: the ranks that a mean is over: all, or at each position those that have sent it
 COMBINES = "ranks", "senders"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When ranks exchange.
+
+    Args:
+        every: H, passes from one exchange to the next.
+        delay: D, how many exchanges later a mean is applied.
+
+    Example:
+        >>> Schedule(every=4).moves_alone, Schedule().moves_alone
+        (True, False)
+    """
+
+    every: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every, "a number of steps, 1 or more")
+        check_count("delay", self.delay, "a number of exchanges, 0 or more", low=0)
+
+    @property
+    def moves_alone(self) -> bool:
+        """Whether a rank moves before it hears of others."""
+        return self.every > 1 or self.delay > 0
+
+    def check(self, recipe: Recipe, settings: Settings) -> None:
+        """Refuses what a rank that moves alone cannot do."""
+        if not self.moves_alone:
+            return
+        for name, given, plain in (("every", self.every, 1), ("delay", self.delay, 0)):
+            allowed = refuse_selections_of_peers(recipe.sparsifier)
+            if allowed and given != plain:
+                raise ArgumentError(name, given, allowed)
+        if settings.levels != "flat":
+            raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
+
+    def describe(self) -> dict[str, str]:
+        """Returns the arguments that have to be equal on all ranks."""
+        return {"every": str(self.every), "delay": str(self.delay)}
 
 
 def mean_over_senders(sum_: SparseSum, num_elements: int) -> SparseSum:
