@@ -26,14 +26,14 @@ from horovod_sparse.topology import Placement
 from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
-from horovod_sparse.training.parts import ArrayLayout, BucketPart, host_accumulator
+from horovod_sparse.training.parts import BucketPart, host_accumulator
 from horovod_sparse.training.settings import CommonOptions, Settings
 from horovod_sparse.training.training import Training
 
 Arrays = dict[str, np.ndarray]
 
 
-class ArrayPart(ArrayLayout, BucketPart):
+class ArrayPart(BucketPart):
     """A bucket: parameters that are synchronized together."""
 
     def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:

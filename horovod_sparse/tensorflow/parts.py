@@ -32,7 +32,7 @@ def _collective(label: str, name: str, names: Sequence[str]) -> str:
     return f"{label}.{zlib.crc32(repr((name, names)).encode()):08x}"
 
 
-class Part(common.ArrayLayout, common.BucketPart):
+class Part(common.BucketPart):
     def __init__(
         self,
         spec: PartSpec,

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,41 +24,17 @@ from horovod_sparse.training.encoding import from_plain
 _GROUPED_ELEMENTS = 1 << 16
 
 
-class Part(Protocol):
-    """Parameters that are synchronized together."""
+class BucketPart:
+    """Parameters that are synchronized together, one behind the other; `shapes` where they are NumPy arrays.
+
+    Attributes:
+        dense: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has no
+            sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
+    """
 
     bucket: Bucket
-    #: of the parameters
     names: tuple[str, ...]
-    #: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has no
-    #: sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
     dense: bool
-
-    @property
-    def places(self) -> Sequence[tuple[int, int]]: ...
-
-    def held(self) -> tuple[np.ndarray, ...]:
-        """Returns residual and companions, [n] each, to be read only; nothing where there are none."""
-
-    def blank(self) -> list[np.ndarray]:
-        """Returns zeros in place of what `held` returns."""
-
-    def assign(self, held: Sequence[np.ndarray]) -> None:
-        """Replaces what `held` returns."""
-
-    def restart(self, progress: Progress | None = None) -> None:
-        """Clears the residual and resets the sparsifier's state; see `Bucket.restart`."""
-
-    def shaped(self, number: int, values: np.ndarray) -> Any:
-        """Copies the elements of a parameter, by its number, into its shape, as checkpoints hold them."""
-
-    def flat(self, number: int, values: Any) -> np.ndarray:
-        """Returns the inverse of `shaped`."""
-
-
-class ArrayLayout:
-    """Implements `Part` for parameters that lie one behind the other in a NumPy array."""
-
     shapes: list[tuple[int, ...]]
 
     @functools.cached_property
@@ -67,31 +43,31 @@ class ArrayLayout:
         stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
         return list(zip([0, *stops[:-1]], stops, strict=True))
 
-    def shaped(self, number: int, values: np.ndarray) -> np.ndarray:
-        return np.array(values).reshape(self.shapes[number])
-
-    def flat(self, number: int, values: Any) -> np.ndarray:
-        return np.asarray(values).reshape(-1)
-
-
-class BucketPart:
-    """Implements what parts of all front ends have in common."""
-
-    bucket: Bucket
-
     def held(self) -> tuple[np.ndarray, ...]:
+        """Returns residual and companions, [n] each, to be read only; nothing where there are none."""
         return self.bucket.held()
 
     def blank(self) -> list[np.ndarray]:
+        """Returns zeros in place of what `held` returns."""
         count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
         return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
 
     def restart(self, progress: Progress | None = None) -> None:
+        """Clears the residual and resets the sparsifier's state; see `Bucket.restart`."""
         self.assign(self.blank())
         self.bucket.restart(progress)
 
     def assign(self, held: Sequence[np.ndarray]) -> None:
+        """Replaces what `held` returns."""
         self.bucket.load(held)
+
+    def shaped(self, number: int, values: np.ndarray) -> Any:
+        """Copies the elements of a parameter, by its number, into its shape, as checkpoints hold them."""
+        return np.array(values).reshape(self.shapes[number])
+
+    def flat(self, number: int, values: Any) -> np.ndarray:
+        """Returns the inverse of `shaped`."""
+        return np.asarray(values).reshape(-1)
 
 
 def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
@@ -123,7 +99,7 @@ def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str, Any]]:
+def held_residuals(parts: Sequence[BucketPart], num_companions: int) -> list[dict[str, Any]]:
     """Copies residuals, then each companion of the feedback, by parameter, in its shape."""
     arrays: list[dict[str, Any]] = [{} for _ in range(1 + num_companions)]
     for part in parts:
@@ -134,7 +110,7 @@ def held_residuals(parts: Sequence[Part], num_companions: int) -> list[dict[str,
 
 
 def assign_residuals(
-    parts: Sequence[Part], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
+    parts: Sequence[BucketPart], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> None:
     """Puts residuals and companions into parts, whose sparsifiers start anew; dense ones carry theirs."""
     for part in parts:
@@ -144,7 +120,7 @@ def assign_residuals(
 
 
 def gather_shards(
-    parts: Sequence[Part], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
+    parts: Sequence[BucketPart], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> Synchronization[None]:
     """Brings what the ranks of a host hold of each other's shards to the ranks whose shards they are."""
     for part in parts:
@@ -152,7 +128,7 @@ def gather_shards(
 
 
 def _filled(
-    part: Part, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
+    part: BucketPart, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> list[np.ndarray]:
     """Returns a part's residual and companions, [n] each, from those of its parameters."""
     filled = part.blank()
@@ -165,7 +141,7 @@ def _filled(
     return filled
 
 
-def _moved(part: Part, progress: Progress) -> float:
+def _moved(part: BucketPart, progress: Progress) -> float:
     """Returns the factor of a companion that comes from a bucket of another age."""
     age = progress.age if progress.summed == part.bucket.summed else 0
     return part.bucket.feedback.moved(age, part.bucket.progress.age)

@@ -92,7 +92,7 @@ class _Displacement(local_steps.Displacement):
         getattr(self, name)[...] = values
 
 
-class _Part(common.ArrayLayout, common.BucketPart):
+class _Part(common.BucketPart):
     """A bucket; one of all elements where a plan leaves variables dense."""
 
     def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], schedule: LocalSchedule) -> None:

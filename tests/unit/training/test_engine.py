@@ -20,7 +20,7 @@ from horovod_sparse.training.encoding import from_bytes, to_bytes
 SHAPES = {"w": (4, 6), "b": (6,), "v": (10,)}
 
 
-class ArrayPart(parts.ArrayLayout, parts.BucketPart):
+class ArrayPart(parts.BucketPart):
     def __init__(
         self, names: tuple[str, ...], recipe: Recipe, place: tuple[int, int], *, dense: bool = False
     ) -> None:
@@ -37,7 +37,7 @@ class ArrayEngine:
         self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
         self.sparse = [ArrayPart(names, recipe, place) for names in plan.buckets]
         dense = (ArrayPart((name,), recipe.for_dense(), place, dense=True) for name in plan.dense)
-        self.parts: list[parts.Part] = [*self.sparse, *dense]
+        self.parts: list[parts.BucketPart] = [*self.sparse, *dense]
 
     def topology_for(self, entry: Any) -> None:
         """One level."""
