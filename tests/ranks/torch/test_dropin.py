@@ -17,13 +17,7 @@ SHAPES = {"first": (40, 3), "second": (50,), "third": (9, 2)}
 def make(text: str = "topk", shapes=SHAPES, density: float = 0.1, **arguments):
     model = LinearModel(shapes)
     compressor = Compression.parse(f"{text}{',' if ':' in text else ':'}density={density}")
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        named_parameters=model.named_parameters(),
-        compression=compressor,
-        **arguments,
-    )
-    return model, optimizer, compressor
+    return model, wrapped("stock", model, compressor, arguments), compressor
 
 
 def train(model, optimizer, steps, rank) -> None:

@@ -2,7 +2,6 @@
 
 import random
 import time
-import zlib
 
 import horovod.torch as hvd
 import numpy as np
@@ -10,12 +9,12 @@ import pytest
 import torch
 
 import horovod_sparse.torch as sparse
+from conformance.engine import given, replicas_agree
 from conformance.engines_torch import ENGINES
 from horovod_sparse.collectives import AllGather, AllReduce, Exchange
 from horovod_sparse.errors import CollectiveMismatchError, NonFiniteGradientError
 from horovod_sparse.torch.driver import HorovodDriver
 from support.linear import LinearModel
-from support.optimizers import make, train_step
 
 pytestmark = pytest.mark.controllers
 
@@ -125,26 +124,23 @@ def test_nothing_is_taken_for_a_message_of_a_new_start(way, rank, size):
     assert heard == [2, 2]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_an_unawaited_message_is_an_error_of_its_receiver(late, rank, size):
-    needs_mpi()
-    mpi = connected().mpi
-    if mpi is None:
-        pytest.skip("messages go through Horovod")
-    nothing = Exchange({}, ())
-    if rank == 0 and late:
-        assert mpi.start(nothing, "deaf").result() == {}
-    hvd.barrier()
-    if rank == size - 1:
-        sent = mpi.start(Exchange({0: np.ones(3, np.int32)}, ()), "deaf")
-        while not sent.done():
-            time.sleep(1e-4)
-    if rank == 0:
-        while not mpi._inbox:
-            mpi._progress()
-        with pytest.raises(CollectiveMismatchError, match=rf"\[{size - 1}\] sent to it too"):
-            mpi.start(nothing, "deaf").result()
-    hvd.barrier()
+def test_a_message_that_nobody_awaits_is_a_named_error(each_way_once, rank, size):
+    """In the same exchange, or, where a message may come after its end, in the next one of that name."""
+
+    def wrong():
+        yield Exchange({(rank + 1) % size: np.ones(1, np.int32)}, ())
+
+    driver, errors = connected(), []
+    for _ in range(3):
+        task = driver.start("wrong", wrong())
+        driver.wait()
+        errors.append(task.error)
+        hvd.barrier()
+        time.sleep(0.02)
+    found = [error for error in errors if error is not None]
+    assert found and all(isinstance(error, CollectiveMismatchError) for error in found)
+    assert f"[{(rank - 1) % size}] sent to it too" in str(found[0])
+    driver.clear()  # what is still on its way must not meet the next test
 
 
 def test_starting_waits_for_nobody(way, rank, size):
@@ -205,35 +201,19 @@ def test_exchanged_steps_connect_too(feedback, rank, size):
 def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, name, rank, size):
     needs_mpi()
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
-    shapes, trained = {"first": (40, 30), "second": (30, 50)}, []
-    for owner in ("sick", "well"):
-        model = LinearModel({f"{owner}.{key}".replace(".", "_"): shape for key, shape in shapes.items()})
-        trained.append((model, make(model, f"{name}:density=0.1", bucket_bytes=4000)))
-    generator = np.random.default_rng([rank, size])
-
-    def gradients(model):
-        return {
-            key: generator.standard_normal(parameter.shape).astype(np.float32)
-            for key, parameter in model.named_parameters()
-        }
-
-    for model, optimizer in trained:
-        train_step(model, optimizer, gradients(model))
-    (sick, first), (well, second) = trained
-    for _ in range(2):
-        well.backward(gradients(well))
+    sick, well = (ENGINES[0].train(f"{name}:density=0.1") for _ in range(2))
+    for training in (sick, well):
+        training.step(given(rank, 0))
+    for step in (1, 2):
+        bad = given(rank, step)
+        well.loss(given(rank, step)).backward()
         if rank == size - 1:
             time.sleep(0.2)
-        given = gradients(sick)
-        if rank == size - 1:
-            given["sick_second"][3] = np.nan
-        sick.backward(given)
+            bad["second"].reshape(-1)[3] = np.nan
         with pytest.raises(NonFiniteGradientError, match=f"rank {size - 1}"):
-            first.step()
-        second.step()
-        second.zero_grad()
-        first.zero_grad()
-    for model, optimizer in trained:
-        train_step(model, optimizer, gradients(model))
-        values = [zlib.crc32(parameter.detach().numpy().tobytes()) for parameter in model.parameters()]
-        assert len({tuple(other) for other in hvd.allgather_object(values)}) == 1
+            sick.step(bad)
+        well.optimizer.step()
+        well.optimizer.zero_grad()
+    for training in (sick, well):
+        training.step(given(rank, 3))
+        assert replicas_agree(ENGINES[0], training)

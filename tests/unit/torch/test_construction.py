@@ -10,12 +10,9 @@ import torch
 hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError, StateMismatchError, UnsupportedError  # noqa: E402
-from horovod_sparse.merging import (  # noqa: E402
-    Fit,
-    Plan,
-    Profile,
-)
+from horovod_sparse.merging import Fit, Plan  # noqa: E402
 from horovod_sparse.tensors.measuring import HostStamps  # noqa: E402
+from support.merging_models import profile_of_two  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -155,16 +152,7 @@ def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, warned, caplog)
 
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
-PROFILE = Profile(
-    size=2,
-    framework="torch",
-    controller="gloo",
-    cycle_seconds=0.001,
-    collectives={"allgather": Fit(1e-3, 1e-8), "allreduce": Fit(1e-3, 1e-8)},
-    selection={"topk": Fit(1e-5, 1e-9)},
-    backward_seconds=dict.fromkeys(NAMES, 1e-3),
-)
-
+PROFILE = profile_of_two({"topk": Fit(1e-5, 1e-9)}, dict.fromkeys(NAMES, 1e-3), 0.0)
 NO_TIMES = dataclasses.replace(PROFILE, backward_seconds={})
 
 

@@ -9,7 +9,7 @@ import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.ddp.collectives import Communicator
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.torch import driver as module
 from horovod_sparse.torch._horovod import holder_of
 from horovod_sparse.torch.driver import HorovodDriver
@@ -201,3 +201,15 @@ def test_who_waits_for_the_thread_of_its_own_rank_waits_for_no_network():
     communicator = Communicator(carrier, Deadline(None, lambda: (0, [0])))
     communicator.run("a", step())
     assert 0.02 <= communicator.idle_seconds < 0.15
+
+
+def test_time_in_which_this_process_was_stopped_is_no_waiting():
+    deadline = Deadline(60, lambda: (0, [0, 1]))
+    looks = [*range(10), *range(3_000, 3_040)]  # stopped for most of an hour, like the other ranks
+    for waited in looks:
+        deadline.check(waited, "late", 1)
+    with pytest.raises(DeadlineError, match="has waited 60 s"):
+        for waited in range(3_040, 3_060):
+            deadline.check(waited, "late", 1)
+    for waited in (0.001, 59.0, 61.0):  # another wait
+        deadline.check(waited, "later", 1)
