@@ -1,4 +1,4 @@
-"""Histories of calls that two accumulators have to come through alike, bit for bit."""
+"""Histories of calls that accumulators come through like plain arrays, bit for bit."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.tensors.accumulator import TorchAccumulator
+from support import reference
 from support.drawing import KINDS, SEEDS, SIZES, make, spoil
 from support.gradients import DTYPES, as_gradient
-from support.reference import check_moments
+from support.reference import Plain
 
 History = dict[str, Any]
 #: rules that may follow one another: what they keep beside the values is the same
@@ -59,89 +60,98 @@ def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
     return torch.from_numpy(gradient.copy()).to(device)
 
 
-def play(history: History, device: str = "cpu", **more: Any) -> None:
-    """A tensor's accumulator does what the host's does."""
+def play(history: History, device: str | None = None, **more: Any) -> None:
+    """The host's accumulator does what plain arrays do, and a tensor's, if a device is named."""
     sizes = {name: history[name] for name in ("density", "companions")}
     shape = history["n"], "float64" if history["dtype"] == "float64" else "float32"
-    ours, theirs = TorchAccumulator(*shape, device=device, **sizes, **more), HostAccumulator(*shape, **sizes)
+    ours: list[Any] = [HostAccumulator(*shape, **sizes)]
+    if device is not None:
+        ours.append(TorchAccumulator(*shape, device=device, **sizes, **more))
+    plain = Plain(*shape, sizes["companions"])
     n, generator = history["n"], np.random.default_rng(history["seed"])
 
     def check_state() -> None:
-        for mine, other in zip(
-            (ours.values(), *ours.companions), (theirs.values(), *theirs.companions), strict=True
-        ):
-            np.testing.assert_array_equal(as_array(mine), other)
-            np.testing.assert_array_equal(np.signbit(as_array(mine)), np.signbit(other))
-        scale = theirs.report.square_norm
-        if np.isfinite(scale):
-            assert ours.square_norm == pytest.approx(theirs.square_norm, rel=1e-5, abs=1e-5 * (1 + scale))
+        for number, expected in enumerate(plain.arrays):
+            found = [as_array((one.values(), *one.companions)[number]) for one in ours]
+            np.testing.assert_array_equal(found[0], expected)
+            np.testing.assert_array_equal(found[-1], expected)
+            np.testing.assert_array_equal(*(np.signbit(found[at]) for at in (0, -1)))
+        with np.errstate(over="ignore"):
+            norm = float(np.sum(np.square(plain.values, dtype=np.float64)))
+        for one in ours if np.isfinite(norm) else []:
+            assert one.square_norm == pytest.approx(norm, rel=1e-5, abs=1e-5 * (1 + scale))
 
-    largest = 0.0
+    scale = 0.0
     for number, (rule, changes) in enumerate(history["steps"]):
         with np.errstate(all="ignore"):
-            values = spoil(
-                make(history["kind"], n, history["seed"] + number, np.float64), generator, history["share"]
-            )
+            kind, seed = history["kind"], history["seed"] + number
+            values = spoil(make(kind, n, seed, np.float64), generator, history["share"])
             gradient = as_gradient(values, history["dtype"])
-        own = as_tensor(gradient, history["dtype"], device)
-        found, expected = ours.fold(own, rule), theirs.fold(gradient, rule)
-        assert not (own != 0).any(), "it is cleared"
-        assert (found.num_nonfinite, found.first_nonfinite) == (
-            expected.num_nonfinite,
-            expected.first_nonfinite,
-        )
-        for name, least in (("square_norm", 0.0), ("carried_square_norm", 1e-4 * largest)):
-            norms = [getattr(report, name) for report in (found, expected)]
-            if np.isfinite(norms[1]):
-                assert norms[0] == pytest.approx(norms[1], rel=1e-5, abs=least)
-        largest = theirs.square_norm
+            expected, carried = plain.fold(gradient.copy(), rule)
+        bad = expected.nonfinite
+        for one in ours:
+            own = gradient.copy() if one is ours[0] else as_tensor(gradient, history["dtype"], device)
+            found = one.fold(own, rule)
+            assert not (own != 0).any(), "it is cleared"
+            first = (found.num_nonfinite, found.first_nonfinite)
+            assert first == (bad.size, bad[0] if bad.size else -1)
+            for norm, wanted, least in (
+                (found.square_norm, expected.square_norm, 0.0),
+                (found.carried_square_norm, carried, 1e-4 * scale),
+            ):
+                assert not np.isfinite(wanted) or norm == pytest.approx(wanted, rel=1e-5, abs=least)
+        scale = expected.square_norm
         check_state()
         for change in [*changes, "look"]:
             if change == "look":
-                check_alike(ours, theirs, generator)
+                seed = int(generator.integers(2**32))
+                for one in ours:
+                    check_alike(one, plain.values, np.random.default_rng(seed))
                 continue
             share = generator.choice([0.001, 0.1, 0.9])
             arguments: list[Any] = [np.flatnonzero(generator.random(n) < share).astype(np.int32)]
             if change in ("add", "put"):
-                arguments.append((generator.standard_normal(arguments[0].size) * 3).astype(theirs.dtype))
+                arguments.append(
+                    (generator.standard_normal(arguments[0].size) * 3).astype(plain.values.dtype)
+                )
             if change in ("abandon", "assign"):
-                arguments = [theirs.values()[::-1].copy()] * (change == "assign")
-            answers = [getattr(one, change)(*arguments) for one in (ours, theirs)]
-            if change == "take":
-                np.testing.assert_array_equal(*answers)
+                arguments = [plain.values[::-1].copy()] * (change == "assign")
+            answers = [getattr(one, change)(*arguments) for one in ours]
+            wanted = plain.change(change, *arguments)
+            for answer in answers if change == "take" else []:
+                np.testing.assert_array_equal(answer, wanted)
             check_state()
 
 
-def check_alike(ours: Any, theirs: Any, generator: np.random.Generator) -> None:
-    """Two accumulators of the same values give the same answers."""
-    n = theirs.num_elements
+def check_alike(ours: Any, values: np.ndarray, generator: np.random.Generator) -> None:
+    """An accumulator of these values gives the answers of plain arrays."""
+    n, sizes = values.size, np.abs(values)
     for low, high in ((0, n), sorted(generator.integers(0, n + 1, 2).tolist())):
         # first what is content with upper bounds of the maxima: the others make them exact
-        threshold = theirs.kth_magnitude(int(generator.integers(1, min(n, 30) + 1))) if n else 1.0
+        threshold = float(np.sort(sizes)[-int(generator.integers(1, min(n, 30) + 1))]) if n else 1.0
         found = ours.at_least(threshold, low, high)
-        np.testing.assert_array_equal(found, theirs.at_least(threshold, low, high))
+        np.testing.assert_array_equal(found, reference.at_least(values, threshold, low, high))
         # few enough that the maxima of the blocks bound the k-th; and more
         length = high - low
         k = int(generator.integers(0, generator.choice([length // 64, min(length, 700), length]) + 1))
         largest = ours.largest(k, low, high)
-        np.testing.assert_array_equal(largest, theirs.largest(k, low, high))
+        np.testing.assert_array_equal(largest, reference.largest(values, k, low, high))
         assert found.dtype == largest.dtype == np.int32
-        assert not k or ours.kth_magnitude(k, low, high) == theirs.kth_magnitude(k, low, high)
+        assert not k or ours.kth_magnitude(k, low, high) == np.sort(sizes[low:high])[-k]
         chunk = int(generator.choice([1, 5, 64, 100, 4096]))
         lengths = np.minimum(chunk, n - np.arange(0, n, chunk))
         quotas = np.rint(generator.choice([0.0, 0.003, 0.02, 0.4, 1.0], lengths.size) * lengths).astype(
             np.int64
         )
         if n:
-            of_each = ours.largest_of_each(chunk, quotas)
-            np.testing.assert_array_equal(of_each, theirs.largest_of_each(chunk, quotas))
+            pairs = zip(range(0, n, chunk), quotas.tolist(), strict=True)
+            each = [reference.largest(values, k, start, start + chunk) for start, k in pairs]
+            np.testing.assert_array_equal(ours.largest_of_each(chunk, quotas), np.concatenate(each))
     thresholds = [0.0, threshold, float(np.exp(generator.normal()))]
     counts = ours.count_at_least(thresholds)
     assert counts.dtype == np.int64
-    np.testing.assert_array_equal(counts, theirs.count_at_least(thresholds))
+    np.testing.assert_array_equal(counts, [reference.at_least(values, one, 0, n).size for one in thresholds])
     for least in thresholds:
-        check_moments(ours.moments(least), theirs.values(), least)
+        reference.check_moments(ours.moments(least), values, least)
     stride, offset = int(generator.integers(1, 9)), int(generator.integers(0, 9))
-    np.testing.assert_array_equal(
-        ours.sample_magnitudes(stride, offset), theirs.sample_magnitudes(stride, offset)
-    )
+    np.testing.assert_array_equal(ours.sample_magnitudes(stride, offset), sizes[offset::stride])

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import Moments
+from horovod_sparse.arrays import FoldRule, Moments
 
 Array = np.ndarray
 
@@ -95,6 +95,49 @@ def check_moments(found: Moments, values: Array, threshold: float) -> None:
     np.testing.assert_allclose(found.total_squares, (sizes * sizes).sum(), rtol=1e-5)
     # logarithms cancel: to the precision of one of them, each
     np.testing.assert_allclose(found.total_logarithms, np.log(sizes).sum(), 1e-5, 1e-5 * (1 + sizes.size))
+
+
+class Plain:
+    """What histories leave of values and companions: each call in the most obvious way."""
+
+    def __init__(self, num_elements: int, dtype: str, companions: int) -> None:
+        self.arrays = [np.zeros(num_elements, dtype) for _ in range(1 + companions)]
+        self.folded, self.masked = self.arrays, slice(1, None)
+
+    @property
+    def values(self) -> Array:
+        return self.arrays[0]
+
+    def fold(self, gradient: Array, rule: FoldRule) -> tuple[Folded, float]:
+        """And the square norm of what was carried on."""
+        decay, self.masked = rule.decay * rule.keep_residual, slice(1, None if rule.masking else 1)
+        like: dict[str, Any] = {}
+        if rule.momentum is not None:
+            like = {"velocity": self.arrays[1], "momentum": rule.momentum, "nesterov": rule.nesterov}
+        elif rule.moment is not None:
+            like = {"moment": (self.arrays[1], rule.factors(self.values.dtype)[1:])}
+        carried = decay**2 * float(np.sum(np.square(self.values, dtype=np.float64)))
+        made = fold(self.values, gradient, decay=decay, **like)
+        others = self.arrays[1:] if made.companion is None else [made.companion, *self.arrays[2:]]
+        self.arrays = [made.values, *others]
+        self.folded = [array.copy() for array in self.arrays]
+        return made, carried
+
+    def change(self, name: str, *given: Array) -> Any:
+        if name in ("clear", "mask"):
+            for array in [*self.arrays[: name == "clear"], *self.arrays[self.masked]]:
+                array[given[0]] = 0
+        elif name in ("add", "put"):
+            before = self.values[given[0]] if name == "add" else 0
+            self.values[given[0]] = before + given[1]
+        elif name == "take":
+            return self.values[given[0]]
+        else:
+            if name == "assign":
+                self.folded = [given[0], *self.arrays[1:]]
+            self.arrays = [array.copy() for array in self.folded]
+            self.folded = [array.copy() for array in self.folded]
+        return None
 
 
 def add_into(dense: Array, indices: Array, values: Array) -> tuple[Array, int]:

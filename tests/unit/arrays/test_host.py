@@ -1,4 +1,4 @@
-"""HostAccumulator: any history of calls against one of plain tensors."""
+"""HostAccumulator: any history of calls against plain arrays."""
 
 import numpy as np
 import pytest
