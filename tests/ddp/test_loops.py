@@ -15,6 +15,7 @@ from horovod_sparse import ddp
 from horovod_sparse.errors import UnsupportedError
 from support.passes import adamw, backward, batches, flat, net_of, train
 from support.replicas import same_on_all_replicas
+from support.sampling import rows_by
 
 schedules = pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 0)])
 alone = pytest.mark.parametrize(("every", "delay"), [(1, 1), (4, 0)])
@@ -147,12 +148,11 @@ def test_a_step_that_raises_leaves_gradients(rank):
     assert same_on_all_replicas(*net.parameters())
 
 
-@schedules
-@pytest.mark.parametrize("how", ["detached", "copied", "pickled"])
-def test_an_optimizer_goes_on_without_us(every, delay, how, rank):
+@rows_by("schedule,how", [(1, 0), (1, 1), (4, 0)], ["detached", "copied", "pickled"])
+def test_an_optimizer_goes_on_without_us(schedule, how, rank):
     net = net_of()
     optimizer = adamw(net)
-    sync = attached(net, optimizer, every, delay)
+    sync = attached(net, optimizer, *schedule)
     train(net, optimizer, rank, 5)
     moment = sync.state_dict()["companions"][0]["0.weight"]
     if how == "detached":

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse import ddp
 from support.passes import adamw, backward, batches, flat, net_of, train
 from support.replicas import same_on_all_replicas
+from support.sampling import rows_by
 
 schedules = pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 0)])
 TEXT = "best:density=0.1"
@@ -36,11 +37,10 @@ def shared(folder) -> str:
     return found[0]
 
 
-@schedules
-@pytest.mark.parametrize("ranks", ["as many", "one alone"])
-def test_a_distributed_checkpoint_suffices(every, delay, ranks, tmp_path, rank):
+@rows_by("schedule,ranks", [(1, 0), (1, 1), (4, 0)], ["as many", "one alone"])
+def test_a_distributed_checkpoint_suffices(schedule, ranks, tmp_path, rank):
     """Ranks have the same batches, so that one alone trains as all do."""
-    losses, folder = [], shared(tmp_path)
+    (every, delay), losses, folder = schedule, [], shared(tmp_path)
     own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     for saves in (False, True):
         net = net_of()
@@ -117,8 +117,7 @@ def _residuals(net, optimizer) -> dict[str, torch.Tensor]:
     return {name: optimizer.state[one]["horovod_sparse_residual"] for name, one in net.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-@pytest.mark.parametrize("first", ["plain", "ours"])
+@rows_by("kind,first", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], ["plain", "ours"])
 def test_plain_pytorch_goes_on_and_we_go_on_from_it(kind, first, rank, size):
     """Gradients of plain PyTorch are averaged by DistributedDataParallel."""
     more = {"momentum": 0.9, "lr": 0.02} if kind is torch.optim.SGD else {"lr": 5e-3}
