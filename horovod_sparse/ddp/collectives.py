@@ -43,7 +43,7 @@ _LEAST_ROOM = 1024
 
 @dataclass
 class _Line:
-    """What both ends know of the messages from one rank to another.
+    """Counts the messages from one rank to another, and says how long the next may be; both ends know it.
 
     How many there have been: their tags come from it, as other pairs may have had more. And words that the
     next one may have before its receiver knows how many it has.
@@ -53,12 +53,12 @@ class _Line:
     room: int = _LEAST_ROOM
 
     def next_tag(self) -> int:
-        """Of the next message; what follows it has the tag behind."""
+        """Returns the tag of the next message; its second part has the tag behind."""
         self.number += 1
         return 2 * self.number % _NUM_TAGS
 
     def expect_after(self, length: int) -> None:
-        """A message had so many words: half more, and no fall at once where buckets differ."""
+        """Makes room for half more words than a message had; room shrinks slowly, since buckets differ."""
         self.room = max(_LEAST_ROOM, length + length // 2, self.room - self.room // 8)
 
 
@@ -89,7 +89,7 @@ class Carrier:
         self._to = [_Line() for _ in range(self.size)]
 
     def __call__(self, request: Request) -> Any:
-        """What comes back for a request; waits for it."""
+        """Carries out a request, waits for it and returns the answer."""
         if request.level != "all":
             return self._within(request)
         if isinstance(request, AllReduce):
@@ -103,7 +103,7 @@ class Carrier:
         return carry_out(by_exchanges(request, self.rank, self.size), self)
 
     def _within(self, request: Request) -> Any:
-        """A request among the ranks of a host, or of a column, by messages between them."""
+        """Carries out a request among the ranks of a host, or of a column, by messages between them."""
         if self.topology is None:
             raise CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
         if isinstance(request, ReduceScatter) and isinstance(request.buffer, torch.Tensor):
@@ -200,7 +200,7 @@ _num_made: Counter[str] = Counter()
 
 
 def _host_group(group: dist.ProcessGroup) -> Any:
-    """A Gloo group of the same ranks, for this process alone to know.
+    """Makes a Gloo group of the same ranks, which this process alone knows.
 
     `dist.new_group` would want ranks that do not take part, too; or names that it makes of the number of
     groups that a rank has, which may differ.
@@ -216,7 +216,7 @@ def _host_group(group: dist.ProcessGroup) -> Any:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> Any:
-    """As long as a group waits for its ranks; None, which is PyTorch's own, where it does not say."""
+    """Returns how long a group waits for its ranks; None for PyTorch's default."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
@@ -235,7 +235,7 @@ _END_SECONDS = 2.0
 
 
 class _Shared:
-    """What the thread and its owner both see. It does not hold the owner, which would never be freed."""
+    """State that the thread shares with its owner; it does not hold the owner, which would never be freed."""
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
@@ -246,7 +246,7 @@ class _Shared:
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """A request is under way; what the thread does besides is work."""
+        """Counts the time of a request as communication; the thread's other time is work."""
         before, began = self._carried[0], time.perf_counter()
         self._carried = before, began
         try:
@@ -255,7 +255,7 @@ class _Shared:
             self._carried = before + time.perf_counter() - began, None
 
     def carried_seconds(self) -> float:
-        """That requests were under way, ever."""
+        """Returns the seconds for which requests have been under way."""
         seconds, began = self._carried
         return seconds if began is None else seconds + time.perf_counter() - began
 
@@ -293,11 +293,10 @@ class Communicator:
         return self.start(name, _after(work, request, coroutine, self._shared))
 
     def move_to(self, topology: Topology | None) -> None:
-        """From now on ranks share these hosts; nothing is under way."""
         self._shared.carrier.topology = topology
 
     def run(self, name: str, coroutine: Synchronization[Any]) -> Any:
-        """What a coroutine returns; waits for it, and raises what it raises."""
+        """Runs a coroutine to its end; returns what it returns and raises what it raises."""
         task = self.start(name, coroutine)
         self.wait([task])
         return task.value()
@@ -320,7 +319,7 @@ class Communicator:
             raise shared.failure
 
     def _pending(self, tasks: Iterable[Task]) -> Task | None:
-        """The first that is not done; waits for a moment before it says so."""
+        """Waits for a moment; returns the first task that is not done then."""
         with self._shared.changed:
             if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _LOOK_SECONDS):
                 return None

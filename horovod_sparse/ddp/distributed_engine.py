@@ -79,7 +79,7 @@ def told_to_others(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def say_attached(group: dist.ProcessGroup | None) -> None:
-    """This rank has attached one more."""
+    """Tells the other ranks that this one has attached once more."""
     if dist.is_initialized():
         group = group or dist.group.WORLD
         GroupStore.of(group)("attached", f"{_attached[group.group_name]}.{dist.get_rank(group)}", b"yes")
@@ -169,11 +169,10 @@ class DistributedEngine:
 
     @property
     def backend(self) -> str:
-        """Of the model's group, by torch.distributed's name."""
         return dist.get_backend(self._group)
 
     def ranks(self) -> Placement:
-        """As torchrun tells."""
+        """Returns the place that torchrun has given to this process."""
         rank, size = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("GROUP_RANK", socket.gethostname())
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))

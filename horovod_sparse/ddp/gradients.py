@@ -111,7 +111,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     # a pass of DistributedDataParallel
 
     def expect_pass(self, first: torch.Tensor | None = None) -> None:
-        """A backward pass has begun, whose end is waited for; `first` has its gradient already."""
+        """Registers the end of a backward pass that has begun; `first` has its gradient already."""
         if self._ending() is not None:
             return
         if self.under_way:
@@ -128,7 +128,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _begin_pass(self, first: torch.Tensor) -> None:
-        """The first gradient of a pass is there: it ends with an exchange."""
+        """Called with the first gradient of a pass that ends with an exchange."""
         self.expect_pass(first)
         if self.under_way:
             return

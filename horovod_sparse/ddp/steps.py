@@ -90,7 +90,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
 
 def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Every DistributedDataParallel in a model, or around it: trainers give their callbacks the inner one."""
+    """Finds each DistributedDataParallel in a model, or around it: trainers hand out the inner module."""
     within = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     if within or not dist.is_initialized():
         return within
@@ -132,7 +132,7 @@ def end_first_pass(model: Any) -> None:
 def group_of(
     model: torch.nn.Module, wrapped: Sequence[DistributedDataParallel], replicas: Any
 ) -> dist.ProcessGroup | None:
-    """The ranks that have the same parameters: given, or those of the model's DistributedDataParallel."""
+    """Returns the ranks with the same parameters: those given, or those of a DistributedDataParallel."""
     sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]
     if wrapped and replicas is not None:
         raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")

@@ -101,7 +101,7 @@ class GradientTraining(Training):
         """Compares replicas of the last step, before this one is applied."""
 
     def forget(self, *, alike: bool) -> None:
-        """A step is given up: whatever was put off in the driver is void."""
+        """Drops what the driver has put off for a step that is cancelled."""
 
     def explain(self, error: BaseException) -> None:
         """Raises a better error in place of one, if there is any."""
@@ -132,7 +132,7 @@ class GradientTraining(Training):
         self._kinds += [(one, one.dtype, one.device) for one in entered]
 
     def _begin(self) -> None:
-        """Before the first gradient of a step."""
+        """Begins a step; called before its first gradient."""
         self.under_way, self.overflow, self.skipped = True, None, None
         if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
             try:
@@ -211,7 +211,7 @@ class GradientTraining(Training):
         return [task.error for task in tasks if task.error is not None]
 
     def _edited(self) -> list[str]:
-        """Parameters whose gradients were changed after their synchronization had begun."""
+        """Names the parameters whose gradients were changed after their synchronization had begun."""
         return [
             part.names[number]
             for part in self.parts
@@ -266,7 +266,7 @@ class GradientTraining(Training):
             self.give_up(drop=drop, alike=alike)
 
     def make_ready(self) -> None:
-        """For the first gradient of the next step."""
+        """Prepares for the first gradient of the next step."""
         for part in self.parts:
             part.task, part.num_missing = None, len(part.names)
         self.under_way, self._kept_back, self.num_started = False, [], 0

@@ -131,7 +131,7 @@ class Driver:
                 self._keep(self._deadline, now - idle_since, pending[0])
 
     def _keep(self, deadline: Deadline, waited: float, task: Task) -> None:
-        """Gives everything up at the deadline."""
+        """Cancels all tasks at the deadline."""
         try:
             deadline.check(waited, f"{self.label}{task.name}", task.num_rounds - 1)
         except DeadlineError:

@@ -35,7 +35,7 @@ Indices: TypeAlias = np.ndarray | None
 
 
 def host_view(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's memory as an array of the same shape and strides; bfloat16 as its bits in uint16."""
+    """Views a CPU tensor's memory as an array of its shape and strides; bfloat16 as bits in uint16."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
@@ -49,14 +49,14 @@ def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 class GradientMemory:
-    """What is done with gradients on the host, and with what is kept for them; see `DeviceMemory`, too."""
+    """Makes accumulators on the host, and reads and writes gradients there; see `DeviceMemory`, too."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
         """Residual and companions of a bucket: zeros."""
         return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
 
     def whole(self, info: BucketInfo) -> Accumulator:
-        """What stands in an accumulator's place where all is sent."""
+        """Returns the accumulator of a bucket that sends all elements and keeps none."""
         return WholeGradient(info.num_elements, info.dtype)
 
     def streams(self) -> CudaStreams | None:
@@ -122,14 +122,14 @@ def memory_of(device: torch.device, name: str) -> GradientMemory:
 
 
 def zeros(num_elements: int, like: torch.Tensor) -> torch.Tensor:
-    """Zeros. On the host NumPy's, which asks for huge pages: large folds miss the TLB less."""
+    """Makes zeros; on the host NumPy's, which asks for huge pages: large folds miss the TLB less."""
     if like.device.type != "cpu" or not num_elements:
         return torch.zeros(num_elements, dtype=like.dtype, device=like.device)
     return torch.from_numpy(np.zeros(num_elements * like.element_size(), np.uint8)).view(like.dtype)
 
 
 class Gradients:
-    """Gradients of some parameters, one behind the other, as an accumulator sees them.
+    """The gradients of a bucket, one behind the other, as an accumulator sees them.
 
     Nothing is copied on the host, and ``parameter.grad`` stays the tensor that autograd made.
 
@@ -209,14 +209,14 @@ class Gradients:
             )
 
     def _probed(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Some elements, bit for bit; None where looking would make the host wait."""
+        """Returns the bits of some elements; None where reading them would make the host wait."""
         if values.device.type != "cpu":
             return None
         width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
         return values[:: max(1, values.numel() // _NUM_PROBES)].view(width).clone()
 
     def edited(self) -> list[int]:
-        """Numbers of the parameters whose gradients were changed since `settle`."""
+        """Returns the numbers of the parameters whose gradients were changed since `settle`."""
         changed = []
         for number, (gradient, version, probed) in enumerate(self._taken):
             now = self.parameters[number].grad
@@ -230,11 +230,11 @@ class Gradients:
         return changed
 
     def foldable(self, loss_scale: float) -> Any:
-        """All of them over the loss's scale, as an accumulator folds them."""
+        """Returns all gradients over the loss's scale, as an accumulator folds them."""
         return self.memory.foldable(self._flat, loss_scale)
 
     def _target(self, number: int) -> torch.Tensor | None:
-        """A parameter's gradient in the order of its layout, to be written to; None if it has no such one."""
+        """Returns a parameter's gradient in its layout's order, to write to; None if it has another form."""
         gradient, like = self.parameters[number].grad, self.layouts[number]
         if gradient is None or (own := self._own(gradient)).is_sparse:
             return None
@@ -287,7 +287,7 @@ class Gradients:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Zeros as all gradients."""
+        """Fills all gradients with zeros."""
         for number, like in enumerate(self.layouts):
             own = self._target(number)
             if own is None and number in self.unused:
@@ -304,14 +304,14 @@ class Gradients:
         self.parameters[0].grad.fill_(torch.inf)
 
     def to_coo(self) -> None:
-        """Gradients in COO form, of the elements that are not 0."""
+        """Converts gradients to COO form, of the elements that are not 0."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse()
 
 
 def _in_order(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in the order of a layout; its own memory, where it has that order."""
+    """Returns a tensor's elements in the order of a layout; its own memory where it has that order."""
     if own.numel() > 1 and own.stride() != like.stride():
         own = torch.empty_strided(like.shape, like.stride(), dtype=own.dtype, device=own.device).copy_(own)
     return own.as_strided((own.numel(),), (1,), own.storage_offset())

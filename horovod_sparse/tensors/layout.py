@@ -29,14 +29,14 @@ def dtype_name(tensor: torch.Tensor) -> str | None:
 
 
 def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
-    """A gradient over the scale of its loss, half types in float32; the gradient itself where that is 1."""
+    """Divides a gradient by the scale of its loss, half types in float32; a scale of 1 copies nothing."""
     if loss_scale == 1.0:
         return gradient.detach()
     return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * (1.0 / loss_scale)
 
 
 def on_host(saved: Any) -> Any:
-    """A checkpoint's nested values with all tensors on the CPU, wherever they were loaded to."""
+    """Copies all tensors in a checkpoint's nested values to the CPU."""
     if isinstance(saved, torch.Tensor):
         return saved.detach().cpu()
     if isinstance(saved, Mapping):
@@ -62,18 +62,18 @@ def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's part of a flat buffer, in its shape."""
+    """Views a parameter's part of a flat buffer in its shape."""
     return flat.as_strided(parameter.shape, memory_strides(parameter), start)
 
 
 def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of a parameter's part of a bucket, in its shape, contiguous: what a checkpoint holds."""
+    """Copies a parameter's part of a bucket into its shape, contiguous, as checkpoints hold it."""
     copy = torch.from_numpy(np.array(values))
     return view_into(copy, 0, parameter).clone(memory_format=torch.contiguous_format)
 
 
 def unshaped(values: torch.Tensor, parameter: torch.Tensor) -> np.ndarray:
-    """The inverse of `shaped`: the values in the order in which they lie in the bucket."""
+    """Inverts `shaped`: returns the values in the bucket's order."""
     flat = torch.empty(parameter.numel(), dtype=values.dtype)
     view_into(flat, 0, parameter).copy_(values)
     array: np.ndarray = flat.numpy()
@@ -91,13 +91,13 @@ class _AsWritable:
 
 
 def readable_tensor(array: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor, to be read only (a copy only where it is not contiguous)."""
+    """Views an array as a tensor, to be read only; copies it if it is not contiguous."""
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_AsWritable(array)))
 
 
 def host_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry with all of its tensors on the host; a `StateMismatchError` if it is nested without end."""
+    """Copies an entry's tensors to the host; raises `StateMismatchError` if it is nested without end."""
     try:
         return dict(on_host(entry)) if isinstance(entry, Mapping) else on_host(entry)
     except RecursionError as error:
@@ -105,7 +105,7 @@ def host_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """The entry for one rank of another number of ranks, so that the mean residual is kept exactly.
+    """Returns the entry for one rank of another number of ranks, and keeps the mean residual exactly.
 
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
     r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new
@@ -163,7 +163,7 @@ class TensorEntry:
 
 
 def device_sums(values: torch.Tensor) -> NDArray[np.uint64]:
-    """As `word_sums`; rows are added up on the device, and one row comes to the host."""
+    """Computes `word_sums` on a device: rows are added up there, and one row comes to the host."""
     if values.storage_offset() % 8:  # words have to begin at their multiples
         values = values.clone()
     whole = values.numel() // _ROW_BYTES * _ROW_BYTES
@@ -196,7 +196,7 @@ _NUMBER_BYTES = 64
 def shared_entries(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
 ) -> list[Entry]:
-    """What has to be equal on all ranks: settings first, which may be why others differ, then parameters."""
+    """Returns what has to be equal on all ranks: settings first, which may be why parameters differ."""
     entries: list[Entry] = [TensorEntry(name, local(tensor)) for name, tensor in parameters.items()]
     if optimizer is None:
         return entries
@@ -207,7 +207,7 @@ def shared_entries(
 
 
 def settings_entries(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[Entry]:
-    """An optimizer's settings for the groups of these parameters."""
+    """Returns an optimizer's settings for the groups of these parameters."""
     shared = set(map(id, parameters))
     settings: list[Entry] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -218,7 +218,7 @@ def settings_entries(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
 
 
 def _inside(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
-    """The numbers and tensors of a state, or of a group's options."""
+    """Yields the numbers and tensors of a state, or of a group's options."""
     for key in sorted(held, key=str):
         yield from _entries(words.format(key), held[key])
 

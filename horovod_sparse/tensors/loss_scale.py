@@ -37,7 +37,7 @@ class _Pass:
 
 
 def pass_number() -> int:
-    """Of the backward pass under way: no other has it; -1 if there is none."""
+    """Returns a number of the backward pass under way, which no other has; -1 if there is none."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -56,7 +56,7 @@ def watch_scalers() -> None:
 
 
 def scaled_by() -> torch.amp.GradScaler | None:
-    """The scaler of the loss whose backward pass is under way; None if it is not scaled."""
+    """Returns the scaler of the loss whose backward pass is under way; None if it is not scaled."""
     alive = [one for one in (reference() for reference in scaled_passes) if one is not None]
     if alive:
         return alive[-1].scaler
@@ -74,16 +74,16 @@ class ScaleOfStep:
         self.value = 1.0
 
     def note(self) -> None:
-        """The first gradient of a step has arrived. Asks the scaler once: the number may be on a GPU."""
+        """Reads the scale with the first gradient of a step; once, since it may be on a GPU."""
         self.scaler = scaled_by()
         self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def expect(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Who asks for a step of which no gradient of this rank has told: all ranks step alike."""
+        """Sets the scaler of a step for which this rank has no gradient: all ranks step alike."""
         self.scaler, self.value = scaler, 1.0
 
     def settle(self) -> None:
-        """A step ends of which no gradient has told: it is scaled as was expected, or as the last one."""
+        """Ends a step without gradients: it is scaled as was expected, or as the last one."""
         if self.scaler is not None:
             self.value = float(self.scaler.get_scale())
 
@@ -111,7 +111,7 @@ def _marked(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
 
 
 def _begin(scaler: torch.amp.GradScaler) -> None:
-    """The backward pass of a scaled loss begins: runs before the hook of any parameter."""
+    """Notes that the backward pass of a scaled loss begins, before the hook of any parameter."""
     begun = _Pass(scaler)
     scaled_passes.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)

@@ -180,7 +180,7 @@ class StepBucket(ParameterBucket):
         return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
 
     def view(self, number: int, memory: Any) -> torch.Tensor:
-        """A parameter's part of the bucket's residual or of a companion, in its shape: no copy."""
+        """Views a parameter's part of the bucket's residual, or of a companion, in its shape."""
         parameter: Any = self.parameters.parameters[number]
         one = torch.as_tensor(memory)[slice(*self.places[number])]
         view = view_into(one, one.storage_offset(), local(parameter))

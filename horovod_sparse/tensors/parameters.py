@@ -20,7 +20,7 @@ from horovod_sparse.tensors.layout import local, memory_strides
 
 
 def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor's elements in the order in which a parameter's lie in memory; its own memory if it can be."""
+    """Returns a tensor's elements in the order of a parameter's memory; its own memory where it can."""
     own = local(tensor)
     strides = memory_strides(own if like is None else local(like))
     if own.stride() != strides:
@@ -55,7 +55,7 @@ class BucketParameters:
         self._arrays: list[Any] = []
 
     def arrays(self) -> list[Any]:
-        """The parameters' own memory, flat: arrays on the host, tensors elsewhere. Asked for in each pass."""
+        """Returns the parameters' own memory, flat: arrays on the host, tensors elsewhere."""
         own = [local(parameter) for parameter in self.parameters]
         lie = [(one.data_ptr(), one.stride()) for one in own]
         if lie != self._lie:
@@ -65,7 +65,7 @@ class BucketParameters:
         return self._arrays
 
     def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Any]]:
-        """Parameters that have some of the positions: memory, which positions, and where these are in it."""
+        """Yields the memory of each parameter that has some of the positions, which, and where in it."""
         cuts = [0, *np.searchsorted(indices, self._stops).tolist()]
         arrays = self.arrays()
         for number, array in enumerate(arrays):

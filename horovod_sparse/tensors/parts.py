@@ -147,7 +147,7 @@ class Part(common.BucketPart):
         self._shown = self._first_of_sum()
 
     def has_last_sum(self) -> bool:
-        """Whether gradients hold the last sum: PyTorch does not count who clears them by ``.data``."""
+        """True if gradients hold the last sum: PyTorch does not count changes by ``.data``."""
         return self._first_of_sum() == self._shown
 
     def abandon(self, *, drop: bool = False) -> None:
@@ -244,7 +244,7 @@ def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of a model that an optimizer trains, by name; all of them without an optimizer.
+    """Returns a model's parameters that an optimizer trains, by name; all of them without an optimizer.
 
     Raises:
         ArgumentError: if it trains others, too.
@@ -267,13 +267,13 @@ def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) 
 
 
 def inner_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The module within torch.compile's and DistributedDataParallel's."""
+    """Returns the module within those of torch.compile and DistributedDataParallel."""
     inner: torch.nn.Module = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what wrappers put before it."""
+    """Removes from a parameter's name what wrappers put before it."""
     parts = name.split(".")
     return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 

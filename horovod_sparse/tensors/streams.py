@@ -56,7 +56,7 @@ class PendingCopy:
 
 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
-    """A fresh array with the tensor's content; waits for the device."""
+    """Copies a tensor to a new array; waits for the device."""
     return PendingCopy(tensor).arrays()[0]
 
 
@@ -116,7 +116,7 @@ class CudaStreams:
         self._home: Any = None
 
     def note(self) -> None:
-        """A gradient of the bucket was written on the current stream."""
+        """Notes that a gradient of the bucket was written on the current stream."""
         stream = self._cuda.current_stream(self._device)
         if stream not in self._writers:
             self._writers.append(stream)

@@ -63,7 +63,7 @@ def holder_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def held_besides(handle: int) -> int:
-    """Of a collective that was just started: gives its tensors holders. Returns the handle."""
+    """Gives holders to the tensors of a collective that was just started; returns its handle."""
     global _holders
     start = present_start()
     if _holders[0] is not start:
@@ -73,7 +73,7 @@ def held_besides(handle: int) -> int:
 
 
 def finished(handle: int) -> Any:
-    """What a collective gave; waits for it."""
+    """Waits for a collective and returns its result."""
     result = hvd.synchronize(handle)
     if _holders[0] is present_start():
         _holders[1].pop(handle, None)
@@ -118,6 +118,6 @@ class _StockOwner:
 
 
 def claim_for_stock(optimizer: Any) -> None:
-    """As `claim`, for an optimizer of Horovod's own."""
+    """Claims the parameters of an optimizer of Horovod's own."""
     optimizer._owner_of_parameters = _StockOwner(optimizer)
     claim(optimizer._owner_of_parameters, [p for group in optimizer.param_groups for p in group["params"]])

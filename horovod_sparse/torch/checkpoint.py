@@ -161,7 +161,7 @@ def _check_model(model: torch.nn.Module, saved: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A state_dict with arrays in place of tensors."""
+    """Puts arrays in place of a state_dict's tensors."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
         try:
@@ -178,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 def _live(value: Any) -> Any:
-    """The inverse of `_plain`."""
+    """Inverts `_plain`."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, Mapping):

@@ -109,7 +109,7 @@ def _start_within(
     mpi: MpiCarrier | None,
     topology: Topology | None,
 ) -> Handle:
-    """A request among the ranks of a host, or of a column, by messages: process sets cost every cycle."""
+    """Starts a request of a host's ranks, or a column's, as messages: process sets cost every cycle."""
     if topology is None:
         raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
     ranks = topology.group(request.level, process_set.rank())
@@ -124,7 +124,7 @@ def _start_within(
 def _scatter_sum(
     request: collectives.ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]
 ) -> Handle:
-    """A reduce-scatter among some ranks by an all-to-all, which is faster on the host than Horovod's own."""
+    """Starts a reduce-scatter among some ranks as an all-to-all, faster on the host than Horovod's own."""
     tensor, answer = _reducible(request.buffer)
     splits = torch.zeros(process_set.size(), dtype=torch.int32)
     for place, rank in enumerate(ranks):
@@ -157,7 +157,7 @@ def _start_alltoall(
 
 
 def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
-    """A tensor that Horovod can reduce, on its device or through the host, and what its sum becomes."""
+    """Returns a tensor that Horovod can reduce, there or on the host, and what converts its sum."""
     if not isinstance(buffer, torch.Tensor):
         return readable_tensor(buffer), _array
     if buffer.device.type == "cpu" or _reduces(buffer):
@@ -171,7 +171,7 @@ def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callabl
 
 
 def _reduces(tensor: torch.Tensor) -> bool:
-    """Whether this build of Horovod takes the tensor, by the name of the function that it would call."""
+    """True if this build of Horovod has the function that reduces the tensor."""
     function = "horovod_torch_allreduce_async_" + tensor.type().replace(".", "_")
     return hasattr(hvd.mpi_ops.mpi_lib, function)
 
@@ -202,7 +202,6 @@ class HorovodDriver(Driver):
         )
 
     def move_to(self, topology: Topology | None) -> None:
-        """From now on ranks share other hosts."""
         self._topology = topology
         self._start = partial(start, process_set=self.process_set, mpi=self.mpi, topology=topology)
 

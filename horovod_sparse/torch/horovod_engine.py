@@ -29,7 +29,7 @@ construction_errors = ConstructionErrors.of_horovod(hvd)
 
 
 def _refuse_whole_gradients(names: Sequence[str], process_set: Any) -> None:
-    """After ranks have been waited for in vain: finds out whether one sends whole gradients, and ends that.
+    """Finds out whether a rank that did not come sends whole gradients, and ends that.
 
     It waits for collectives of the parameters' names. Putting another type under such a name is an error of
     Horovod's on all ranks. Nothing goes on afterwards in any case, so it does not matter if nobody answers.
@@ -92,7 +92,7 @@ class HorovodEngine:
         return self.binding.make_parts(specs, facts, place, topology)
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        """See `Engine`; under one name whatever it is about, so that ranks which differ meet there."""
+        """Carries out as `Engine.carry_out`, under one name: ranks that differ meet there."""
         try:
             return carry_out_together(
                 *(coroutine, self.process_set, "horovod_sparse.agreement"),
@@ -129,13 +129,13 @@ class OverHorovod:
 
 
 def where_of(process_set: Any, device: torch.device) -> ClusterFacts:
-    """This rank's place, and what a profile says of the cluster."""
+    """Returns this rank's place, and the facts of the cluster for a profile."""
     words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return ClusterFacts.of(process_set, "torch", hvd, words)
 
 
 def most_of(parameters: Sequence[ParameterFacts]) -> tuple[torch.device, str]:
-    """Where most elements are, and of which type: what is measured stands for all."""
+    """Returns the device and type of most elements, which are measured for all."""
     elements: dict[tuple[str, str], int] = {}
     for parameter in parameters:
         key = parameter.device, parameter.dtype

@@ -63,12 +63,12 @@ class Methods(torch.optim.Optimizer):
 
     @property
     def telemetry(self) -> Telemetry:
-        """What happened in the last step, and means. Empty on a rank that the process set leaves out."""
+        """Returns figures of the last step, and means; empty on a rank that the process set leaves out."""
         return Telemetry() if self._synchronizer is None else self._synchronizer.telemetry
 
     @property
     def plan(self) -> Plan | None:
-        """Which parameters form which bucket; None where nothing is synchronized."""
+        """Returns which parameters form which bucket; None where nothing is synchronized."""
         return None if self._synchronizer is None else self._synchronizer.plan
 
     @property
@@ -212,7 +212,7 @@ class Methods(torch.optim.Optimizer):
         super(self.__class__, self).zero_grad(set_to_none)
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """The optimizer's own state, and this rank's residuals in the entry 'horovod_sparse'.
+        """Returns the optimizer's own state, with this rank's residuals in the entry 'horovod_sparse'.
 
         Residuals differ from rank to rank: to resume exactly, let every rank save a file of its own.
         Optimizers of PyTorch and of Horovod load it too and pass over the entry.

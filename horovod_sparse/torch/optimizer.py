@@ -185,7 +185,7 @@ def DistributedOptimizer(
 
 
 def _without_hooks(step: Any) -> Any:
-    """A step of Horovod's, for which PyTorch runs no hooks."""
+    """Wraps a step of Horovod's so that PyTorch runs no hooks for it."""
 
     @functools.wraps(step)
     def stepped(self: Any, closure: Any = None) -> Any:
@@ -224,7 +224,7 @@ def _adopt(optimizer: Any) -> None:
 
 
 def _adopted(optimizer: Any) -> bool:
-    """Whether an optimizer has a sparsifier: it is one of ours then."""
+    """Adopts an optimizer with a sparsifier; returns whether it has one."""
     if sparse := isinstance(optimizer._compression, SparseCompressor):
         _adopt(optimizer)
     return sparse

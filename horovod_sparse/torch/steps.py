@@ -92,7 +92,7 @@ def bound(
     delay: int,
     groups: Any,
 ) -> Any:
-    """The very optimizer, whose steps are exchanged from now on, with what Horovod's users call besides.
+    """Binds the optimizer to passes, and returns it with the methods that Horovod's users call besides.
 
     Gradients stay on their ranks until `step`, so `synchronize` has nothing to do, and they may be clipped
     or accumulated before.

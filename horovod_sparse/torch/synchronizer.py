@@ -46,7 +46,7 @@ def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -
 
 
 class GradientSynchronizer(OverHorovod, GradientTraining):
-    """Gradients over Horovod; `warmup` measures and decides, where the plan was asked to go by times."""
+    """Synchronizes gradients over Horovod; `warmup` measures and decides where the plan goes by times."""
 
     engine: HorovodEngine
 
@@ -115,7 +115,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return decision
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """As `merging` and `tensor_selection` ask for, as far as that needs no times."""
+        """Returns the plan that `merging` and `tensor_selection` ask for, as far as that needs no times."""
         if self._first.request is None:
             return super().first_plan_of(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])
@@ -177,7 +177,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return new
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """This rank's entry, of tensors, numbers and strings alone (``torch.load(weights_only=True)``)."""
+        """Returns this rank's entry, of tensors, numbers and strings alone (for ``weights_only=True``)."""
         if any(part.task is not None for part in self.parts):
             raise errors.UnsupportedError(
                 "an optimizer is saved between steps: call optimizer.step() or optimizer.synchronize() first"
@@ -192,7 +192,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.load(entry)
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """After every accumulation into a parameter's gradient. Never waits for other ranks."""
         with self._hooks:
             part = self._take(parameter)
             complete = self.optimizer._allreduce_delay[parameter] == 0
@@ -214,7 +213,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 warmup.arrived(self._name_of[parameter], entered, left)
 
     def _take(self, parameter: torch.Tensor) -> Part:
-        """The part whose gradient is now complete but for `num_missing` parameters."""
+        """Counts a gradient; returns its part, which lacks `num_missing` more."""
         delays, gradient = self.optimizer._allreduce_delay, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(
@@ -244,7 +243,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return part
 
     def reduced(self, loss: Any) -> Any:
-        """A loss over all ranks, as gradients are: their mean, or their sum."""
+        """Returns the mean of a loss over all ranks, or its sum, as gradients are."""
         if self.size == 1:
             return loss
         value = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
@@ -254,7 +253,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
     def check_drift(self) -> None:
-        """All ranks together, after the optimizer's step: whether they train the same model still."""
+        """Compares the ranks' models after the optimizer's step, on all ranks together."""
         if self.size == 1:
             self.drift.postpone(self.step)
             return
@@ -299,7 +298,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             self.warmup.given_up()
 
     def finish_pending(self, *, drop: bool = False) -> None:
-        """As of `GradientTraining`. If Horovod has failed, elastic training takes back an older state."""
+        """Cancels the pending step; if Horovod has failed, elastic training takes back an older state."""
         try:
             super().finish_pending(drop=drop)
         except hvd.HorovodInternalError as error:
@@ -316,7 +315,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
 
     def convert(self) -> None:
-        """Gradients in COO form, once they have been clipped."""
+        """Converts clipped gradients to COO form."""
         if self.overflow is None:
             for part in self.parts:
                 part.gradient.to_coo()

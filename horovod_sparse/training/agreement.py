@@ -69,7 +69,7 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where one rank stands."""
+    """The state of one rank, as it tells the others."""
 
     step: int
     #: of the sparsifiers' states, as far as they are equal on all ranks; see `shared_digest`

@@ -31,8 +31,6 @@ Facts: TypeAlias = Mapping[str, tuple[ParameterFacts, Any]]
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A bucket to be made."""
-
     #: stable over ranks and steps
     label: str
     names: tuple[str, ...]
@@ -43,12 +41,12 @@ class PartSpec:
 
     @property
     def whole(self) -> bool:
-        """Whether its accumulator is a `WholeGradient`: it is dense, and its feedback keeps nothing."""
+        """True if its accumulator is a `WholeGradient`: it is dense, and its feedback keeps nothing."""
         return self.dense and not self.recipe.feedback.changes_dense
 
     @property
     def title(self) -> str:
-        """The bucket's name, for messages: that of a sum of dense parameters names the first of them."""
+        """Returns the bucket's name for messages; a sum of dense parameters is named by the first of them."""
         others = len(self.names) - 1
         return self.names[0] + (f" and {others} more" if others else "") if self.whole else self.label
 

@@ -157,7 +157,7 @@ class LocalTraining(Steps):
 
     @property
     def share_computing(self) -> float:
-        """The share of this process' time since its first step that exchanges have not held it up."""
+        """Returns the share of time since the first step in which no exchange held this process up."""
         passed = time.perf_counter() - self._since
         return 1.0 - self._held_up / passed if self._num_steps else 1.0
 

@@ -62,7 +62,7 @@ class Parameters(Protocol):
         """Converts the result of `move` for a checkpoint."""
 
     def from_saved(self, saved: Any) -> Any:
-        """The inverse of `to_save`."""
+        """Inverts `to_save`."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class OwnMoves:
 
     @property
     def task(self) -> Task:
-        """The oldest exchange's collective."""
+        """Returns the oldest exchange's collective."""
         return self.in_flight[0].task
 
     def select(self, report: BucketStep) -> None:
@@ -174,7 +174,7 @@ class OwnMoves:
         self.in_flight.append(Exchange(task, num_moves, message, own, report))
 
     def received(self, scale: float) -> SparseSum:
-        """The oldest exchange's sum, which has come; raises what ranks find wrong with it, all alike."""
+        """Returns the sum of the oldest exchange, which is done; raises what all ranks find wrong with it."""
         exchange = self.in_flight[0]
         total: SparseSum = exchange.task.value()
         overflow = self._bucket.received(total, exchange.report, scale)
@@ -215,7 +215,7 @@ class OwnMoves:
             self._bucket.accumulator.add(exchange.own.indices, sent)
 
     def _put_back(self) -> tuple[Exchange, list[Move]]:
-        """The common parameters, bit for bit; the oldest exchange, and the moves after its own."""
+        """Puts the common parameters back; returns the oldest exchange and the moves after its own."""
         exchange = self.in_flight.popleft()
         later = self.moves[exchange.num_moves :]
         self._undo()
@@ -291,7 +291,7 @@ class StepPart(Protocol):
 
     @property
     def absent(self) -> Sequence[int]:
-        """Numbers of the parameters that have no gradient now, or do not move: their rate is 0."""
+        """Returns the numbers of parameters that have no gradient now, or a rate of 0."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Schedule:
 
     @property
     def moves_alone(self) -> bool:
-        """Whether a rank moves before it hears of others."""
+        """True if a rank moves before it hears of others."""
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
@@ -100,7 +100,7 @@ def clipped_to_median(sum_: SparseSum) -> SparseSum:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What a mean displacement does to the common parameters: SGD, with Nesterov's momentum if it has any.
+    """Applies a mean displacement to the common parameters: SGD, with Nesterov's momentum if it has any.
 
     ``v <- momentum v + mean,  theta <- theta - lr (mean + momentum v)``
 
@@ -125,7 +125,7 @@ class OuterStep:
 
     @classmethod
     def named(cls, given: str | OuterStep) -> OuterStep:
-        """By its name, "sgd" or "nesterov", or itself."""
+        """Returns the outer step of a name, "sgd" or "nesterov"; an `OuterStep` stays what it is."""
         known = {"sgd": cls(), "nesterov": cls(0.7, 0.9)}
         if isinstance(given, str) and given not in known:
             raise UnknownNameError("outer", given, known)
@@ -208,7 +208,7 @@ class LocalSchedule(Schedule):
 
     @classmethod
     def of(cls, every: int, options: Mapping[str, Any], front_end: str) -> tuple[LocalSchedule, Settings]:
-        """Of a front end's arguments: `LocalOptions`, as the user gave them."""
+        """Reads a front end's arguments: `LocalOptions`, as the user gave them."""
         own = LocalOptions.__annotations__.keys() - {one.name for one in fields(Settings)}
         others = {name: value for name, value in options.items() if name not in own}
         settings = Settings.of(others, front_end, LocalOptions, ("every",))

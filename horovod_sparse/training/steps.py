@@ -224,11 +224,11 @@ class Steps(Training):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a loss scaler looks after gradients that are not finite."""
+        """True if a loss scaler looks after gradients that are not finite."""
         return False
 
     def _move_alone(self, overflowed: bool) -> None:
-        """A rank moves at once by what it selects; exchanges begin and land where it is time."""
+        """Moves at once by what this rank selects; begins and lands exchanges that are due."""
         facts = self._facts
         present = present_in(self.parts)
         reports = [] if overflowed else [self._fold(part) for part in self.parts]
@@ -396,7 +396,7 @@ class Steps(Training):
 
 
 def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
-    """The mean over the ranks whose numbers are finite."""
+    """Averages over the ranks whose numbers are finite."""
     sent = np.append(own, 1.0) if np.isfinite(own).all() else np.zeros(own.size + 1)
     total = np.asarray((yield AllReduce(sent)))
     return total[:-1] / total[-1] if total[-1] else own

@@ -82,7 +82,7 @@ class Training:
 
     @property
     def sparse(self) -> list[Any]:
-        """The parts that are buckets of the plan, in its order."""
+        """Returns the parts that are buckets of the plan, in its order."""
         return [part for part in self.parts if not part.dense]
 
     @property
@@ -106,7 +106,7 @@ class Training:
 
     @property
     def _measured(self) -> str:
-        """How far this rank has come with what all ranks measure together, as text."""
+        """Returns how far this rank is in what all ranks measure together, as text."""
         return ""
 
     @property
