@@ -38,14 +38,17 @@ present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_han
 
 def adopting(adopt: Callable[[Any], bool]) -> None:
     """Lets Horovod's own optimizers be adopted, as they are made; Horovod goes on where `adopt` says no."""
-    register = StockOptimizer._register_hooks
+    for kind in (StockOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
+        kind._register_hooks = _adopting(kind._register_hooks, adopt)
 
+
+def _adopting(register: Callable[[Any], None], adopt: Callable[[Any], bool]) -> Callable[[Any], None]:
     @functools.wraps(register)
     def registered(self: Any) -> None:
         if not adopt(self):
             register(self)
 
-    StockOptimizer._register_hooks = registered
+    return registered
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:

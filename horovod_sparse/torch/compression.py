@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.layout import dtype_name
+from horovod_sparse.tensors import sums
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import construction_errors
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
@@ -45,6 +45,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self._adopted: weakref.ref[GradientSynchronizer] | None = None
         #: loaded before there was one
         self._loaded: Mapping[str, Any] | None = None
+        self._num_compressed = 0
 
     def adopt(self, synchronizer: GradientSynchronizer) -> None:
         """A stock optimizer has become this one's; it goes on from what was loaded before."""
@@ -73,24 +74,26 @@ class SparseCompressor(hvd.compression.Compressor):
         return Telemetry() if self._synchronizer is None else self._synchronizer.telemetry
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Passes on what cannot be sparsified (integers, no elements, COO form); refuses all else.
+        """Returns a tensor as this rank would send it, where Horovod sends every element.
 
-        Horovod calls this for what is no gradient of an optimizer that was adopted.
+        That is where no optimizer was adopted, as ``horovod.torch.allreduce(tensor, compression=...)``. What
+        is not selected is 0, and is not kept; see `horovod_sparse.torch.allreduce`, which sends sparsely.
+        Integers, COO tensors, and tensors with a NaN or Inf stay as they are.
 
         Raises:
-            UnsupportedError: for Adasum, and for ``hvd.allreduce(..., compression=...)``.
+            UnsupportedError: if the tensor requires a gradient.
+
+        Example:
+            >>> Compression.topk(density=0.5).compress(torch.tensor([1.0, -4.0]))
+            (tensor([ 0., -4.]), None)
         """
-        if dtype_name(tensor) is None or tensor.numel() == 0 or tensor.is_sparse:
+        if not sums.is_sparsifiable(tensor):
             return tensor, None
-        raise UnsupportedError(
-            f"a tensor of shape {tuple(tensor.shape)} is no gradient that a sparsifier can synchronize. It "
-            "keeps a residual for every parameter of a DistributedOptimizer. hvd.allreduce(compression=...) "
-            "has none, and op=Adasum combines whole parameter updates. Use op=Average or op=Sum, or "
-            "compression=Compression.none"
-        )
+        self._num_compressed += 1  # random numbers go by it
+        return sums.sparsified(tensor, self.recipe, f"compressed.{self._num_compressed}"), None
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """What `compress` has passed on comes back as it is."""
+        """Returns the tensor."""
         return tensor
 
     def reset(self) -> None:

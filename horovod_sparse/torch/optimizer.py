@@ -199,6 +199,7 @@ def _without_hooks(step: Any) -> Any:
 def _adopt(optimizer: Any) -> None:
     """Makes one of Horovod's own optimizers one of ours."""
     compression = optimizer._compression
+    _refuse_adasum(getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
     refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
     compression.check_free(p for group in optimizer.param_groups for p in group["params"])
     own, settings = type(optimizer), Settings(bucket_bytes=1)  # a class of its own, made from the user's
@@ -255,12 +256,16 @@ def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) 
         raise ArgumentError("groups", groups, "a number of buckets, or lists of parameters")
 
 
-def _check_sparse(optimizer: Any, compression: SparseCompressor, op: Any, predivide: float) -> None:
+def _refuse_adasum(op: Any) -> None:
     if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
             "residual has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
         )
+
+
+def _check_sparse(optimizer: Any, compression: SparseCompressor, op: Any, predivide: float) -> None:
+    _refuse_adasum(op)
     allowed = "a finite number above 0"
     check_number("gradient_predivide_factor", predivide, allowed, low=0.0, high=math.inf, include_high=False)
     if predivide != 1.0 and op != hvd.Average:

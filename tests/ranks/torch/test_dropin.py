@@ -30,10 +30,8 @@ def train(model, optimizer, steps, rank) -> None:
 def test_adasum_and_coo_gradients_are_refused(rank, size):
     with pytest.raises(UnsupportedError, match="Adasum"):
         wrapped("own", LinearModel(SHAPES), "topk:density=0.1", {"op": hvd.Adasum})
-    if not size & (size - 1):  # Adasum itself wants a power of two
-        model, _optimizer, _ = make(op=hvd.Adasum)  # kept alive: its hooks live as long as it does
-        with pytest.raises(UnsupportedError, match="Adasum"):
-            model.backward({name: np.ones(SHAPES[name]) for name in SHAPES})
+    with pytest.raises(UnsupportedError, match="Adasum"):
+        make(op=hvd.Adasum)
     embedding = torch.nn.Embedding(5, 2, sparse=True)
     _kept = wrapped("own", embedding, "topk:density=0.5")
     with pytest.raises(UnsupportedError, match="sparse_as_dense"):
@@ -56,15 +54,6 @@ def test_half_types_hold_less(rank, size, front, op):
         optimizer.step()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert same_on_all_ranks(*model.parameters())
-
-
-def test_something_that_is_no_gradient_is_refused(rank, size):
-    compressor = Compression.topk(density=0.1)
-    with pytest.raises(UnsupportedError, match="no gradient that a sparsifier"):
-        hvd.allreduce(torch.ones(8), name="x", compression=compressor)
-    # what has no elements or no fractions is not sparsified
-    total = hvd.allreduce(torch.full((3,), 2), name="x", op=hvd.Sum, compression=compressor)
-    assert total.tolist() == [2 * size] * 3
 
 
 def test_one_compressor_for_two_optimizers_is_refused(rank, size):

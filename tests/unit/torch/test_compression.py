@@ -98,6 +98,7 @@ MODULES = (
     ".sync_batch_norm",
 )
 OURS = {"Compression", "DistributedOptimizer", "compression", "optimizer"}
+OURS |= {"allreduce", "allreduce_async", "poll", "synchronize"}
 
 
 @pytest.mark.parametrize("module", MODULES)
