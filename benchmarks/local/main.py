@@ -6,31 +6,22 @@ On one core, or with `--device cuda` on a GPU. Needs no Horovod.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 # One thread everywhere, before anything starts a pool.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 from benchmarks.common.options import count, density  # noqa: E402
-from benchmarks.common.timing import Work, measure, tell  # noqa: E402
+from benchmarks.common.timing import measure, tell  # noqa: E402
 from benchmarks.local.steps import StepWorks  # noqa: E402
-from benchmarks.local.works import LocalWorks  # noqa: E402
+from benchmarks.local.works import DeviceWorks, Works  # noqa: E402
 
 _MEMORY_BUDGET = 0.05
-
-
-def _add_chosen(parser: argparse.ArgumentParser) -> None:
-    """The argument that chooses another measurement, with arguments of its own."""
-    what = "cpu, or a device of PyTorch, whose own arguments --device cuda --help tells (default %(default)s)"
-    parser.add_argument("--device", default="cpu", help=what)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,46 +45,34 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="only what has one of these words in its name, such as topk,decode",
     )
     parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
-    _add_chosen(parser)
+    parser.add_argument("--device", default="cpu", help="cpu, or a device of PyTorch (default %(default)s)")
     return parser.parse_args(arguments)
-
-
-def _cpu_seconds(work: Work) -> float:
-    """Like the wall clock, but without what other processes take from the core."""
-    work.prepare()
-    start = time.thread_time()
-    work.run()
-    return time.thread_time() - start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints.
 
-    Returns the exit code: 1 if --check found a budget exceeded, 2 where a device cannot be used.
+    Returns the exit code: 1 if --check found a budget exceeded.
     """
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_chosen(chooser)
-    if chooser.parse_known_args(arguments)[0].device != "cpu":
-        try:
-            on_device: Callable[..., int] = importlib.import_module("benchmarks.local.device").main
-        except ImportError as error:
-            print(f"--device needs PyTorch ({error})", file=sys.stderr)
-            return 2
-        return on_device(arguments)
     options = _arguments(arguments)
-    works = LocalWorks(options.elements, options.density, options.ranks)
-    steps = StepWorks(works.source, options.density, options.ranks)
-    everything = [*works.parts(), *works.steps(), *steps.steps(), *steps.decoding(), *works.others()]
-    with contextlib.suppress(ImportError):  # without PyTorch there are no local steps
-        exchange: Any = importlib.import_module("benchmarks.local.exchange")
-        everything += exchange.ExchangeWorks(works.source, options.ranks).works()
+    sizes = options.elements, options.density, options.ranks
+    works = Works(*sizes) if options.device == "cpu" else DeviceWorks(*sizes, options.device)
+    steps = StepWorks(works)
+    everything = [*works.parts(), *steps.steps(), *steps.decoding(), *works.others()]
+    if options.device != "cpu":  # messages are decoded on the host
+        everything = [work for work in everything if not work.name.startswith("decode")]
     if options.only:
         everything = [work for work in everything if any(word in work.name for word in options.only)]
-    if options.cpu_time:
-        timings = measure(works.baseline(), everything, options.repeat, seconds=_cpu_seconds)
-    else:
-        timings = measure(works.baseline(), everything, options.repeat)
-    extra_memory = works.extra_memory()
+    # the thread's time is like the wall clock, but without what other processes take from the core
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    timings = measure(
+        works.baseline(), everything, options.repeat, seconds=lambda work: works.seconds(work, clock)
+    )
+    needed = [
+        works.extra_memory(lambda memory, name=name: steps.run(steps.bucket(name, memory)))  # type: ignore[misc]
+        for name in ("topk", "exdyna")
+    ]
+    extra_memory = max((share for share in needed if share is not None), default=None)
     facts = {
         "elements": options.elements,
         "density": options.density,
@@ -102,12 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "threads": 1,
         "clock": "cpu" if options.cpu_time else "wall",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "device": options.device,
         "extra_memory": extra_memory,
         "baseline": timings[0].name,
     }
-    words = f"memory beyond residual and gradient: {extra_memory:.1%} (budget {_MEMORY_BUDGET:.0%})"
+    share = "unknown" if extra_memory is None else f"{extra_memory:.1%}"
+    words = f"memory beyond residual and gradient: {share} (budget {_MEMORY_BUDGET:.0%})"
     tell(timings, facts, options.json, words)
-    fits = all(timing.fits for timing in timings) and extra_memory <= _MEMORY_BUDGET
+    fits = all(timing.fits for timing in timings) and (extra_memory or 0.0) <= _MEMORY_BUDGET
     return 1 if options.check and not fits else 0
 
 

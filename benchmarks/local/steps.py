@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
-from horovod_sparse.arrays import FoldReport, FoldRule, GradientParts, HostAccumulator
+from benchmarks.local.works import Works
+from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
 from horovod_sparse.collectives import AllGather, Request, part
 from horovod_sparse.feedback import Bucket, recipe
-from horovod_sparse.kernels import apply_scaled_sum, apply_sum, clear_all
+from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.quantization import encode
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
@@ -33,42 +34,33 @@ _COUNTS = (2, 4, 8, 16)
 
 
 class StepWorks:
-    """Steps of one rank of P, on one gradient, without the network.
+    """Steps of one rank of P, on the gradient of `works`, without the network.
 
     What other ranks would have sent is made beforehand. There is no feedback, which costs the same as
     error feedback, and lets every round meet the same accumulator.
-
-    Args:
-        source: the gradient, float32 [n]; not changed.
-        density: kept fraction.
-        num_ranks: P.
-        seed: of the generator.
     """
 
-    def __init__(self, source: NDArray[np.float32], density: float, num_ranks: int, seed: int = 0) -> None:
-        self._source, self._density, self._ranks = source, density, num_ranks
-        self._budgets = density == 0.001  # what they are meant for
-        self._n = source.size
-        self._k = max(1, round(density * self._n))
-        self._gradient = np.zeros_like(source)
-        self._memory = HostAccumulator(self._n, density=density)
-        generator = np.random.default_rng(seed)
-        self._whole = [self._message(generator, self._k, True) for _ in range(num_ranks - 1)]
+    def __init__(self, works: Works) -> None:
+        self._works, self._budgets = works, works.density == 0.001  # what they are meant for
+        self._n, self._k, self._ranks = works.num_elements, works.k, works.num_ranks
+        self._memory = works.accumulator()
+        generator = np.random.default_rng(0)
+        self._whole = [self._message(generator, self._k, True) for _ in range(self._ranks - 1)]
         self._slots = [
             self._message(generator, round(_FILLED * self._k), True, quantum=self._k)
-            for _ in range(num_ranks - 1)
+            for _ in range(self._ranks - 1)
         ]
         self._windowed = [
-            self._message(generator, self._k // num_ranks, False, part(self._n, rank, num_ranks))
-            for rank in range(1, num_ranks)
+            self._message(generator, self._k // self._ranks, False, part(self._n, rank, self._ranks))
+            for rank in range(1, self._ranks)
         ]
         self._quantized: dict[str, NDArray[np.int32]] = {}
         total = self._k * 8
         self._decoded = {
             count: [self._message(generator, total // count, True) for _ in range(count)] for count in _COUNTS
         }
+        #: their memory is made when they are measured
         self._one = np.zeros(0, np.float32)
-        #: its memory is made when it is measured
         self._adam: Bucket | None = None
 
     def _message(
@@ -84,28 +76,26 @@ class StepWorks:
         numbers = generator.standard_normal(drawn.size, np.float32) if values else None
         return pack(drawn, numbers, FoldReport(), format=WireFormat(quantum=quantum))
 
-    def _refill(self) -> None:
-        np.copyto(self._gradient, self._source)
-
     def _threshold(self) -> float:
-        """What a user of a hard threshold would have found by trying."""
-        self._refill()
-        self._memory.fold(self._gradient, FoldRule(keep_residual=False))
+        """Returns what a user of a hard threshold would have found by trying."""
+        self._works.refill()
+        self._memory.fold(self._works.gradient, FoldRule(keep_residual=False))
         return self._memory.kth_magnitude(self._k)
 
-    def _bucket(self, name: str) -> Bucket:
+    def bucket(self, name: str, memory: Accumulator | None = None, feedback: str = "none") -> Bucket:
         arguments: dict[str, Any] = {"threshold": self._threshold()} if name == "hard_threshold" else {}
         if not issubclass(ALGORITHMS[name], Quantizer):
-            arguments |= {"density": self._density}
-        made = recipe(name, feedback="none", **arguments)
-        return Bucket(BucketInfo(name, self._n, 0, self._ranks), made, self._memory)
+            arguments |= {"density": self._works.density}
+        made = recipe(name, feedback=feedback, **arguments)
+        memory = self._memory if memory is None else memory
+        return Bucket(BucketInfo(name, self._n, 0, self._ranks), made, memory)
 
     def _codes(self, quantizer: Quantizer) -> NDArray[np.int32]:
         """What every other rank sends: the codes of the gradient itself."""
         if quantizer.name not in self._quantized:
             code = quantizer.quantization
             message = blank(code, self._n, np.dtype(np.float32), FoldReport())
-            encode(self._source, code, 0, message[HEADER:])
+            encode(self._works.drawn, code, 0, message[HEADER:])
             self._quantized[quantizer.name] = message
         return self._quantized[quantizer.name]
 
@@ -115,10 +105,7 @@ class StepWorks:
         return request.buffer.copy()  # type: ignore[union-attr]
 
     def run(self, bucket: Bucket) -> None:
-        """A step: fold, selection, packing, unpacking of P messages, zeros and the sum in the gradient.
-
-        As the front ends do it: the gradient stays readable until its sum is there.
-        """
+        """Carries out a step: fold, selection, packing, unpacking of P messages, the mean in the gradient."""
         others = self._whole
         if isinstance(bucket.recipe.sparsifier, Quantizer):
             others = [self._codes(bucket.recipe.sparsifier)] * (self._ranks - 1)
@@ -131,44 +118,44 @@ class StepWorks:
         if isinstance(bucket.state, ExDynaState):  # and windows lie where the others' messages come from
             fresh: Any = bucket.recipe.sparsifier.init(bucket.info)
             bucket.state = replace(bucket.state, partitions=fresh.partitions)
-        coroutine = bucket.step(GradientParts([self._gradient]))
+        coroutine = bucket.step(self._works.foldable())
         request = next(coroutine)
         try:
             while True:
                 request = coroutine.send(self._answer(request, others))
         except StopIteration as stop:
-            places = None if stop.value.whole else stop.value.indices
-            apply_scaled_sum(self._gradient, places, stop.value.values, 1.0 / self._ranks)
+            self._works.apply(None if stop.value.whole else stop.value.indices, stop.value.values)
 
     def _step(self, name: str) -> Work:
-        bucket = self._bucket(name)
+        bucket = self.bucket(name)
         role = {"cltk": ", leader", "micro": " (n/P searched)", "exdyna": " (n/P searched)"}.get(name, "")
         budget = BUDGETS.get(name, _BUDGET) if self._budgets else None
         if issubclass(ALGORITHMS[name], Quantizer):
             budget = None  # every rank's n elements are decoded: budgets are those of sparsifiers
-        return Work(f"{name}{role}, P={self._ranks}", partial(self.run, bucket), self._refill, budget)
+        return Work(f"{name}{role}, P={self._ranks}", partial(self.run, bucket), self._works.refill, budget)
 
     def _step_of_adam(self) -> None:
-        """Top-k's, which keeps a residual and a second moment."""
+        """Carries out a step of top-k that keeps a residual and a second moment."""
         if self._adam is None:
-            made = recipe("topk", density=self._density, feedback="adam")
-            memory = HostAccumulator(self._n, density=self._density, companions=1)
-            self._adam = Bucket(BucketInfo("topk", self._n, 0, self._ranks), made, memory)
+            self._adam = self.bucket("topk", self._works.accumulator(companions=1), "adam")
         self.run(self._adam)
 
     def _decode(self, count: int) -> None:
-        sum_ = unpack_sum(np.concatenate(self._decoded[count]), count, WireFormat(), self._n, np.float32)
-        apply_sum(self._gradient, sum_.indices, sum_.values)
+        sum_ = unpack_sum(np.concatenate(self._decoded[count]), count, *self._kind)
+        self._works.apply(sum_.indices, sum_.values)
 
     def _decode_densely(self, count: int) -> None:
-        """As one writes it first: every message becomes n elements, and these are added up."""
+        """Scatters every message into n elements and adds these up, as one writes it first."""
         if not self._one.size:
             self._one = np.zeros(self._n, np.float32)
         for message in self._decoded[count]:
-            sum_ = unpack_sum(message, 1, WireFormat(), self._n, np.float32)
-            clear_all(self._one)
-            apply_sum(self._one, sum_.indices, sum_.values)
-            np.add(self._gradient, self._one, out=self._gradient)
+            sum_ = unpack_sum(message, 1, *self._kind)
+            apply_scaled_sum(self._one, sum_.indices, np.asarray(sum_.values), 1.0)
+            np.add(self._works.gradient, self._one, out=self._works.gradient)
+
+    @property
+    def _kind(self) -> tuple[WireFormat, int, Any]:
+        return WireFormat(), self._n, np.float32
 
     def steps(self) -> list[Work]:
         """One work for each sparsifier whose rounds need no more than gathered or summed messages."""
@@ -179,23 +166,19 @@ class StepWorks:
             if {kind.__name__ for kind in made().rounds(self._ranks)} <= known
         ]
         budget = BUDGETS["adam"] if self._budgets else None
-        adam = Work(f"topk, feedback=adam, P={self._ranks}", self._step_of_adam, self._refill, budget)
+        adam = Work(f"topk, feedback=adam, P={self._ranks}", self._step_of_adam, self._works.refill, budget)
         return [*(self._step(name) for name in names), adam]
 
     def decoding(self) -> list[Work]:
         """Decoding of few and of many messages of the same total length: all at once, and each densely."""
+        elements, refill = f"{self._k * 8} elements", self._works.refill
         sparse = [
-            Work(
-                f"decode {count} messages, {self._k * 8} elements", partial(self._decode, count), self._refill
-            )
+            Work(f"decode {count} messages, {elements}", partial(self._decode, count), refill)
             for count in _COUNTS
         ]
         return sparse + [
             Work(
-                f"decode {count} messages densely",
-                partial(self._decode_densely, count),
-                self._refill,
-                every=count,
+                f"decode {count} messages densely", partial(self._decode_densely, count), refill, every=count
             )
             for count in _COUNTS
         ]

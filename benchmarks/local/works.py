@@ -1,9 +1,9 @@
-"""What `scripts/bench local` times: the parts of a step, whole local steps, and what others do."""
+"""What `scripts/bench local` times beside whole steps: their parts, and how PyTorch does the same."""
 
 from __future__ import annotations
 
-import abc
 import importlib
+import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from benchmarks.common.timing import Work
 from horovod_sparse import kernels
-from horovod_sparse.arrays import HostAccumulator
+from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
 
 
 def layered_gradient(num_elements: int, seed: int = 0) -> NDArray[np.float32]:
-    """Numbers like those of a network: layers from 1 000 to 2.5 million elements, each with its own scale.
+    """Returns numbers like those of a network: layers of 1 000 to 2.5 million elements, each with its scale.
 
     Half the layers are Gaussian, half Laplace.
     """
@@ -35,115 +35,100 @@ def layered_gradient(num_elements: int, seed: int = 0) -> NDArray[np.float32]:
     return gradient
 
 
-class Works(abc.ABC):
-    """All works on one gradient of float32, on the host or on a device.
+class Works:
+    """Works on one gradient of float32 in the host's memory.
 
     Args:
         num_elements: n.
         density: kept fraction.
         num_ranks: P, whose messages are applied.
-        budgets: of the steps of ExDyna and of top-k, by one copy of the gradient.
-        seed: of the generators.
     """
 
-    #: of the memory
-    apply_sum: Callable[..., Any]
-    clear_at: Callable[..., Any]
+    def __init__(self, num_elements: int, density: float, num_ranks: int) -> None:
+        self.num_elements, self.density, self.num_ranks = num_elements, density, num_ranks
+        self.k = max(1, round(density * num_elements))
+        self.drawn = layered_gradient(num_elements)
+        self.source, self.gradient, self._copy = (
+            self.put(array) for array in (self.drawn, *np.zeros((2, num_elements), np.float32))
+        )
 
-    def __init__(
-        self, num_elements: int, density: float, num_ranks: int, budgets: tuple[Any, Any], seed: int = 0
-    ) -> None:
-        self._n, self._ranks, self._density = num_elements, num_ranks, density
-        self._k, self._budgets, self._step = max(1, round(density * num_elements)), budgets, 0
-        self._source: Any = self.put(layered_gradient(num_elements, seed))
-        self._gradient, self._copy = (self.put(np.zeros(num_elements, np.float32)) for _ in range(2))
-        self._accumulators: dict[str, Any] = {
-            name: self.accumulator() for name in ("parts", "topk", "exclusive")
-        }
-        generator = np.random.default_rng(seed + 1)
-        picks = [np.unique(generator.integers(0, num_elements, self._k)) for _ in range(num_ranks)]
-        self._union = picks[0].astype(np.int32)
-        self._gathered = np.concatenate(picks).astype(np.int32)
-        self._sums = generator.standard_normal(self._gathered.size, dtype=np.float32)
-
-    @abc.abstractmethod
     def put(self, array: NDArray[np.float32]) -> Any:
         """Moves an array to the memory that is measured."""
+        return array
 
-    @abc.abstractmethod
-    def accumulator(self) -> Any:
-        """A fresh one."""
+    def accumulator(self, companions: int = 0) -> Accumulator:
+        return HostAccumulator(self.num_elements, density=self.density, companions=companions)
 
-    @abc.abstractmethod
+    def foldable(self) -> Any:
+        """Returns the gradient as the front ends fold it: it stays readable until its sum is there."""
+        return GradientParts([self.gradient])
+
     def refill(self) -> None:
         """Writes the gradient as backward would: all caches are full of it."""
+        np.copyto(self.gradient, self.source)
 
-    def _refold(self) -> None:
+    def apply(self, indices: Any, values: Any) -> None:
+        """Writes the mean over ranks into the gradient; without indices it has all elements."""
+        kernels.apply_scaled_sum(self.gradient, indices, values, 1.0 / self.num_ranks)
+
+    def seconds(self, work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
+        work.prepare()
+        start = clock()
+        work.run()
+        return clock() - start
+
+    def extra_memory(self, step: Callable[[Accumulator], None]) -> float | None:
+        """Returns what a step needs beyond residual and gradient, as a share of it; None if unknown."""
         self.refill()
-        self._accumulators["parts"].fold(self._gradient)
-
-    def _window(self) -> tuple[int, int]:
-        self._step += 1
-        part = self._step % self._ranks
-        return self._n * part // self._ranks, self._n * (part + 1) // self._ranks
-
-    def step_topk(self, accumulator: Any) -> None:
-        """Everything a rank does in a step of top-k, but for the network."""
-        accumulator.fold(self._gradient)
-        own = accumulator.largest(self._k)
-        accumulator.take(own)
-        accumulator.clear(own)
-        self.apply_sum(self._gradient, self._gathered, self._sums)
-        self.clear_at(self._gradient, self._gathered)
-
-    def step_exclusive(self, accumulator: Any) -> None:
-        """Everything a rank does in a step of MiCRO or ExDyna with the sketch rule, but for the network."""
-        accumulator.fold(self._gradient)
-        threshold = accumulator.kth_magnitude(self._k)
-        accumulator.at_least(threshold, *self._window())
-        accumulator.take(self._union)
-        accumulator.clear(self._union)
-        self.apply_sum(self._gradient, self._union, self._sums[: self._union.size])
-
-    def steps(self) -> list[Work]:
-        """Whole local steps, with their budgets."""
-        made, (exclusive, topk) = self._accumulators, self._budgets
-        return [
-            Work(
-                f"step: exdyna or micro, P={self._ranks}",
-                lambda: self.step_exclusive(made["exclusive"]),
-                self.refill,
-                exclusive,
-            ),
-            Work(
-                f"step: exact top-k, P={self._ranks}", lambda: self.step_topk(made["topk"]), self.refill, topk
-            ),
-        ]
+        tracemalloc.start()
+        accumulator = self.accumulator()
+        residual = tracemalloc.get_traced_memory()[0]
+        step(accumulator)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return (peak - residual) / (4 * self.num_elements)
 
     def parts(self) -> list[Work]:
-        """The parts of those steps, each in the state in which a step meets it."""
-        part, k, gradient, union = self._accumulators["parts"], self._k, self._gradient, self._union
-        own, threshold = self._sums[: union.size], [0.0]
+        """Returns the parts of a step, each in the state in which a step meets it."""
+        k, gradient, part = self.k, self.gradient, self.accumulator()
+        generator, threshold, window = np.random.default_rng(1), [0.0], self.num_elements // self.num_ranks
+        picks = [np.unique(generator.integers(0, self.num_elements, k)) for _ in range(self.num_ranks)]
+        union, gathered = picks[0].astype(np.int32), np.concatenate(picks).astype(np.int32)
+        sums = generator.standard_normal(gathered.size, dtype=np.float32)
+        own = sums[: union.size]
+
+        def refold() -> None:
+            self.refill()
+            part.fold(gradient)
 
         def prepare_threshold() -> None:
-            self._refold()
+            refold()
             threshold[0] = part.kth_magnitude(k)
 
-        every = f"apply {self._ranks} k"
         return [
             Work("fold", lambda: part.fold(gradient), self.refill),
-            Work("k-th magnitude", lambda: part.kth_magnitude(k), self._refold),
-            Work("k largest", lambda: part.largest(k), self._refold),
-            Work("at least, n/P", lambda: part.at_least(threshold[0], *self._window()), prepare_threshold),
-            Work("take k", lambda: part.take(union), self._refold),
-            Work("clear k", lambda: part.clear(union), self._refold),
-            Work("apply k", lambda: self.apply_sum(gradient, union, own), self._refold),
-            Work(every, lambda: self.apply_sum(gradient, self._gathered, self._sums), self._refold),
+            Work("k-th magnitude", lambda: part.kth_magnitude(k), refold),
+            Work("k largest", lambda: part.largest(k), refold),
+            Work("at least, n/P", lambda: part.at_least(threshold[0], 0, window), prepare_threshold),
+            Work("take k", lambda: part.take(union), refold),
+            Work("clear k", lambda: part.clear(union), refold),
+            Work("write k", lambda: self.apply(union, own), refold),
+            Work(f"write {self.num_ranks} k", lambda: self.apply(gathered, sums), refold),
         ]
 
-    def others_in(self, torch: Any, values: Any, copy: Any) -> list[Work]:
-        """PyTorch's usual ways to do the same."""
-        k, residual = self._k, torch.zeros_like(copy)
+    def baseline(self) -> Work:
+        """Returns one copy of the gradient: 8 bytes per element."""
+        if (torch := _torch()) is None:
+            return Work("np.copyto", lambda: np.copyto(self._copy, self.source))
+        source, copy = map(torch.as_tensor, (self.source, self._copy))
+        return Work("copy_", lambda: copy.copy_(source))
+
+    def others(self) -> list[Work]:
+        """Returns PyTorch's usual ways to do the same, if PyTorch is there."""
+        if (torch := _torch()) is None:
+            return []
+        (values, copy), k = map(torch.as_tensor, (self.source, self._copy)), self.k
+        residual = torch.zeros_like(copy)
         threshold = float(values[::16].abs().topk(max(1, k // 16)).values[-1])
 
         def accumulate() -> None:
@@ -157,58 +142,64 @@ class Works(abc.ABC):
         ]
 
 
+class DeviceWorks(Works):
+    """Works on a gradient in a device's memory, timed by its own clock: gaps in which it waits count, too."""
+
+    def __init__(self, num_elements: int, density: float, num_ranks: int, device: str) -> None:
+        self._torch = importlib.import_module("torch")
+        self._device = self._torch.device(device)
+        self._tensors = importlib.import_module("horovod_sparse.tensors.accumulator")
+        memory = importlib.import_module("horovod_sparse.tensors.device_memory")
+        self._memory = memory.DeviceMemory(self._device)
+        super().__init__(num_elements, density, num_ranks)
+
+    def put(self, array: NDArray[np.float32]) -> Any:
+        return self._torch.from_numpy(array).to(self._device)
+
+    def accumulator(self, companions: int = 0) -> Any:
+        more = {"companions": companions, "device": self._device}
+        return self._tensors.TorchAccumulator(self.num_elements, density=self.density, **more)
+
+    def foldable(self) -> Any:
+        return self._tensors.KeptTensor(self.gradient)
+
+    def refill(self) -> None:
+        self.gradient.copy_(self.source)
+
+    def apply(self, indices: Any, values: Any) -> None:
+        whole = [(0, self.num_elements)]
+        self._memory.write([self.gradient], whole, indices, values, 1.0 / self.num_ranks)
+
+    def seconds(self, work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
+        if self._device.type != "cuda":
+            return super().seconds(work, clock)
+        work.prepare()
+        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._torch.cuda.synchronize(self._device)
+        start.record()
+        work.run()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    def extra_memory(self, step: Callable[[Accumulator], None]) -> float | None:
+        if self._device.type != "cuda":
+            return None
+        cuda, accumulator = self._torch.cuda, self.accumulator()
+        self.refill()
+        cuda.synchronize(self._device)
+        cuda.reset_peak_memory_stats(self._device)
+        before = cuda.memory_allocated(self._device)
+        step(accumulator)
+        cuda.synchronize(self._device)
+        return float((cuda.max_memory_allocated(self._device) - before) / (4 * self.num_elements))
+
+
 def _torch() -> Any:
-    """PyTorch on one thread, or None. Only compared with, so it may be missing."""
+    """Returns PyTorch on one thread, or None: it is only compared with."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
         return None
     torch.set_num_threads(1)
     return torch
-
-
-class LocalWorks(Works):
-    """Works on the host, by NumPy; budgets are those of the usual density."""
-
-    apply_sum, clear_at = staticmethod(kernels.apply_sum), staticmethod(kernels.clear_at)
-
-    def __init__(self, num_elements: int, density: float, num_ranks: int = 8, seed: int = 0) -> None:
-        super().__init__(
-            num_elements, density, num_ranks, (2.5, 3.5) if density <= 0.001 else (None, None), seed
-        )
-        self.source, self._torch = self._source, _torch()
-
-    def put(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        return array
-
-    def accumulator(self) -> HostAccumulator:
-        return HostAccumulator(self._n, density=self._density)
-
-    def refill(self) -> None:
-        np.copyto(self._gradient, self._source)
-
-    def baseline(self) -> Work:
-        """One copy of the gradient."""
-        if self._torch is None:
-            return Work("np.copyto", lambda: np.copyto(self._copy, self.source))
-        source, copy = self._torch.from_numpy(self.source), self._torch.from_numpy(self._copy)
-        return Work("copy_", lambda: copy.copy_(source))
-
-    def others(self) -> list[Work]:
-        """See `others_in`."""
-        if self._torch is None:
-            return []
-        return self.others_in(self._torch, *map(self._torch.from_numpy, (self.source, self._copy)))
-
-    def extra_memory(self) -> float:
-        """What a step needs beyond residual and gradient, as a share of the gradient's memory."""
-        shares = []
-        for step in (self.step_topk, self.step_exclusive):
-            self.refill()
-            tracemalloc.start()
-            accumulator = self.accumulator()
-            residual = tracemalloc.get_traced_memory()[0]
-            step(accumulator)
-            shares.append((tracemalloc.get_traced_memory()[1] - residual) / self._gradient.nbytes)
-            tracemalloc.stop()
-        return max(shares)

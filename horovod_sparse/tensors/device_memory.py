@@ -134,9 +134,21 @@ def _stand_apart(indices: NDArray[np.int32]) -> bool:
     return bool((lasts[order][:-1] < firsts[order][1:]).all())
 
 
-def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: ModuleType | None = None) -> int:
-    """Does what `kernels.apply_sum` does on the host, bit for bit: no two threads add to one element."""
+def apply_scaled_sum(
+    dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: ModuleType | None = None
+) -> int:
+    """Does on zeros on a device what `kernels.apply_scaled_sum` does on the host, bit for bit.
+
+    No two threads add to one element.
+    """
     flat = _flat(dense)
+    if indices is None:
+        if len(values) != flat.numel():
+            raise MessageError(f"{len(values)} values came for a bucket of {flat.numel()} elements")
+        if not isinstance(values, torch.Tensor):
+            values = to_device(np.ascontiguousarray(values), flat.device)
+        flat.copy_(values * scale)
+        return flat.numel()
     where = checked(indices, flat.numel())
     kind = np.float64 if flat.dtype == torch.float64 else np.float32
     new = np.ascontiguousarray(values).reshape(-1).astype(kind, copy=False)
@@ -144,39 +156,16 @@ def apply_sum(dense: torch.Tensor, indices: Any, values: Any, kernels: ModuleTyp
         raise MessageError(f"{where.size} indices came with {new.size} values")
     if where.size == 0:
         return 0
+    if flat.itemsize == 2:
+        new, scale = new * new.dtype.type(scale), 1.0
     kernels = kernels_for(flat.device) if kernels is None else kernels
     unique = _stand_apart(where)
     places, added = to_device(where, flat.device), to_device(new, flat.device)
     if not unique:
         places, order = torch.sort(places, stable=True)
         added = added[order]
-    return int(to_host(kernels.add_sum(flat, places, added, unique))[0])
-
-
-def apply_scaled_sum(
-    dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: ModuleType | None = None
-) -> int:
-    """Does on a tensor what `kernels.apply_scaled_sum` does on the host, bit for bit: see there."""
-    if indices is None:
-        flat = _flat(dense)
-        if len(values) != flat.numel():
-            raise MessageError(f"{len(values)} values came for a bucket of {flat.numel()} elements")
-        if not isinstance(values, torch.Tensor):
-            values = to_device(np.ascontiguousarray(values), flat.device)
-        flat.copy_(values * scale)
-        return flat.numel()
-    if scale != 1.0 and dense.dtype not in (torch.float32, torch.float64):
-        values, scale = values * values.dtype.type(scale), 1.0
-    num_union = apply_sum(dense, indices, values, kernels)
-    if scale != 1.0 and np.size(indices):
-        flat = _flat(dense)
+    num_union = int(to_host(kernels.add_sum(flat, places, added, unique))[0])
+    if scale != 1.0:
         # an index that stands twice is written twice with the same value
-        where = to_device(checked(indices, flat.numel()), flat.device).long()
-        flat[where] = flat[where] * scale
+        flat[places.long()] = flat[places.long()] * scale
     return num_union
-
-
-def clear_at(dense: torch.Tensor, indices: Any) -> None:
-    flat = _flat(dense)
-    where = checked(indices, flat.numel())
-    flat.index_fill_(0, to_device(where, flat.device).long(), 0.0)

@@ -165,7 +165,7 @@ def add(values: Tensor, indices: Tensor, new: Tensor) -> None:
 
 
 def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
-    """Adds runs of equal indices, as `kernels.host.scatter.apply_sum`; returns the touched, int32 [1]."""
+    """Adds runs of equal indices, as `kernels.apply_scaled_sum`; returns how many there are, int32 [1]."""
     where = indices.long()
     heads = torch.ones_like(where, dtype=torch.bool)
     heads[1:] = where[1:] != where[:-1]

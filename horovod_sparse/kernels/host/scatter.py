@@ -203,20 +203,20 @@ def _step_by_runs(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def add_runs_at(values, indices, new, narrowed):  # type: ignore[no-untyped-def]
-    """Sums runs of equal indices in float32 on top of what a half-precision array holds there."""
-    runs, first_touches, i = 0, 0, 0
+def add_runs_at(indices, new, totals):  # type: ignore[no-untyped-def]
+    """Sums runs of equal indices; indices and totals become one for each run, whose number is returned."""
+    runs, i = 0, 0
     while i < indices.size:
         index = indices[i]
-        first_touches += values[index] == 0
-        total = read(values, index)
+        total = new[i] + np.float32(0)  # not -0
+        i += 1
         while i < indices.size and indices[i] == index:
             total += new[i]
             i += 1
         indices[runs] = index
-        narrowed[runs] = total
+        totals[runs] = total
         runs += 1
-    return runs, first_touches
+    return runs
 
 
 def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[np.int32]:
@@ -300,44 +300,13 @@ def _flat(dense: Array) -> Array:
     return native_bits(dense)
 
 
-def _matched(flat: Array, indices: Any, values: Any) -> tuple[Array, Array]:
-    """Checked indices, and a value for each in the type that sums are made in."""
-    where = checked(indices, flat.size)
-    new = compiled_for(values, np.dtype(np.float64 if flat.dtype == np.float64 else np.float32))
+def _matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
+    """Returns checked indices, and a value for each in the type in which sums are made."""
+    where = checked(indices, num_elements)
+    new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
     if new.size != where.size:
         raise MessageError(f"{where.size} indices came with {new.size} values")
     return where, new
-
-
-def apply_sum(dense: Array, indices: Any, values: Any) -> int:
-    """Adds values to a dense array (a zeroed gradient, usually) at the given places.
-
-    Repeated indices add up: in order for float32 and float64; in float32 with a single rounding at the
-    end for float16 and bfloat16. A sum that cancels to zero is stored as -0.0.
-    """
-    flat = _flat(dense)
-    where, new = _matched(flat, indices, values)
-    if flat.dtype.kind == "f":
-        return int(add_at(flat, where, new))
-    order = np.argsort(where, kind="stable")
-    where, new = where[order], new[order]
-    totals = np.empty_like(new)
-    runs, first_touches = add_runs_at(flat, where, new, totals)
-    put_at(flat, where[:runs], narrow(totals[:runs], flat.dtype))
-    return int(first_touches)
-
-
-def clear_all(dense: Array) -> None:
-    """Sets a dense array to 0, past the caches where it is large: half the time of an ordinary loop."""
-    if not dense.flags.carray:
-        raise ArgumentError("dense", dense.strides, "a contiguous, aligned and writeable array")
-    ctypes.memset(dense.ctypes.data, 0, dense.nbytes)
-
-
-def clear_at(dense: Array, indices: Any) -> None:
-    """Sets the given places of a dense array to 0."""
-    flat = _flat(dense)
-    zero_at(flat, checked(indices, flat.size))
 
 
 def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: float) -> int:
@@ -365,10 +334,7 @@ def apply_scaled_sums(
             raise MessageError(f"{len(values)} values came for a bucket of {num_elements} elements")
         pairs = zip(flats, places, strict=True)
         return sum(_apply_whole(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
-    where = checked(indices, num_elements)
-    new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
-    if new.size != where.size:
-        raise MessageError(f"{where.size} indices came with {new.size} values")
+    where, new = _matched(kind, num_elements, indices, values)
     if kind.kind != "f":
         return _apply_half_sums(arrays, places, where, new if scale == 1.0 else new * new.dtype.type(scale))
     where, new, at, stops = runs_of(where, new)
@@ -387,9 +353,13 @@ def _apply_half_sums(
     where, new = where[order], new[order]
     num_union = 0
     for array, (start, stop) in zip(arrays, places, strict=True):
-        here = slice(*np.searchsorted(where, (start, stop)))
-        clear_all(array)
-        num_union += apply_sum(array, where[here] - np.int32(start), new[here])
+        flat, here = native_bits(array), slice(*np.searchsorted(where, (start, stop)))
+        # past the caches where it is large: half the time of an ordinary loop
+        ctypes.memset(array.ctypes.data, 0, array.nbytes)
+        own, totals = where[here] - np.int32(start), np.empty_like(new[here])
+        runs = add_runs_at(own, new[here], totals)
+        put_at(flat, own[:runs], narrow(totals[:runs], flat.dtype))
+        num_union += int(runs)
     return num_union
 
 
@@ -405,7 +375,7 @@ def step_by_sum(
 
     With `mean` a sum counts as the mean of its values. Returns how many places the sum has something at.
     """
-    runs, tile = runs_of(*_matched(start, indices, values)), aligned_tile(start.dtype)
+    runs, tile = runs_of(*_matched(start.dtype, start.size, indices, values)), aligned_tile(start.dtype)
     factor, num_union, counts = start.dtype.type(rate), 0, np.zeros_like(tile) if mean else None
     hits = np.empty(runs[0].size, np.int32)
     for first, last, line in lines:

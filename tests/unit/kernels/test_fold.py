@@ -129,8 +129,8 @@ def indices_for(n, k, seed):
 def test_sums_in_order_are_rounded_once(name, kind, n, k, seed, whole):
     dense, wide = gradient_of(name, kind, n, seed, 0.0), np.float64 if name == "float64" else np.float32
     indices, values = indices_for(n, k, seed), make("ties" if whole else "gaussian", k, seed ^ 1, wide)
-    expected, touched = reference.add_into(reference.widen(dense, wide), indices, values)
-    assert kernels.apply_sum(dense, indices, values) == touched
+    expected, touched = reference.add_into(np.zeros(n, wide), indices, values)
+    assert kernels.apply_scaled_sum(dense, indices, values, 1.0) == touched
     if name.endswith("16"):
         kind = getattr(torch, name)
         expected = torch.from_numpy(expected).to(kind).float().numpy()
@@ -181,7 +181,7 @@ def test_every_float32_pattern_rounds_to_bfloat16_as_torch_does():
     bits[:7] = [0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, 0x00018000, 0x00008000]
     values = bits.view(np.float32)
     dense = np.zeros(values.size, np.uint16)
-    kernels.apply_sum(dense, np.arange(values.size), values)
+    kernels.apply_scaled_sum(dense, np.arange(values.size), values, 1.0)
     expected = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(reference.widen(dense, np.float32), expected)
 
@@ -193,22 +193,20 @@ def test_an_index_outside_is_refused_and_nothing_written(wrong, dtype):
         indices = np.arange(6, dtype=np.int64)
         indices[place] = wrong
         with pytest.raises(MessageError, match=str(wrong)):
-            kernels.apply_sum(dense, indices, np.ones(6))
-        with pytest.raises(MessageError, match=str(wrong)):
-            kernels.clear_at(dense, indices)
+            kernels.apply_scaled_sum(dense, indices, np.ones(6), 1.0)
     assert not dense.any()
 
 
 def test_messages_that_cannot_be():
     dense = np.zeros(10, np.float32)
     with pytest.raises(MessageError, match="2 indices came with 3"):
-        kernels.apply_sum(dense, [1, 2], [1.0, 2.0, 3.0])
+        kernels.apply_scaled_sum(dense, [1, 2], [1.0, 2.0, 3.0], 1.0)
     with pytest.raises(MessageError, match="float"):
-        kernels.apply_sum(dense, np.array([1.0]), [1.0])
+        kernels.apply_scaled_sum(dense, np.array([1.0]), [1.0], 1.0)
     with pytest.raises(ArgumentError, match="dense"):
-        kernels.apply_sum(np.zeros((4, 4), np.float32)[:, 1], [1], [1.0])
+        kernels.apply_scaled_sum(np.zeros((4, 4), np.float32)[:, 1], [1], [1.0], 1.0)
     with pytest.raises(ArgumentError, match="dtype"):
-        kernels.apply_sum(np.zeros(4, np.int32), [1], [1.0])
+        kernels.apply_scaled_sum(np.zeros(4, np.int32), [1], [1.0], 1.0)
 
 
 @pytest.mark.parametrize("indices, values", [([5, -1], [1, 1]), ([100], [1]), ([1, 2], [1])])
@@ -225,11 +223,11 @@ def test_read_only_and_unaligned_messages(offset, k, seed):
     indices, values = indices_for(100, k, seed), make("gaussian", k, seed)
     message = b"x" * offset + indices.tobytes() + values.tobytes()
     dense = np.zeros(100, np.float32)
-    kernels.apply_sum(
-        dense,
+    received = (
         np.frombuffer(message, np.int32, k, offset),
         np.frombuffer(message, np.float32, k, offset + 4 * k),
     )
+    kernels.apply_scaled_sum(dense, *received, 1.0)
     np.testing.assert_array_equal(dense, reference.add_into(np.zeros(100, np.float32), indices, values)[0])
 
 

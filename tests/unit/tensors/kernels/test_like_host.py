@@ -12,7 +12,7 @@ from horovod_sparse import kernels
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.errors import MessageError
 from horovod_sparse.tensors.accumulator import TorchAccumulator
-from horovod_sparse.tensors.device_memory import apply_sum, clear_at
+from horovod_sparse.tensors.device_memory import apply_scaled_sum
 from support.accumulators import as_tensor, histories, play
 from support.gradients import DTYPES, as_gradient
 from support.sampling import rows_by
@@ -79,17 +79,6 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().view(kinds[tensor.element_size()]).numpy()
 
 
-def check(place: Any, dtype: str, dense: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
-    host = as_gradient(dense, dtype)
-    ours = as_tensor(host, dtype, place.device)
-    expected = kernels.apply_sum(host, indices, values)
-    assert apply_sum(ours, indices, values, place.kernels) == expected
-    np.testing.assert_array_equal(raw(ours), raw(as_tensor(host, dtype, "cpu")))
-    clear_at(ours, indices)
-    kernels.clear_at(host, indices)
-    np.testing.assert_array_equal(raw(ours), raw(as_tensor(host, dtype, "cpu")))
-
-
 def test_sums_like_the_host(place: Any) -> None:
     @settings(max_examples=place.num_examples, **EXAMPLES)
     @given(
@@ -98,8 +87,9 @@ def test_sums_like_the_host(place: Any) -> None:
         num_elements=st.integers(1, 400),
         num_values=st.integers(0, 600),
         ranks=st.integers(1, 9),
+        scale=st.sampled_from([1.0, 1 / 3]),
     )
-    def examples(dtype: str, seed: int, num_elements: int, num_values: int, ranks: int) -> None:
+    def examples(dtype: str, seed: int, num_elements: int, num_values: int, ranks: int, scale: float) -> None:
         generator = np.random.default_rng(seed)
         # Messages of several ranks, one behind the other: each ascending, all together with repetitions.
         indices = np.concatenate(
@@ -111,8 +101,11 @@ def test_sums_like_the_host(place: Any) -> None:
         # of large ones and small ones any other order of additions gives another sum
         drawn = [-1.5, 1.5, 1e-3, 0.0, -0.0, 3.3333333] if seed % 2 else [1e7, -1e7, 1.0, 0.37]
         values = generator.choice(drawn, indices.size)
-        dense = generator.choice([0.0, 0.0, -0.0, 1.0, -1.5], num_elements)
-        check(place, dtype, dense, indices, values)
+        host = as_gradient(np.zeros(num_elements), dtype)
+        ours = as_tensor(host, dtype, place.device)
+        expected = kernels.apply_scaled_sum(host, indices, values, scale)
+        assert apply_scaled_sum(ours, indices, values, scale, place.kernels) == expected
+        np.testing.assert_array_equal(raw(ours), raw(as_tensor(host, dtype, "cpu")))
 
     examples()
 
@@ -120,9 +113,9 @@ def test_sums_like_the_host(place: Any) -> None:
 def test_damaged_messages_write_nothing(place: Any) -> None:
     dense = torch.zeros(4, device=place.device)
     with pytest.raises(MessageError, match="index 4"):
-        apply_sum(dense, np.array([1, 4]), np.ones(2), place.kernels)
+        apply_scaled_sum(dense, np.array([1, 4]), np.ones(2), 1.0, place.kernels)
     with pytest.raises(MessageError, match="2 indices came with 1 values"):
-        apply_sum(dense, np.array([1, 2]), np.ones(1), place.kernels)
+        apply_scaled_sum(dense, np.array([1, 2]), np.ones(1), 1.0, place.kernels)
     with pytest.raises(MessageError, match="index -1"):
-        clear_at(dense, np.array([-1]))
+        apply_scaled_sum(dense, np.array([-1]), np.ones(1), 1.0, place.kernels)
     assert torch.count_nonzero(dense) == 0
