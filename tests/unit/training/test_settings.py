@@ -5,26 +5,15 @@ import logging
 
 import pytest
 
-from horovod_sparse.errors import (
-    ArgumentError,
-    EditedGradientError,
-    NonFiniteGradientError,
-    NonFiniteSumError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from horovod_sparse import errors
 from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.training import settings
 from horovod_sparse.training.collective_errors import NonFinitePolicy, Outcome, Verdict
-from horovod_sparse.training.settings import (
-    CommonOptions,
-    Settings,
-    SettingsOptions,
-    refuse_without_sparsifier,
-)
 
 
 def test_editors_show_what_there_is() -> None:
-    assert set(SettingsOptions.__annotations__) == {field.name for field in dataclasses.fields(Settings)}
+    names = {field.name for field in dataclasses.fields(settings.Settings)}
+    assert set(settings.SettingsOptions.__annotations__) == names
 
 
 @pytest.mark.parametrize(
@@ -37,19 +26,19 @@ def test_editors_show_what_there_is() -> None:
     ],
 )
 def test_a_front_end_refuses_what_it_does_not_take(option: str, words: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        Settings.of({option: 1}, "a front end", CommonOptions, ["process_set"])
+    with pytest.raises(errors.UnknownNameError) as caught:
+        settings.Settings.of({option: 1}, "a front end", settings.CommonOptions, ["process_set"])
     assert words in str(caught.value)
 
 
 def test_an_argument_that_is_gone_says_what_to_write() -> None:
-    with pytest.raises(ArgumentError, match=r"network_share=0\.05.*give a density such as 0\.01"):
-        Settings.of({"network_share": 0.05}, "a front end", SettingsOptions)
-    with pytest.raises(ArgumentError, match=r"on_drift='resync'.*ranks that differ raise DriftError"):
-        Settings.of({"on_drift": "resync"}, "a front end", SettingsOptions)
-    refuse_without_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
-    with pytest.raises(ArgumentError, match="a sparsifier, or leave levels, check_every out"):
-        refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
+    with pytest.raises(errors.ArgumentError, match=r"network_share=0\.05.*give a density such as 0\.01"):
+        settings.Settings.of({"network_share": 0.05}, "a front end", settings.SettingsOptions)
+    with pytest.raises(errors.ArgumentError, match=r"on_drift='resync'.*ranks that differ raise DriftError"):
+        settings.Settings.of({"on_drift": "resync"}, "a front end", settings.SettingsOptions)
+    settings.refuse_without_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
+    with pytest.raises(errors.ArgumentError, match="a sparsifier, or leave levels, check_every out"):
+        settings.refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
 
 
 @pytest.mark.parametrize(
@@ -64,21 +53,24 @@ def test_an_argument_that_is_gone_says_what_to_write() -> None:
     ],
 )
 def test_values_are_checked_and_named(option: str, wrong: object) -> None:
-    with pytest.raises(ArgumentError, match=option):
-        Settings(**{option: wrong})
+    with pytest.raises(errors.ArgumentError, match=option):
+        settings.Settings(**{option: wrong})
 
 
 def test_the_environment_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SPARSE_CHECK_EVERY", "7")
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "20")
-    made = Settings()
+    made = settings.Settings()
     assert (made.check_every, made.deadline_seconds) == (7, 20.0)
     assert dataclasses.replace(made, levels="host").check_every == 7
-    assert Settings(deadline_seconds=0).deadline_seconds == 0
+    assert settings.Settings(deadline_seconds=0).deadline_seconds == 0
+
+
+WEIGHT = "fc.weight"
 
 
 @pytest.mark.parametrize(
-    "error", [NonFiniteGradientError("fc", {1: "fc.weight"}), NonFiniteSumError("fc", {}, "fc.weight")]
+    "error", [errors.NonFiniteGradientError("fc", {1: WEIGHT}), errors.NonFiniteSumError("fc", {}, WEIGHT)]
 )
 def test_the_log_says_what_was_seen_and_that_the_step_is_skipped(error, caplog) -> None:
     rule = NonFinitePolicy("skip", Telemetry())
@@ -90,8 +82,8 @@ def test_the_log_says_what_was_seen_and_that_the_step_is_skipped(error, caplog) 
 
 
 def test_what_becomes_of_a_step() -> None:
-    bad, edited = NonFiniteGradientError("fc", {1: "w"}), EditedGradientError("fc", {0: "w"})
-    own, rule = UnsupportedError("of this rank"), NonFinitePolicy("raise", Telemetry())
+    bad, edited = errors.NonFiniteGradientError("fc", {1: "w"}), errors.EditedGradientError("fc", {0: "w"})
+    own, rule = errors.UnsupportedError("of this rank"), NonFinitePolicy("raise", Telemetry())
     assert rule.judge([]).outcome is Outcome.APPLIED
     assert rule.judge([bad]) == Verdict(Outcome.RAISE, bad, True)
     assert rule.judge([bad], scaled=True) == Verdict(Outcome.OVERFLOW, bad, True)

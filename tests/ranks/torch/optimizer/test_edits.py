@@ -10,14 +10,11 @@ from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import gradients_of, make
+from support.passes import flat
 from support.sampling import rows_by
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 gradients = gradients_for(SHAPES)
-
-
-def weights(model):
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def clip(model):
@@ -51,7 +48,7 @@ def test_an_edit_between_backward_and_step_is_an_error_on_every_rank(kind, who, 
         optimizer.zero_grad()
         model.backward(gradients(rank, 1))
         optimizer.step()
-        assert same_on_all_ranks(*weights(model))
+        assert same_on_all_ranks(flat(model))
 
 
 def clipped_by_hand(given):
@@ -86,8 +83,8 @@ def test_synchronization_at_the_step_takes_gradients_as_they_are_then(how, kind,
             else:
                 closure()
                 optimizer.step()
-        results.append(weights(model))
-    assert same_on_all_ranks(*results[1])
+        results.append(flat(model))
+    assert same_on_all_ranks(results[1])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
@@ -109,6 +106,6 @@ def test_max_grad_norm_is_clip_grad_norm_after_synchronize(kind, rank):
                     optimizer.step()
             else:
                 optimizer.step()
-        results.append(weights(model))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    assert same_on_all_ranks(*results[1])
+        results.append(flat(model))
+    assert torch.equal(*results)
+    assert same_on_all_ranks(results[1])

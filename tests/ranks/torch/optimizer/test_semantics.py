@@ -17,17 +17,10 @@ from horovod_sparse.simulation import SimulatedCluster
 from support.dyadic import gradients_for
 from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import gradients_of, in_bucket_order, make, train_step, wrapped
+from support.passes import flat
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 gradients = gradients_for(SHAPES)
-
-
-def weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def test_gradients_that_are_not_cleared_accumulate_as_with_horovod(rank):
@@ -38,8 +31,8 @@ def test_gradients_that_are_not_cleared_accumulate_as_with_horovod(rank):
         for step in range(3):
             model.backward(gradients(rank, step))
             optimizer.step()
-        results.append(weights(model))
-    assert all_equal(*results)
+        results.append(flat(model))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("front", ["own", "stock"])
@@ -65,11 +58,11 @@ def test_closures_and_hooks_see_synchronized_gradients(front, rank):
             else:
                 assert optimizer.step(closure) == float(step)
                 assert same_on_all_ranks(*gradients_of(model).values())
-        results.append(weights(model))
+        results.append(flat(model))
     assert len(seen) == 3 and same_on_all_ranks(*(one for found in seen for one in found.values()))
-    assert same_on_all_ranks(*results[0])
-    assert all_equal(results[0], results[1])
-    assert all_equal(results[0], results[2])
+    assert same_on_all_ranks(results[0])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_parameter_groups_have_buckets_and_learning_rates_of_their_own(rank, size):
@@ -173,7 +166,7 @@ def test_every_optimizer_of_pytorch_trains_as_with_horovod(rank):
                 heads[rank % 2](body(torch.ones(4, 8))).square().sum().backward()
                 optimizer.step()
             stock.broadcast_optimizer_state(optimizer, root_rank=0)
-            trained.append(weights(model))
+            trained.append(flat(model))
         torch.testing.assert_close(*trained, msg=kind.__name__)
 
 
