@@ -185,6 +185,8 @@ def run(process: str) -> dict[str, str]:
     """
     os.chdir(tempfile.mkdtemp())
     outcome = {}
+    if process == "torch":
+        sys.modules["tensorflow"] = None  # type: ignore[assignment]  # TensorBoard takes seconds to import it
     for block in blocks():
         if block.language != "python" or block.mark != "run" or PRELUDES[block.what][0] != process:
             continue
