@@ -115,6 +115,9 @@ def _attached_gradients(
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError("model", type(model).__name__, "the module whose parameters the optimizer trains")
     wrappers, optimizer = wrappers_of(model), unwrapped(optimizer)
+    if len({one.module for one in wrappers}) > 1:
+        allowed = 'one at a time, without the optimizer, which may be of all; or "best" for all of them'
+        raise ArgumentError("model", f"one of {len(wrappers)} DistributedDataParallel", allowed)
     model = wrappers[0] if wrappers else model
     of_ddp = bool(wrappers)
     if not isinstance(optimizer, torch.optim.Optimizer) and not (of_ddp and optimizer is None):

@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
-from horovod_sparse.ddp.steps import OverGroup, end_first_pass
+from horovod_sparse.ddp.steps import OverGroup, end_first_pass, refuse_join
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
@@ -183,10 +183,18 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     # a step of the optimizer
 
     def _before_step(self, optimizer: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        self._unused = False
+        exchanged, self._unused = self._unused, False
         if self._of_ddp and self.under_way:
             raise UnsupportedError("the backward pass before this step has failed: no rank has its gradients")
         if self._of_ddp:
+            left = {one: number for one, number, _ in self._left}
+            found = [one for one in self._part_of if one.grad is not None]
+            if not exchanged and any(id(one.grad) != left.get(one) for one in found):
+                raise UnsupportedError(
+                    "this step has gradients of this rank alone: they come from torch.autograd.grad, or from "
+                    "model.no_sync(). Call backward() outside of it before each step, or "
+                    'attach(model, "best", optimizer), which exchanges in optimizer.step()'
+                )
             return None
         given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if given is None:
@@ -195,12 +203,12 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self._for_scaler = False
             return None
 
-        def exchanged() -> Any:
+        def together() -> Any:
             loss = given()
             self.synchronize()
             return loss
 
-        return (optimizer, exchanged), {name: one for name, one in named.items() if name != "closure"}
+        return (optimizer, together), {name: one for name, one in named.items() if name != "closure"}
 
     def _synchronize_for_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Called before a loss scaler looks at gradients: all ranks' scalers find the same."""
@@ -219,10 +227,11 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 parameter.grad = None
 
     def _waited(self) -> list[BaseException]:
-        if self._tells:
+        tells = self._tells and bool(self.parts)
+        if tells:
             told = self.starter.start("present", _all_present(self._present()))
         failures = super()._waited()
-        if self._tells:
+        if tells:
             self.starter.wait([told])
             present, first = np.asarray(told.value()), 0
             for part in self.parts:
@@ -338,11 +347,7 @@ class _ForwardHooks:
     def before(self, model: Any, _: Any) -> None:
         if self._training is None:
             return
-        if model._join_config.enable:
-            raise UnsupportedError(
-                "DistributedDataParallel.join() fills in for ranks in dense sums alone: give every rank as "
-                "many batches (drop_last=True, or a sampler that pads)"
-            )
+        refuse_join(model)
         self._asked = model.require_backward_grad_sync
         model.require_backward_grad_sync = False
 

@@ -100,6 +100,15 @@ def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
     return [one for one in whole if not own.isdisjoint(map(id, one.parameters()))]
 
 
+def refuse_join(model: Any, *_: Any) -> None:
+    """Before a forward pass: nobody fills in for ranks that have no batch."""
+    if model._join_config.enable:
+        raise UnsupportedError(
+            "DistributedDataParallel.join() fills in for ranks in dense sums alone: give every rank as "
+            "many batches (drop_last=True, or a sampler that pads)"
+        )
+
+
 def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
     """Leaves gradients on their ranks: none of these synchronizes any more."""
     for one in wrappers:
@@ -110,6 +119,7 @@ def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
             )
         retire_former(one)
         one.require_backward_grad_sync = one.require_forward_param_sync = False
+        one.register_forward_pre_hook(refuse_join)
         end_first_pass(one)
 
 

@@ -288,7 +288,9 @@ class ModelBuffers:
         # asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place
         given = [one for one in self._model.buffers() if one.numel() and not one.is_complex()]
         counts = [one.numel() == 1 and one.dtype != torch.bool for one in given]
-        return [one for one, count in zip(given, counts, strict=True) if count or one.is_floating_point()]
+        found = [one for one, count in zip(given, counts, strict=True) if count or one.is_floating_point()]
+        # an expanded one has each number once in memory
+        return [one[tuple(slice(None if step else 1) for step in one.stride())] for one in found]
 
     def read(self) -> np.ndarray:
         numbers = [one.detach().double().reshape(-1).cpu().numpy() for one in self._numbers()]

@@ -1,0 +1,333 @@
+"""What scripts do around a step of one optimizer over one model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.optim import lr_scheduler
+
+from loops.way import STEPS, loop
+from support.passes import backward, net_of
+
+THROWN = {"DDP": "thrown away", "Horovod": "zero_grad"}
+
+
+@loop()
+def plain(on):
+    model, optimizer = on.both(net_of())
+    for batch in on.batches():
+        backward(model, batch)
+        optimizer.step()
+
+
+@loop()
+def momentum_and_weight_decay(on):
+    model, optimizer = on.both(net_of(), momentum=0.9, nesterov=True, weight_decay=0.01)
+    for batch in on.batches(8):
+        backward(model, batch)
+        optimizer.step()
+
+
+@loop()
+def adamw(on):
+    model, optimizer = on.both(net_of(), torch.optim.AdamW, lr=0.01)
+    for batch in on.batches(8):
+        backward(model, batch)
+        optimizer.step()
+
+
+@loop()
+def groups_of_parameters(on):
+    net = net_of()
+    model = on.model(net)
+    decay = [one for one in model.parameters() if one.ndim == 2]
+    rest = [one for one in model.parameters() if one.ndim < 2]
+    groups = [{"params": decay, "weight_decay": 0.1, "lr": 0.05}, {"params": rest}]
+    optimizer = on.optimizer(model, torch.optim.SGD(groups, lr=0.1))
+    for batch in on.batches():
+        backward(model, batch)
+        optimizer.step()
+
+
+@loop()
+def accumulation_with_a_short_last_window(on):
+    model = on.model(net_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = on.optimizer(model, optimizer, backward_passes_per_step=3)
+    for number, batch in enumerate(batches := list(on.batches(7))):
+        ends = number % 3 == 2 or number == len(batches) - 1
+        with contextlib.nullcontext() if ends else on.no_sync(model):
+            (mse_loss(model(batch[0]), batch[1]) / 3).backward()
+        if ends:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop(refused={"Horovod": "backward_passes_per_step"})
+def accumulation_without_no_sync(on):
+    model, optimizer = on.both(net_of())
+    for number, (inputs, targets) in enumerate(on.batches(6)):
+        (mse_loss(model(inputs), targets) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop(conserves=False)
+def gradients_set_to_zeros(on):
+    model, optimizer = on.both(net_of())
+    for inputs, targets in on.batches():
+        optimizer.zero_grad(set_to_none=False)
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@loop(conserves=False)
+def gradients_that_are_never_cleared(on):
+    model, optimizer = on.both(net_of(), lr=0.01)
+    for inputs, targets in on.batches():
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@loop(refused={"Horovod": "synchroniz"}, conserves=False)
+def clipped_norms(on):
+    model, optimizer = on.both(net_of())
+    for batch in on.batches():
+        backward(model, batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+@loop(refused={"Horovod": "synchroniz"}, conserves=False)
+def noise_in_gradients(on):
+    model, optimizer = on.both(net_of())
+    for batch in on.batches():
+        backward(model, batch)
+        for one in model.parameters():
+            one.grad.add_(0.01)
+        optimizer.step()
+
+
+@loop()
+def logged_gradients(on):
+    model, optimizer = on.both(net_of())
+    for batch in on.batches():
+        backward(model, batch)
+        sum(float(one.grad.norm()) for one in model.parameters())
+        optimizer.step()
+        sum(float(one.grad.norm()) for one in model.parameters())
+
+
+@loop(conserves=False)
+def loss_scaler(on):
+    model, optimizer = on.both(net_of())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for inputs, targets in on.batches():
+        optimizer.zero_grad()
+        scaler.scale(mse_loss(model(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@loop(conserves=False)
+def loss_scaler_that_clips(on):
+    model, optimizer = on.both(net_of())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for inputs, targets in on.batches():
+        optimizer.zero_grad()
+        scaler.scale(mse_loss(model(inputs), targets)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@loop(conserves=False, reference="DDP")
+def overflow_on_one_rank(on):
+    model, optimizer = on.both(net_of())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for number, (inputs, targets) in enumerate(on.batches(6)):
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        scaler.scale(loss * (1e38 if number == 3 and on.rank == 1 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@loop()
+def bfloat16_autocast(on):
+    model, optimizer = on.both(net_of())
+    for inputs, targets in on.batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+
+@loop()
+def closure(on):
+    model, optimizer = on.both(net_of())
+    for batch in on.batches():
+        optimizer.step(lambda batch=batch: backward(model, batch))
+
+
+@loop(refused={"DDP": "thrown away", **dict.fromkeys(STEPS, "along a line")}, conserves=False)
+def lbfgs(on):
+    model, optimizer = on.both(net_of(), torch.optim.LBFGS, max_iter=2)
+    for batch in on.batches(3):
+        optimizer.step(lambda batch=batch: backward(model, batch))
+
+
+@loop()
+def one_cycle_made_after_attaching(on):
+    model, optimizer = on.both(net_of(), momentum=0.9)
+    schedule = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+    for batch in on.batches(9):
+        backward(model, batch)
+        optimizer.step()
+        schedule.step()
+
+
+@loop()
+def one_cycle_made_before_attaching(on):
+    model = on.model(net_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+    wrapped = on.optimizer(model, optimizer)
+    for batch in on.batches(9):
+        backward(model, batch)
+        wrapped.step()
+        schedule.step()
+
+
+@loop()
+def rate_of_zero_in_warmup_and_end(on):
+    model, optimizer = on.both(net_of())
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: [0.0, 0.5, 1.0, 1.0, 0.0, 0.0][step])
+    for batch in on.batches(5):
+        before = [one.detach().clone() for one in model.parameters()]
+        backward(model, batch)
+        optimizer.step()
+        if schedule.get_last_lr() == [0.0]:
+            assert all(map(torch.equal, before, model.parameters()))
+        schedule.step()
+
+
+@loop()
+def rate_by_the_loss(on):
+    model, optimizer = on.both(net_of())
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for batch in on.batches():
+        backward(model, batch)
+        optimizer.step()
+        schedule.step(1.0)
+
+
+@loop()
+def validation_between_steps(on):
+    model, optimizer = on.both(net_of())
+    for inputs, targets in on.batches():
+        optimizer.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            for inputs, _ in on.batches(2 + on.rank, seed=1):
+                model(inputs)
+        model.train()
+
+
+@loop(refused=THROWN)
+def batches_that_are_skipped_after_backward(on):
+    model, optimizer = on.both(net_of())
+    for number, batch in enumerate(on.batches()):
+        backward(model, batch)
+        if number == 2:
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+
+
+@loop()
+def batches_that_are_skipped_before_backward(on):
+    model, optimizer = on.both(net_of())
+    for number, (inputs, targets) in enumerate(on.batches()):
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        if number == 2:
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+@loop()
+def exception_before_backward_on_all_ranks(on):
+    model, optimizer = on.both(net_of())
+    for number, (inputs, targets) in enumerate(on.batches()):
+        try:
+            optimizer.zero_grad()
+            mse_loss(model(inputs[:, : 11 if number == 2 else 12]), targets).backward()
+            optimizer.step()
+        except RuntimeError:
+            assert number == 2
+
+
+@loop(without=("FSDP2",), refused={"DDP": "of this rank alone"}, conserves=False)
+def gradients_by_hand(on):
+    model, optimizer = on.both(net_of())
+    for inputs, targets in on.batches():
+        loss = mse_loss(model(inputs), targets)
+        parameters = list(model.parameters())
+        for one, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            one.grad = gradient
+        optimizer.step()
+
+
+@loop()
+def model_loaded_between_steps(on):
+    net = net_of()
+    model, optimizer = on.both(net)
+    for number, batch in enumerate(on.batches(6)):
+        if number == 1:
+            best = copy.deepcopy(model.state_dict())
+        if number == 4:
+            model.load_state_dict(best)
+        backward(model, batch)
+        optimizer.step()
+
+
+@loop()
+def copies_of_the_model(on):
+    net = net_of()
+    model, optimizer = on.both(net)
+    for batch in on.batches():
+        backward(model, batch)
+        optimizer.step()
+        if on.front != "FSDP2":
+            copy.deepcopy(net)(batch[0])
+
+
+@loop()
+def two_optimizers_in_turn(on):
+    model = on.model(net_of())
+    for kind in (torch.optim.SGD, torch.optim.SGD):
+        optimizer = on.optimizer(model, kind(model.parameters(), lr=0.1))
+        for batch in on.batches(3):
+            backward(model, batch)
+            optimizer.step()
+
+
+@loop(without=("Horovod",))
+def attached_again_with_the_same_optimizer(on):
+    model = on.model(net_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        on.optimizer(model, optimizer)
+    for batch in on.batches():
+        backward(model, batch)
+        optimizer.step()

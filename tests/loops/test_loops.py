@@ -1,0 +1,52 @@
+"""Every loop in every front end: as on mean gradients, or refused by name; every rank runs the same tests."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horovod_sparse.errors import HorovodSparseError
+from loops.way import LOOPS, WAYS, Loop, Training, close
+from support.replicas import same_on_all_replicas
+
+for _path in sorted(Path(__file__).parent.glob("[!t_]*.py")):
+    if _path.stem not in ("conftest", "way"):
+        importlib.import_module(f"loops.{_path.stem}")
+BY_DAY = ("DDP", "DDP steps", "module", "Horovod")
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def run(loop: Loop, way: str, density: float | None) -> tuple[Training, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    training = Training(way, density)
+    more: Any = loop.train(training)
+    return training, [*training.ends(), *(more or ())]
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in BY_DAY else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]
+)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
+def test_a_loop_is_right_or_refused_by_name(loop, way):
+    if way.split()[0] in loop.without:
+        pytest.skip("no such loop")
+    if way in loop.refused:
+        with pytest.raises((HorovodSparseError, AssertionError), match=loop.refused[way]):
+            run(loop, way, 1.0)
+        return
+    _, expected = run(loop, loop.reference or ("DDP" if way == "DDP" else "module"), None)
+    whole, found = run(loop, way, 1.0)
+    assert same_on_all_replicas(*whole.ends())
+    if whole.is_exact:
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            close(one, other, f"parameter {number}")
+    part, _ = run(loop, way, 0.05)
+    assert same_on_all_replicas(*part.ends())
+    if loop.conserves:
+        for recorder in part.recorders:
+            if recorder.knows:
+                recorder.check(part.size)
