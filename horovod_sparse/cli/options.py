@@ -9,6 +9,7 @@ from functools import partial
 
 from horovod_sparse.checks import whole_number
 
+_MOST = 10**9
 _POWERS = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BITS = {f"{prefix}{word}": 10.0**power for word in ("bit", "bps") for prefix, power in _POWERS.items()}
@@ -40,6 +41,6 @@ def bits_per_second(text: str) -> float:
 
 
 def count(text: str) -> int:
-    if whole_number(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 1 or more")
+    if not 1 <= whole_number(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no whole number from 1 to {_MOST:,}")
     return whole_number(text)

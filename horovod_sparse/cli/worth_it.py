@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     case = Case(options.params, options.step_ms / 1e3, options.nodes, options.bandwidth, options.latency)
     rows = rows_of(case)
     for name, added, _ in rows:
-        longer = f"{added:.3g} s ({100 * added / case.step_seconds:.0f} %) longer than the step alone"
+        longer = f"{added:.3g} s ({100 * added / case.step_seconds:.3g} %) longer than the step alone"
         print(f"{name}: {case.step_seconds + added:.3g} s a step, {longer}")
     where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[options.optimizer]}"
     print(f"paste: {recommended(case, rows).paste}  # {where}")

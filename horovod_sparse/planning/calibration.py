@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,33 +138,20 @@ def by_size(
     return amounts, rows
 
 
-class BucketMemory(Protocol):
-    """The memory that holds the timed buckets: the host's, or a device's."""
+class BucketMemory:
+    """Holds the timed buckets in the host's memory, as NumPy arrays; that of a device overrides all."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
         """Returns a bucket's accumulator with a residual of zeros; one without a residual for `Dense`."""
-
-    def gradient(self, num_elements: int, dtype: str) -> Any:
-        """Returns a flat gradient."""
-
-    def refill(self, gradient: Any) -> None:
-        """Writes the same gradient every time, as backward would; not timed, and done when it returns."""
-
-    def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
-        """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
-
-
-class HostBucketMemory:
-    """Buckets in the host's memory, as NumPy arrays; implements `BucketMemory`."""
-
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
         return host_accumulator(info, recipe, whole=isinstance(recipe.sparsifier, Dense))
 
     def gradient(self, num_elements: int, dtype: str) -> Any:
+        """Returns a flat gradient."""
         # bfloat16 is held as its bits
         return np.zeros(num_elements, "uint16" if dtype == "bfloat16" else dtype)
 
     def refill(self, gradient: Any) -> None:
+        """Writes the same gradient every time, as backward would; not timed, and done when it returns."""
         generator, few = np.random.default_rng(1), min(gradient.size, 1 << 16)
         # a heavy tail, as gradients have
         drawn = generator.standard_normal(few, np.float32) * generator.standard_exponential(few, np.float32)
@@ -175,6 +162,7 @@ class HostBucketMemory:
             np.copyto(gradient, drawn, casting="same_kind")
 
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
+        """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
         apply_scaled_sum(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
 
 
@@ -275,7 +263,7 @@ def calibration(
         found[level][kind] = fit_time(amounts, [each for (each,) in rows], what=f"{kind} of level {level}")
     selection: dict[str, Fit] = {}
     decoding: dict[str, Fit] = {}
-    memory = HostBucketMemory() if memory is None else memory
+    memory = BucketMemory() if memory is None else memory
     for sparsifier in sparsifiers:
         budget, elements = _SPARSIFIERS_SHARES * share, extent.bucket_elements
         amounts, rows = yield from bucket_times(sparsifier, watch, memory, elements, budget, dtype)

@@ -267,11 +267,6 @@ class Timeline:
         """Seconds of the step, Eq. (17): until the last communication ends."""
         return max((span.end for span in (*self.computation, *self.communication)), default=0.0)
 
-    @property
-    def visible_seconds(self) -> float:
-        """Seconds that communication adds to computation: Eq. (9) of OMGS-SGD with its sign put right."""
-        return max(0.0, self.iteration_seconds - self.computation_end)
-
 
 class _Message(NamedTuple):
     kind: str

@@ -251,13 +251,14 @@ def optimal(workload: Workload, cost: CostModel) -> Plan:
 
 
 #: ends closer than this share of a step are the same: sums of the same times differ by rounding
-_SAME = 1e-12
+_SAME, _TINY = 1e-12, np.finfo(np.float64).tiny
 
 
 def best_segments(tables: SegmentTables) -> list[int]:
     """Returns where segments end, in backward order; keeps beginnings that no other beats in both ends."""
     m = len(tables.computation) - 1
-    shares, rest, upper, segments = _bounds(tables)
+    # of segments of one parameter, whose messages always fit
+    same = _SAME * tables.seconds(range(1, m + 1))
     computation, communication = np.zeros(1), np.zeros(1)
     boundary, before = np.zeros(1, np.int64), [np.zeros(1, np.int64)]
     for stop in range(1, m + 1):
@@ -265,47 +266,17 @@ def best_segments(tables: SegmentTables) -> list[int]:
         done = np.maximum(
             communication + tables.network[boundary, stop], computation + tables.path[boundary, stop]
         )
-        order = np.lexsort((done, np.round(ended / (_SAME * upper))))
+        order = np.lexsort((done, np.round(ended / max(same, _TINY))))
         least_before = np.concatenate([[np.inf], np.minimum.accumulate(done[order])[:-1]])
-        kept = order[done[order] < least_before - _SAME * upper]
-        ends = shares * ended[kept] + (1.0 - shares) * done[kept] + rest[:, stop, None]
-        kept = kept[ends.max(axis=0) < upper * (1.0 - _SAME)]
+        kept = order[done[order] < least_before - same]
         before.append(kept)
         computation = np.concatenate([computation, ended[kept]])
         communication = np.concatenate([communication, done[kept]])
         boundary = np.concatenate([boundary, np.full(kept.size, stop)])
-    if before[-1].size == 0:
-        return segments  # nothing is better than what was known
     origin, last = np.concatenate(before), before[-1].size
     totals = np.maximum(communication[-last:] + tables.tail[0], computation[-last:] + tables.tail[1])
-    state, segments = boundary.size - last + int(np.argmin(totals)), []
+    state, segments = boundary.size - last + int(np.argmin(totals)), list[int]()
     while state:
         segments.append(int(boundary[state]))
         state = int(origin[state])
     return segments[::-1]
-
-
-def _bounds(tables: SegmentTables) -> tuple[Times, Times, float, list[int]]:
-    """Returns shares of computation beside the network, bounds by them, and the best plan that they give.
-
-    ``end >= share * x + (1 - share) * y + rest[share, boundary]``, a shortest path over the boundaries; of
-    the plans along these paths the time and the segments of the best are returned.
-    """
-    m, shares = len(tables.computation) - 1, np.linspace(0.0, 1.0, 9)[:, None]
-    network = np.where(np.isfinite(tables.network), tables.network, np.finfo(np.float64).max / 4)
-    rest, follows = np.zeros((shares.size, m + 1)), np.zeros((shares.size, m + 1), np.int64)
-    rest[:, m] = ((1.0 - shares) * tables.tail[0] + shares * tables.tail[1])[:, 0]
-    for start in range(m - 1, -1, -1):
-        after = slice(start + 1, m + 1)
-        sums = shares * tables.computation[start, after] + (1.0 - shares) * network[start, after]
-        best = np.argmin(sums + rest[:, after], axis=1)
-        rest[:, start] = np.min(sums + rest[:, after], axis=1)
-        follows[:, start] = start + 1 + best
-    upper, segments = np.inf, [m]
-    for path in follows:
-        ends = [int(path[0])]
-        while ends[-1] < m:
-            ends.append(int(path[ends[-1]]))
-        if tables.seconds(ends) < upper:
-            upper, segments = tables.seconds(ends), ends
-    return shares, rest, max(upper, np.finfo(np.float64).tiny), segments

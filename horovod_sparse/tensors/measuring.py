@@ -9,7 +9,7 @@ import torch
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning.calibration import BucketMemory, HostBucketMemory
+from horovod_sparse.planning.calibration import BucketMemory
 from horovod_sparse.planning.warmup import HostStamps
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
@@ -18,11 +18,11 @@ from horovod_sparse.tensors.gradients import HOST_DEVICES
 
 
 def bucket_memory(device: torch.device) -> BucketMemory:
-    return HostBucketMemory() if device.type in HOST_DEVICES else DeviceBucketMemory(device)
+    return BucketMemory() if device.type in HOST_DEVICES else DeviceBucketMemory(device)
 
 
-class DeviceBucketMemory:
-    """Buckets on a device; implements `BucketMemory`. Every method waits for the device."""
+class DeviceBucketMemory(BucketMemory):
+    """Holds the timed buckets on a device. Every method waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, DeviceMemory(device)

@@ -43,6 +43,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         (["calibrate", "--density", "0"], "(0, 1]"),
         (["calibrate", "--budget", "50"], "'50' has no unit"),
         (["calibrate", "--repetitions", "²"], "no whole number"),
+        ([*WORTH, "--nodes", "1" + 400 * "0"], "no whole number from 1 to 1,000,000,000"),
         (["calibrate", "--sparsifier", "topk", "--sparsifier", "topk:indices=gaps"], "every name once"),
         (["calibrate", "--device", "cuda", "--framework", "tensorflow"], "cpu"),
     ],

@@ -7,7 +7,7 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import COLLECTIVES, AllGather, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
-from horovod_sparse.planning.calibration import Extent, HostBucketMemory, calibration
+from horovod_sparse.planning.calibration import BucketMemory, Extent, calibration
 from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, DGC, TopK
@@ -45,7 +45,7 @@ class FakeRank:
         return request.buffer * (1 if isinstance(request, Broadcast) else self.size)
 
 
-class TimedMemory(HostBucketMemory):
+class TimedMemory(BucketMemory):
     """Folding takes a + b n, applying c for each element that was received."""
 
     def __init__(self, fake: FakeRank) -> None:
