@@ -70,12 +70,17 @@ def attach(
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, as text or as a recipe; for dense training attach nothing"
             raise ArgumentError("compression", compression, allowed)
+        settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
+        if not isinstance(model, torch.nn.Module):
+            allowed = "the module whose parameters the optimizer trains"
+            raise ArgumentError("model", type(model).__name__, allowed)
+        optimizer = unwrapped(optimizer)
         if recipe.feedback.applies_rate:
-            return _attached_steps(model, recipe, optimizer, replicas, schedule, options)
+            return _attached_steps(model, recipe, optimizer, replicas, schedule, settings)
         if schedule != Schedule():
             allowed = 'every=1, delay=0 where gradients are exchanged: "best" exchanges steps'
             raise ArgumentError("compression", compression, allowed)
-        return _attached_gradients(model, recipe, optimizer, replicas, options)
+        return _attached_gradients(model, recipe, optimizer, replicas, settings)
 
 
 def _attached_steps(
@@ -84,12 +89,8 @@ def _attached_steps(
     optimizer: Any,
     replicas: DeviceMesh | dist.ProcessGroup | None,
     schedule: Schedule,
-    options: WaitingOptions,
+    settings: Settings,
 ) -> Synchronized:
-    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError("model", type(model).__name__, "the module whose parameters the optimizer trains")
-    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         allowed = 'the one that trains the model: attach(model, "best", optimizer)'
         raise ArgumentError("optimizer", optimizer, allowed)
@@ -106,15 +107,12 @@ def _attached_gradients(
     recipe: Recipe,
     optimizer: Any,
     replicas: DeviceMesh | dist.ProcessGroup | None,
-    options: WaitingOptions,
+    settings: Settings,
 ) -> GradientSynchronizer:
-    settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
         raise ArgumentError("model", type(model).__name__, allowed)
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError("model", type(model).__name__, "the module whose parameters the optimizer trains")
-    wrappers, optimizer = wrappers_of(model), unwrapped(optimizer)
+    wrappers = wrappers_of(model)
     if len({one.module for one in wrappers}) > 1:
         allowed = 'one at a time, without the optimizer, which may be of all; or "best" for all of them'
         raise ArgumentError("model", f"one of {len(wrappers)} DistributedDataParallel", allowed)

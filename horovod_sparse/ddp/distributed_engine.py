@@ -167,10 +167,6 @@ class DistributedEngine:
         group = dist.group.WORLD if self._group is None else self._group
         return dist.get_rank(group), dist.get_world_size(group)
 
-    @property
-    def backend(self) -> str:
-        return dist.get_backend(self._group)
-
     def ranks(self) -> Placement:
         """Returns the place that torchrun has given to this process."""
         rank, size = dist.get_rank(), dist.get_world_size()

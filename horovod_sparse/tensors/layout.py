@@ -153,11 +153,6 @@ class TensorEntry:
     def read(self) -> NDArray[np.uint8]:
         return np.asarray(self._bytes().cpu().numpy())
 
-    def write(self, values: NDArray[np.uint8]) -> None:
-        new = torch.from_numpy(np.array(values)).view(self.tensor.dtype).view(self.tensor.shape)
-        with torch.no_grad():
-            self.tensor.copy_(new)
-
     def _bytes(self) -> torch.Tensor:
         return self.tensor.detach().contiguous().view(-1).view(torch.uint8)
 

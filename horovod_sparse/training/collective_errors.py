@@ -168,17 +168,11 @@ class NonFinitePolicy:
     def __init__(self, on_nonfinite: str, telemetry: Telemetry) -> None:
         self.on_nonfinite, self._telemetry = on_nonfinite, telemetry
 
-    def judge(
-        self,
-        errors: Sequence[BaseException],
-        *,
-        scaled: bool = False,
-        failure: BaseException | None = None,
-    ) -> Verdict:
+    def judge(self, errors: Sequence[BaseException], *, scaled: bool = False) -> Verdict:
         """Returns the verdict on a step, and counts it if it is skipped."""
-        if not errors and failure is None:
+        if not errors:
             return Verdict(Outcome.APPLIED)
-        error = worst(errors) if failure is None else failure
+        error = worst(errors)
         # known to all ranks alike; after an edit the gradient is not what was folded in
         drop = isinstance(error, NonFiniteGradientError)
         if scaled and drop:
@@ -186,7 +180,7 @@ class NonFinitePolicy:
         return Verdict(Outcome.SKIPPED if self._skips(errors) else Outcome.RAISE, error, drop)
 
     def _skips(self, errors: Sequence[BaseException]) -> bool:
-        if self.on_nonfinite == RAISE or not errors:
+        if self.on_nonfinite == RAISE:
             return False
         findings = [error.finding for error in errors if isinstance(error, NonFiniteGradientError)]
         if len(findings) < len(errors):

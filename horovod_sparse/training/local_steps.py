@@ -7,13 +7,12 @@ from which all ranks go on. `Steps` does all else: it begins exchanges, waits, a
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,7 +36,7 @@ _log = logging.getLogger("horovod_sparse")
 _SAVED = "start", "velocity"
 
 
-class Displacement(abc.ABC):
+class Displacement(Protocol):
     """How far a part's parameters have come from the common ones; stands where a pass has `OwnMoves`.
 
     Attributes:
@@ -50,46 +49,40 @@ class Displacement(abc.ABC):
     start: Any
     velocity: Any
     sent: Any
+    bucket: Bucket
+    schedule: LocalSchedule
+    task: Task | None
 
     def __init__(self, bucket: Bucket, schedule: LocalSchedule) -> None:
-        self.bucket, self.schedule = bucket, schedule
-        self.task: Task | None = None
+        self.bucket, self.schedule, self.task = bucket, schedule, None
 
-    @abc.abstractmethod
     def displacement(self) -> Any:
         """Returns ``start - parameters``, as the accumulator folds it."""
 
-    @abc.abstractmethod
     def step_by(self, sum_: SparseSum, scale: float | None) -> int:
         """Moves `start` by scale times a sum over ranks, and the parameters after it.
 
         A scale of None stands for `mean_over_senders`. Returns the size of the union.
         """
 
-    @abc.abstractmethod
     def adopt(self) -> None:
         """Makes the parameters as they are now the common ones."""
 
-    @abc.abstractmethod
     def return_to_start(self) -> None:
         """Puts the parameters to `start`, plus what this rank has learned since the exchange began.
 
         A NaN of that time stays: all ranks hear of it in the next exchange.
         """
 
-    @abc.abstractmethod
     def forget(self) -> None:
         """Counts what this rank has learned since the exchange began as nothing: it had diverged before."""
 
-    @abc.abstractmethod
     def entry(self, number: int, name: str) -> Entry:
         """Returns a common parameter, for ranks to compare."""
 
-    @abc.abstractmethod
     def to_host(self, name: str) -> np.ndarray:
         """Returns `start`, `velocity` or `sent`, [n]."""
 
-    @abc.abstractmethod
     def from_host(self, name: str, values: np.ndarray) -> None:
         """Replaces `start`, `velocity` or `sent`."""
 

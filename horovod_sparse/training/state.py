@@ -19,7 +19,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -56,42 +56,22 @@ class _Head:
         return out_of_range(self, **limits)
 
 
-class Holder(Protocol):
-    """A training (`horovod_sparse.training.training`), as far as its state is saved and loaded."""
-
-    recipe: Recipe
-    step: int
-
-    @property
-    def rank_and_size(self) -> tuple[int, int]: ...
-    @property
-    def facts(self) -> Mapping[str, tuple[Any, Any]]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def sparse(self) -> Sequence[Any]: ...
-
-    def topology_for(self, entry: Mapping[str, Any] | None) -> Topology | None: ...
-    def held(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]: ...
-    def put(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None: ...
-
-
-def saved_entry(engine: Holder, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
+def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
     """Returns the entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
-    (rank, size), recipe = engine.rank_and_size, engine.recipe
-    (residuals, *companions), topology = engine.held()[0], engine.topology_for(None)
+    (rank, size), recipe = training.rank_and_size, training.recipe
+    (residuals, *companions), topology = training.held()[0], training.topology_for(None)
     names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
     hosts = () if topology is None else (topology.per_host, *itertools.chain(*topology.hosts))
     return {
         "format": FORMAT,
-        **to_plain(_Head(*names, rank, size, engine.step, hosts)),
+        **to_plain(_Head(*names, rank, size, training.step, hosts)),
         **more,
-        "plan": engine.plan.to_dict(),
+        "plan": training.plan.to_dict(),
         "residuals": residuals,
         "companions": companions,
         "buckets": [
             {**to_plain(part.bucket.progress), "state": to_plain(part.bucket.state, array)}
-            for part in engine.sparse
+            for part in training.sparse
         ],
     }
 
@@ -161,16 +141,16 @@ def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
                 )
 
 
-def checked_states(engine: Holder, entry: Mapping[str, Any]) -> list[Any] | None:
+def checked_states(training: Any, entry: Mapping[str, Any]) -> list[Any] | None:
     """Returns the sparsifiers' states of an entry, checked, or None if they do not fit; changes nothing."""
-    (rank, size), plan = engine.rank_and_size, Plan.from_dict(entry["plan"])
-    if plan != engine.plan or entry["size"] != size or entry["resized"]:
+    (rank, size), plan = training.rank_and_size, Plan.from_dict(entry["plan"])
+    if plan != training.plan or entry["size"] != size or entry["resized"]:
         return None
     topology = topology_of(entry)
-    if topology != engine.topology_for(entry) or (topology is not None and entry["rank"] != rank):
+    if topology != training.topology_for(entry) or (topology is not None and entry["rank"] != rank):
         return None
     states = []
-    for number, (part, one) in enumerate(zip(engine.sparse, entry["buckets"], strict=True)):
+    for number, (part, one) in enumerate(zip(training.sparse, entry["buckets"], strict=True)):
         bucket = part.bucket
         info = dataclasses.replace(bucket.whole, rank=rank, size=size)
         if topology is not None:
@@ -193,10 +173,10 @@ def topology_of(entry: Mapping[str, Any]) -> Topology | None:
     return Topology(tuple(tuple(ranks[at : at + per_host]) for at in range(0, len(ranks), per_host)))
 
 
-def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
+def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
     """Continues from an entry that fits, without a collective."""
-    size, plan = engine.rank_and_size[1], Plan.from_dict(entry["plan"])
-    states = checked_states(engine, entry)
+    size, plan = training.rank_and_size[1], Plan.from_dict(entry["plan"])
+    states = checked_states(training, entry)
     forgotten = {"leans": (0.0, 0.0)} if entry["size"] != size or entry["resized"] else {}
     progress = {
         name: _progress({**one, **forgotten})
@@ -205,17 +185,17 @@ def load_entry(engine: Holder, entry: Mapping[str, Any], factor: float) -> None:
     }
     # of what is dense nothing but the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
-    held = shared_out([entry["residuals"], *entry["companions"]], factor, engine.recipe.feedback)
-    engine.put(held, progress)
-    engine.step = int(entry["step"])
+    held = shared_out([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
+    training.put(held, progress)
+    training.step = int(entry["step"])
     if states is not None:
-        for part, state in zip(engine.sparse, states, strict=True):
+        for part, state in zip(training.sparse, states, strict=True):
             part.bucket.state = state
     else:
         _log.warning(
             "residuals are kept, sparsifier states start anew: the checkpoint has another plan, number of "
             "ranks, or hosts (%d ranks, %s) than this training (%d ranks, %s)",
-            *(entry["size"], plan, size, engine.plan),
+            *(entry["size"], plan, size, training.plan),
         )
 
 

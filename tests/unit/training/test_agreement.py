@@ -280,5 +280,3 @@ def test_the_order_of_memory_does_not_matter() -> None:
     one, two = TensorEntry("w", plain), TensorEntry("w", other)
     assert one.kind == two.kind == "bfloat16[2, 3, 4, 5]"
     assert (one.sums() == two.sums()).all()
-    two.write(TensorEntry("w", plain + 1).read())
-    assert torch.equal(other, plain + 1)

@@ -55,7 +55,7 @@ TWO = Plan((("b", "v"),), ("w",))
 RECIPES = [recipe("topk", density=0.1), recipe("dgc", density=0.1, feedback=MomentumCorrection())]
 
 
-def trained(how: Recipe, plan: Plan, size: int) -> list[state.Holder]:
+def trained(how: Recipe, plan: Plan, size: int) -> list[Any]:
     engines = [ArrayEngine(how, plan, (rank, size)) for rank in range(size)]
     generator = np.random.default_rng(0)
     for _ in range(3):

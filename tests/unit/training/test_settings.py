@@ -89,5 +89,4 @@ def test_what_becomes_of_a_step() -> None:
     assert rule.judge([bad], scaled=True) == Verdict(Outcome.OVERFLOW, bad, True)
     assert rule.judge([bad, edited], scaled=True) == Verdict(Outcome.RAISE, edited, False)
     assert rule.judge([bad, edited, own]).error is own
-    assert rule.judge([], failure=own) == Verdict(Outcome.RAISE, own, False)
     assert NonFinitePolicy("skip", Telemetry()).judge([bad, own]).outcome is Outcome.RAISE
