@@ -7,12 +7,11 @@ from which all ranks go on. `Steps` does all else: it begins exchanges, waits, a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ _log = logging.getLogger("horovod_sparse")
 _SAVED = "start", "velocity"
 
 
-class Displacement(Protocol):
+class Displacement:
     """How far a part's parameters have come from the common ones; stands where a pass has `OwnMoves`.
 
     Attributes:
@@ -49,12 +48,10 @@ class Displacement(Protocol):
     start: Any
     velocity: Any
     sent: Any
-    bucket: Bucket
-    schedule: LocalSchedule
-    task: Task | None
 
     def __init__(self, bucket: Bucket, schedule: LocalSchedule) -> None:
-        self.bucket, self.schedule, self.task = bucket, schedule, None
+        self.bucket, self.schedule = bucket, schedule
+        self.task: Task | None = None
 
     def displacement(self) -> Any:
         """Returns ``start - parameters``, as the accumulator folds it."""
@@ -64,6 +61,7 @@ class Displacement(Protocol):
 
         A scale of None stands for `mean_over_senders`. Returns the size of the union.
         """
+        raise NotImplementedError
 
     def adopt(self) -> None:
         """Makes the parameters as they are now the common ones."""
@@ -79,16 +77,14 @@ class Displacement(Protocol):
 
     def entry(self, number: int, name: str) -> Entry:
         """Returns a common parameter, for ranks to compare."""
+        raise NotImplementedError
 
     def to_host(self, name: str) -> np.ndarray:
         """Returns `start`, `velocity` or `sent`, [n]."""
+        raise NotImplementedError
 
     def from_host(self, name: str, values: np.ndarray) -> None:
         """Replaces `start`, `velocity` or `sent`."""
-
-    def common(self) -> contextlib.AbstractContextManager[None]:
-        """Shows the common parameters; this rank's come back afterwards."""
-        raise NotImplementedError
 
     def begin(self, starter: Starter, name: str) -> None:
         """Begins an exchange."""
