@@ -25,11 +25,15 @@ def attached(net, optimizer, every=1, delay=0):
     return ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
 
 
-@schedules
-def test_an_average_of_common_parameters_is_equal_on_all_ranks(every, delay, rank):
+def begun(every=1, delay=0):
     net = net_of()
     optimizer = adamw(net)
-    sync = attached(net, optimizer, every, delay)
+    return net, optimizer, attached(net, optimizer, every, delay)
+
+
+@schedules
+def test_an_average_of_common_parameters_is_equal_on_all_ranks(every, delay, rank):
+    net, optimizer, sync = begun(every, delay)
     average = torch.optim.swa_utils.AveragedModel(net)
 
     def update(_: int) -> None:
@@ -42,9 +46,7 @@ def test_an_average_of_common_parameters_is_equal_on_all_ranks(every, delay, ran
 
 @pytest.mark.parametrize(("every", "delay", "fewer"), [(1, 0, 0), (1, 0, 7), (1, 1, 7), (4, 0, 0), (4, 0, 7)])
 def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, fewer, rank):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = attached(net, optimizer, every, delay)
+    net, optimizer, sync = begun(every, delay)
     train(net, optimizer, rank, fewer if rank else 10)
     sync.finish()
     assert same_on_all_replicas(*net.parameters())
@@ -56,9 +58,7 @@ def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, fewe
 
 @alone
 def test_a_scale_that_is_too_large_on_one_rank_alone_gives_an_exchange_up(every, delay, rank):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = attached(net, optimizer, every, delay)
+    net, optimizer, sync = begun(every, delay)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for step, batch in enumerate(batches(rank)):
         net.zero_grad()
@@ -80,9 +80,7 @@ def test_a_scale_that_is_too_large_on_one_rank_alone_gives_an_exchange_up(every,
 @alone
 def test_parameters_that_are_edited_between_steps_are_an_error(every, delay, rank):
     """Own moves are put back at their places: the edit would be undone there, on each rank elsewhere."""
-    net = net_of()
-    optimizer = adamw(net)
-    sync = attached(net, optimizer, every, delay)
+    net, optimizer, sync = begun(every, delay)
     train(net, optimizer, rank, 5)
     with sync.common():
         for one in net.parameters():
@@ -98,9 +96,7 @@ def test_parameters_that_are_edited_between_steps_are_an_error(every, delay, ran
 
 @schedules
 def test_a_model_that_is_loaded_is_what_training_goes_on_from(every, delay, rank):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = attached(net, optimizer, every, delay)
+    net, optimizer, sync = begun(every, delay)
     train(net, optimizer, rank, 6)
     best = copy.deepcopy(net_of(5).state_dict())
     net.load_state_dict(best)
@@ -128,9 +124,7 @@ def test_hooks_see_gradients_before_and_parameters_after_a_step(every, delay, ra
 
 
 def test_a_step_that_raises_leaves_gradients(rank):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = attached(net, optimizer)
+    net, optimizer, sync = begun()
     backward(net, next(batches(rank)))
 
     def refuse(*_) -> None:
@@ -150,9 +144,7 @@ def test_a_step_that_raises_leaves_gradients(rank):
 
 @rows_by("schedule,how", [(1, 0), (1, 1), (4, 0)], ["detached", "copied", "pickled"])
 def test_an_optimizer_goes_on_without_us(schedule, how, rank):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = attached(net, optimizer, *schedule)
+    net, optimizer, sync = begun(*schedule)
     train(net, optimizer, rank, 5)
     moment = sync.state_dict()["companions"][0]["0.weight"]
     if how == "detached":
