@@ -82,9 +82,8 @@ class Engine:
         has: of "saved" (states), "adopts" (the user's AdamW), "levels", "nonfinite" (policies), "drift",
             "absent" (gradients of some ranks), "members" (some of the ranks), "types", "device" (memory of
             one), "buckets" (in reach), "models" (that may differ, until ranks compare), "retries" (after an
-            error of one rank alone), "scaler"s of a loss, "loops" (of users: see `wrap`), "plans" (of
-            buckets), "merging" by name, "horovod"'s arguments,
-            "clips" and others of our optimizer.
+            error of one rank alone), "scaler"s of a loss, "plans" (of buckets), "merging" by name,
+            "horovod"'s arguments, "clips" and others of our optimizer.
         rank: of this process.
         size: number of processes.
         everyone: of a value what all ranks have.
@@ -92,7 +91,6 @@ class Engine:
             engine shows nearly the same; all if None.
         by_night: and of those among them that are for nights.
         only: how the names of tests begin that it takes part in at all.
-        wrap: of PyTorch, from a model, its optimizer and a compression what is called and what steps.
     """
 
     name: str
@@ -104,7 +102,6 @@ class Engine:
     by_day: tuple[str, ...] | None = None
     by_night: tuple[str, ...] = ()
     only: tuple[str, ...] = ("test_",)
-    wrap: Callable[..., Any] | None = None
 
     def is_by_day(self, name: str) -> bool:
         return (self.by_day is None or name.startswith(self.by_day)) and not name.startswith(self.by_night)

@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from conformance.engine import RATE, SHAPES, Engine
 from conformance.pytorch import TorchTraining
-from horovod_sparse import ddp
 from horovod_sparse.merging import Plan
-from support.replicas import Replica, in_small_buckets
+from support.replicas import Replica
 
 __all__ = ["ENGINES"]
 
@@ -62,17 +61,9 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-def wrap(net: Any, optimizer: Any, compression: str, **arguments: Any) -> Any:
-    model = in_small_buckets(net, 1024, **arguments)
-    ddp.attach(model, compression, optimizer)
-    return model, optimizer
-
-
 COMMON = "adopts", "saved", "types", "device", "levels", "nonfinite", "drift", "buckets", "scaler", "retries"
-HAS = frozenset({*COMMON, "members", "absent", "loops", "plans"})
-_ENGINE = functools.partial(
-    Engine, rank=dist.get_rank(), size=dist.get_world_size(), everyone=everyone, wrap=wrap
-)
+HAS = frozenset({*COMMON, "members", "absent", "plans"})
+_ENGINE = functools.partial(Engine, rank=dist.get_rank(), size=dist.get_world_size(), everyone=everyone)
 ENGINES = [
     _ENGINE("hook", HookTraining, HAS),
 ]

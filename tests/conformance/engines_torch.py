@@ -69,13 +69,9 @@ class StockTraining(OwnTraining):
 
 
 def _engine(name: str, train: Any, *has: str, **cases: tuple[str, ...]) -> Engine:
-    def wrap(net: Any, optimizer: Any, compression: str, **_of_ddp: Any) -> Any:
-        made = hvd.Compression.parse(compression)
-        return net, train.module.DistributedOptimizer(optimizer, net.named_parameters(), compression=made)
-
-    features = {"saved", "adopts", "absent", "members", "types", "device", "scaler", "loops", "horovod"}
+    features = {"saved", "adopts", "absent", "members", "types", "device", "scaler", "horovod"}
     of_horovod = stock.rank(), stock.size(), stock.allgather_object
-    return Engine(name, train, frozenset({*features, *has}), *of_horovod, wrap=wrap, **cases)
+    return Engine(name, train, frozenset({*features, *has}), *of_horovod, **cases)
 
 
 #: ours shows the rest nearly as well: both have one synchronizer
@@ -83,10 +79,6 @@ STOCK_BY_DAY = (
     *(
         f"test_it_equals_the_simulator[{name}]"
         for name in ("topk", "spardl", "exdyna", "cltk-values=bfloat16")
-    ),
-    *(
-        f"test_loops_of_users_are_dense_training[{shape}-"
-        for shape in ("plain", "shared", "branches", "frozen")
     ),
     "test_a_bad_",
     "test_a_scale_",

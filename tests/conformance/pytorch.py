@@ -1,13 +1,12 @@
-"""What engines of PyTorch promise besides: scalers of a loss, rates, models and loops that users write."""
+"""Scalers of a loss and rates, by every engine of PyTorch; loops of users are in tests/loops."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from conformance.engine import RATE, SHAPES, Engine, given, replicas_agree, same
 
@@ -129,121 +128,3 @@ def test_residuals_follow_the_learning_rate(engine: Engine) -> None:
         falling.step(given(engine.rank, step))
         wanted = steady.weights()
         assert all(np.array_equal(wanted[name], one) for name, one in falling.weights().items()), step
-
-
-class Net(torch.nn.Module):
-    """Layers, of which `shape` says how they are used.
-
-    Args:
-        shape: "plain", "shared": one layer twice, "tied": two with one weight, "branches": another layer on
-            every second rank, and one for nobody, "some": one in every second pass only, "reentrant" and
-            "checkpointed": computed again in backward, "nested": outputs in a dict, "norm": with buffers,
-            "frozen": one layer is not trained.
-    """
-
-    def __init__(self, shape: str, rank: int) -> None:
-        super().__init__()
-        self.shape, self.rank, self.passes = shape, rank, 0
-        sides = [(12, 16), (16, 16), (16, 4), (16, 16)][: 4 if shape in ("tied", "branches") else 3]
-        self.first, self.middle, self.last, *others = (torch.nn.Linear(*side) for side in sides)
-        self.norm = torch.nn.BatchNorm1d(16) if shape == "norm" else torch.nn.Identity()
-        self.middle.requires_grad_(shape != "frozen")
-        for other in others:
-            self.other = other
-            if shape == "tied":
-                self.other.weight = self.middle.weight
-            else:
-                self.nobody = torch.nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        self.passes += torch.is_grad_enabled()
-        hidden = self.norm(self.first(inputs).relu())
-        if self.shape in ("reentrant", "checkpointed"):
-            again: Callable[[torch.Tensor], torch.Tensor] = lambda x: self.middle(x).relu()  # noqa: E731
-            hidden = checkpoint(again, hidden, use_reentrant=self.shape == "reentrant")
-        elif self.shape == "branches":
-            hidden = (self.other if self.rank % 2 else self.middle)(hidden).relu()
-        elif self.shape != "some" or self.passes % 2:
-            hidden = self.middle(hidden).relu()
-        if self.shape in ("shared", "tied"):
-            hidden = (self.other if self.shape == "tied" else self.middle)(hidden).relu()
-        out = self.last(hidden)
-        return {"out": [out]} if self.shape == "nested" else out
-
-
-def losses(model: Any, inputs: torch.Tensor, loop: str) -> Iterator[torch.Tensor]:
-    """What one step goes backward from, one after the other."""
-
-    def loss(some: torch.Tensor) -> torch.Tensor:
-        out = model(some)
-        return (out["out"][0] if isinstance(out, dict) else out).square().sum()
-
-    if loop == "several forward passes":
-        yield loss(inputs) + loss(inputs + 1.0)
-    elif loop == "several backward passes":
-        yield loss(inputs)
-        yield loss(inputs + 1.0)
-    elif loop == "no_sync":
-        with getattr(model, "no_sync", torch.enable_grad)():
-            yield loss(inputs)
-        yield loss(inputs + 1.0)
-    else:
-        yield loss(inputs)
-        with torch.no_grad():
-            model(inputs)
-
-
-LOOPS = ["plain", "several forward passes", "several backward passes", "no_sync"]
-#: what DistributedDataParallel has to be told, and the loops that it does not allow
-SHAPES_OF_NETS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "plain": ({}, []),
-    "shared": ({}, []),
-    "tied": ({}, []),
-    "branches": ({"find_unused_parameters": True}, ["several forward passes"]),
-    "some": ({"find_unused_parameters": True}, ["several forward passes"]),  # it looks at the last pass alone
-    "reentrant": ({"static_graph": True}, LOOPS[1:]),  # has one forward and one backward pass in every step
-    "checkpointed": ({}, []),
-    "nested": ({}, []),
-    "norm": ({}, ["several forward passes"]),  # buffers are broadcast between them, which no backward allows
-    "frozen": ({}, []),
-}
-
-
-@pytest.mark.needs("loops")
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("shape", SHAPES_OF_NETS)
-def test_loops_of_users_are_dense_training(engine: Engine, shape: str, backend: str | None) -> None:
-    arguments, refused = SHAPES_OF_NETS[shape]
-    is_ddp = engine.name == "hook"
-    if backend and (is_ddp or shape == "reentrant"):
-        pytest.skip("torch.compile itself asks for use_reentrant=False; the hook sees buckets as ever")
-    for number, loop in enumerate(LOOPS if is_ddp else LOOPS[:2]):
-        if loop in refused:
-            continue
-        torch.manual_seed(0)
-        net, twin = (Net(shape, engine.rank) for _ in range(2))
-        twin.load_state_dict(net.state_dict())
-        bases = [
-            torch.optim.SGD((p for p in one.parameters() if p.requires_grad), 0.01) for one in (net, twin)
-        ]
-        views = {"gradient_as_bucket_view": number % 2 == 1}
-        model, optimizer = engine.wrap(net, bases[0], "topk:density=1.0", **arguments, **views)
-        run = torch.compile(model, backend=backend) if backend else model
-        for step in range(4):
-            inputs = torch.sin(torch.arange(60.0).reshape(5, 12) * (1 + engine.rank + 3 * step))
-            for called in (run, twin):
-                for loss in losses(called, inputs, loop):
-                    loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            trained = [one for one in twin.parameters() if one.requires_grad]
-            own = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
-            for one, every in zip(trained, zip(*engine.everyone(own), strict=True), strict=True):
-                one.grad = sum(every) / engine.size
-            bases[1].step()
-            bases[1].zero_grad()
-            for one, other in zip(net.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=f"{loop}, step {step}")
-        weights = [copy.deepcopy(one.data) for one in net.parameters()]
-        for theirs in engine.everyone(weights):
-            assert all(torch.equal(*pair) for pair in zip(theirs, weights, strict=True))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from horovod_sparse import ddp
 from horovod_sparse.errors import UnsupportedError
@@ -203,46 +202,6 @@ def test_the_module_within_a_wrapper_keeps_its_ranks_gradients(rank):
         assert torch.allclose(net[0].weight.grad, plain[0].weight.grad)
         optimizer.step()
     assert same_on_all_replicas(*net.parameters())
-
-
-class _Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = net_of(), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-        self.last.weight = self.second.weight
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.second(checkpoint(self.first, inputs, use_reentrant=False))))
-
-
-@schedules
-def test_tied_weights_checkpointed_activations_and_no_sync(every, delay, rank):
-    model = DistributedDataParallel(_Tied())
-    optimizer = adamw(model)
-    sync = attached(model, optimizer, every, delay)
-    for step, batch in enumerate(batches(rank)):
-        if step % 2 == 0:
-            with model.no_sync():
-                backward(model, batch)
-        else:
-            backward(model, batch)
-            optimizer.step()
-    sync.finish()
-    assert same_on_all_replicas(*model.parameters())
-    assert len(sync.facts) == 7
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_one_optimizer_over_two_models(delay, rank):
-    both = torch.nn.ModuleList([DistributedDataParallel(net_of()), DistributedDataParallel(net_of(1))])
-    optimizer = adamw(both)
-    sync = attached(both, optimizer, delay=delay)
-    for batch in batches(rank):
-        backward(both[0], batch)
-        backward(both[1], batch)
-        optimizer.step()
-    sync.finish()
-    assert same_on_all_replicas(*both.parameters())
 
 
 def test_a_wrapper_without_hooks_of_its_own_is_looked_into(rank):

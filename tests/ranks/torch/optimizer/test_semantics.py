@@ -23,18 +23,6 @@ SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
 gradients = gradients_for(SHAPES)
 
 
-def test_gradients_that_are_not_cleared_accumulate_as_with_horovod(rank):
-    results = []
-    for front, compression in (("stock", "none"), ("own", "topk:density=1.0")):
-        model = LinearModel(SHAPES)
-        optimizer = wrapped(front, model, compression, {"op": stock.Sum})
-        for step in range(3):
-            model.backward(gradients(rank, step))
-            optimizer.step()
-        results.append(flat(model))
-    assert torch.equal(*results)
-
-
 @pytest.mark.parametrize("front", ["own", "stock"])
 def test_closures_and_hooks_see_synchronized_gradients(front, rank):
     results, seen = [], []
@@ -116,38 +104,6 @@ def test_zero_grad_and_replan_in_the_middle_of_a_step_are_refused(rank):
     assert optimizer.telemetry.last.step == before + 1
 
 
-def test_two_networks_that_are_turned_off_and_on_in_turn(rank):
-    """A generator is trained through its discriminator; whose turn it is not requires no gradient."""
-    results = []
-    for module, compression in ((hvd, hvd.Compression.topk(density=1.0)), (stock, stock.Compression.none)):
-        torch.manual_seed(4)
-        networks = {"generator": torch.nn.Conv2d(1, 10, 1), "discriminator": torch.nn.Conv2d(10, 1, 1)}
-        optimizers = {
-            name: module.DistributedOptimizer(
-                torch.optim.SGD(network.parameters(), lr=0.01),
-                named_parameters=network.named_parameters(),
-                compression=compression,
-            )
-            for name, network in networks.items()
-        }
-        data = torch.rand(1, 1, 10, 10, generator=torch.Generator().manual_seed(rank))
-        for _ in range(4):
-            for turn in networks:
-                for name, network in networks.items():
-                    network.requires_grad_(name == turn)
-                for optimizer in optimizers.values():
-                    optimizer.zero_grad()
-                networks["discriminator"](networks["generator"](data)).mean().backward()
-                for name, network in networks.items():
-                    for parameter in network.parameters():
-                        given = parameter.grad is not None and parameter.grad.count_nonzero() > 0
-                        assert given == (name == turn), "read between backward and step"
-                optimizers[turn].step()
-        results.append([p for network in networks.values() for p in network.parameters()])
-        assert same_on_all_ranks(*results[-1])
-    torch.testing.assert_close(*results)
-
-
 def test_every_optimizer_of_pytorch_trains_as_with_horovod(rank):
     """Ranks use other heads, so that each lacks gradients of some parameters."""
     others = torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam
@@ -218,22 +174,6 @@ def test_without_a_sparsifier_it_is_horovods_own(rank):
         train_step(model, optimizer, gradients(rank, 0))
         assert optimizer.telemetry.summary() == "no step yet"
         assert optimizer.plan is None
-
-
-def test_frozen_and_empty_parameters_pass_by(rank, size):
-    model = LinearModel(SHAPES | {"empty": (0, 3)})
-    model.bias.requires_grad_(False)
-    model.register_parameter("whole", torch.nn.Parameter(torch.arange(3), requires_grad=False))
-    optimizer = make(model, "topk:density=1.0", op=stock.Sum)
-    assert set(optimizer.plan.names()) == {"first", "scalar", "second"}
-    given = {name: value for name, value in gradients(rank, 0).items() if name != "bias"}
-    model.backward(given)
-    optimizer.step()
-    assert model.bias.grad is None
-    assert model.whole.grad is None
-    expected = sum(gradients(r, 0)["first"] for r in range(size))
-    np.testing.assert_array_equal(model.first.grad.numpy(), expected)
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("library", [hvd, stock])
