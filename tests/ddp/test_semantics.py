@@ -59,22 +59,6 @@ def test_gradients_that_are_thrown_away_are_refused_or_kept_on_the_rank(to_none,
     assert same_on_all_replicas(*replica.net.parameters())
 
 
-def test_a_frozen_layer_stays_where_it_is(rank):
-    replica = Replica(SHAPES, "topk:density=0.1", plan=Plan((tuple(SHAPES),)))
-    for step in range(2):
-        replica.step(gradients(rank, step))
-    replica.net.first.requires_grad_(False)
-    before, held = replica.net.first.detach().clone(), replica.held()["first"].clone()
-    assert held.any()
-    for step in range(3):
-        replica.model(gradients(rank, step)).backward()
-        replica.optimizer.step()
-        replica.optimizer.zero_grad()
-    assert torch.equal(replica.net.first, before)
-    assert torch.equal(replica.held()["first"], held)
-    assert replica.net.first.grad is None
-
-
 @pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])
 def test_a_plain_module_exchanges_in_the_step(text, rank):
     plan = Plan((tuple(SHAPES),))
