@@ -18,7 +18,6 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError, UnknownName
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel
-from support.optimizers import base_for
 from support.replicas import Replica, same_on_all_replicas
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "one": (1,)}
@@ -57,31 +56,6 @@ def test_gradients_that_are_thrown_away_are_refused_or_kept_on_the_rank(to_none,
     replica.optimizer.zero_grad()
     assert gradient() is None  # its memory is free
     assert same_on_all_replicas(*replica.net.parameters())
-
-
-@pytest.mark.parametrize("text", ["exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"])
-def test_a_plain_module_exchanges_in_the_step(text, rank):
-    plan = Plan((tuple(SHAPES),))
-    replica, net = Replica(SHAPES, text, plan=plan), LinearModel(SHAPES)
-    optimizer = base_for(text, net.parameters(), 0.5)
-    sync = ddp.attach(net, text, optimizer, plan=plan)
-    for step in range(4):
-        given = gradients(rank, step)
-        found = replica.step({name: 2.0 * one for name, one in given.items()})
-
-        def loss(given=given):
-            optimizer.zero_grad()
-            for _ in range(2):
-                net.loss(given).backward()
-            return 1.0
-
-        if step % 2:
-            assert optimizer.step(loss) == 1.0
-        else:
-            loss()
-            optimizer.step()
-        assert all(torch.equal(net.get_parameter(name).grad, found[name]) for name in SHAPES), step
-    assert sync.step == 4 and all(map(torch.equal, net.parameters(), replica.net.parameters()))
 
 
 def test_what_cannot_be_loaded_is_refused(rank):

@@ -86,20 +86,6 @@ def test_parameters_that_join_are_synchronized_from_then_on(moment, how, named, 
     assert len(optimizer.plan.names()) == 4
 
 
-def test_residuals_stay_where_they_were_and_new_ones_begin_with_nothing(rank, size):
-    model, optimizer = frozen(thaw, "exdyna:density=0.05")
-    stepped(model, optimizer, rank, 0, ["first", "second"])
-    held = residuals_of(optimizer)
-    thaw(model, optimizer)
-    optimizer.step()  # nobody has a gradient
-    optimizer.zero_grad()
-    after = residuals_of(optimizer)
-    assert set(after) == set(SHAPES)
-    assert not after["late"].count_nonzero()
-    assert held["first"].count_nonzero() > after["first"].count_nonzero() > 0
-    assert same_on_all_ranks(*model.parameters())
-
-
 @pytest.mark.parametrize("how", [thaw, add_named])
 def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how, rank):
     """Before its first step; and goes on as if it had never stopped."""
