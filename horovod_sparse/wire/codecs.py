@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,33 +26,21 @@ from horovod_sparse.kernels.quantization import spread
 Words: TypeAlias = NDArray[np.uint32]
 
 
-class IndexCodec(Protocol):
-    """Writes the indices of one selection as 32-bit words, and reads them back."""
-
-    code: int
-
-    def num_words(self, count: int, num_elements: int) -> int:
-        """Returns the length of `count` indices below `num_elements`; it never falls when count grows."""
-
-    def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Fills `words`, whose length `num_words` gives."""
-
-    def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
-        """Fills `out`, as long as the count; False if the words cannot be that many indices."""
-
-
 class Int32:
-    """Writes every index as it is, in any order: one word each."""
+    """Writes every index of a selection as it is, in any order: one word each."""
 
     code = 0
 
     def num_words(self, count: int, num_elements: int) -> int:
+        """Returns the length of `count` indices below `num_elements`; it never falls when count grows."""
         return count
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
+        """Fills `words`, whose length `num_words` gives."""
         words.view(np.int32)[:] = indices
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
+        """Fills `out`, as long as the count; False if the words cannot be that many indices."""
         out[:] = words.view(np.int32)
         return int(find_outside(out, num_elements)) < 0
 
@@ -133,22 +121,8 @@ def _check_ascending(indices: Indices, num_elements: int) -> None:
 
 
 #: by name
+IndexCodec: TypeAlias = Int32 | Gaps
 INDEX_CODECS: Mapping[str, IndexCodec] = MappingProxyType({"int32": Int32(), "gaps": Gaps()})
-
-
-class ValueCodec(Protocol):
-    """Writes the values of one selection as 32-bit words, and reads them back."""
-
-    code: int
-
-    def num_words(self, count: int) -> int:
-        """Returns the length of `count` values; it never falls when count grows."""
-
-    def encode(self, values: Values, words: Words) -> None:
-        """Writes float32 or float64 into `words`, whose length `num_words` gives."""
-
-    def decode(self, words: Words, out: Values) -> None:
-        """Fills `out`, float32 or float64, as long as the count."""
 
 
 class Floats:
@@ -163,6 +137,7 @@ class Floats:
         self.code, self._dtype, self._largest = code, np.dtype(dtype), largest
 
     def num_words(self, count: int) -> int:
+        """Returns the length of `count` values; it never falls when count grows."""
         return -(-count * self._dtype.itemsize // 4)
 
     def encode(self, values: Values, words: Words) -> None:
@@ -259,4 +234,5 @@ class TwoBit:
 
 
 #: by name
+ValueCodec: TypeAlias = Floats | TwoBit
 VALUE_CODECS: Mapping[str, ValueCodec] = MappingProxyType({**_FLOATS, "2bit": TwoBit()})
