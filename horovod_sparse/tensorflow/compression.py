@@ -18,9 +18,12 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.dropin import DropIn
-from horovod_sparse.tensorflow.private import keep_functions_with_compressors
+from horovod_sparse.tensorflow.graph import refuse_graphs
+from horovod_sparse.tensorflow.private import keep_functions_with_compressors, stock_call
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
+from horovod_sparse.tensorflow.sums import sparsified
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
+from horovod_sparse.tensorflow.tensors import dtype_name
 from horovod_sparse.training.compression import Algorithms
 from horovod_sparse.training.settings import PlannedOptions, Settings
 
@@ -53,6 +56,7 @@ class SparseCompressor(WithState, Compressor):
         self._optimizer: weakref.ref[Any] | None = None
         self._served = recipe
         self._dropin: DropIn | None = None
+        self._num_compressed = 0
         #: what stock Horovod has made for it
         self.stock_functions: dict[Any, Any] = {}
         self._keeper = self._horovod_sparse_keeper = StateKeeper()
@@ -143,7 +147,20 @@ class SparseCompressor(WithState, Compressor):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Called by stock Horovod: see `DropIn.compress`."""
+        """Returns one number for a gradient of Horovod's tapes and optimizers, and its sum: see `DropIn`.
+
+        For any other tensor, as in ``horovod.tensorflow.allreduce(tensor, compression=...)``, returns it as
+        this rank would send it, where Horovod sends every element. What is not selected is 0, and is not
+        kept; `horovod_sparse.tensorflow.allreduce` sends sparsely. Integers, and tensors with a NaN or Inf,
+        stay as they are.
+        """
+        refuse_graphs()
+        call = stock_call(tensor)
+        if call is None:
+            if dtype_name(tensor.dtype) is None:
+                return tensor, None
+            self._num_compressed += 1  # random numbers go by it
+            return sparsified(tensor, self.recipe, f"compressed.{self._num_compressed}"), None
         if self.synchronizer is not None:
             raise UnsupportedError(
                 f"{self!r} is at work in a tape or optimizer of horovod_sparse: make another compressor for "
@@ -151,7 +168,7 @@ class SparseCompressor(WithState, Compressor):
             )
         if self._dropin is None:
             self._dropin = DropIn(self.recipe)
-        return self._dropin.compress(tensor)
+        return self._dropin.compress(tensor, call)
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: tf.Tensor, ctx: tf.Tensor | None) -> tf.Tensor:

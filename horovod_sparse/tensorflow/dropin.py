@@ -20,8 +20,8 @@ from horovod_sparse.errors import UnsupportedError, warn_once
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow._horovod import is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import not_folded
-from horovod_sparse.tensorflow.graph import gate_callers, refuse_graphs
-from horovod_sparse.tensorflow.private import STOCK, StockCall, stock_call
+from horovod_sparse.tensorflow.graph import gate_callers
+from horovod_sparse.tensorflow.private import STOCK, StockCall
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name, settings_of, times
 from horovod_sparse.training.compression import refuse_double_momentum
@@ -66,10 +66,8 @@ class DropIn:
                 "do not tell the learning rate; use those of horovod_sparse.tensorflow"
             )
 
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+    def compress(self, tensor: tf.Tensor, call: StockCall) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Puts the synchronization into the graph, if it is the first gradient of its call; gives the sum."""
-        refuse_graphs()
-        call = stock_call(tensor)
         # Horovod traces what it does with several ranks outside of them, too
         if not _is_sparsifiable(tensor) or not takes_part(call.process_set):
             return tensor, None

@@ -55,15 +55,15 @@ def allreduce_async(
     """
     if isinstance(compression, str):
         compression = Compression.parse(compression)
-    arguments = (tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    if not isinstance(compression, SparseCompressor):
-        if compression is not Compression.none:
-            raise ArgumentError(
-                "compression", compression, "a sparsifier or Compression.none; or use allreduce"
-            )
-        return hvd.allreduce_async(*arguments)
+    sparsifies = isinstance(compression, SparseCompressor)
+    if not sparsifies and compression is not Compression.none:
+        raise ArgumentError("compression", compression, "a sparsifier or Compression.none; or use allreduce")
+    if not sparsifies:
+        return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    # Horovod counts handles, of which a rank outside of a process set has fewer
+    name = name or _call_names.next(present_start(), process_set)
     if not sums.is_sparsifiable(tensor):
-        return hvd.allreduce_async(*arguments)
+        return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     common.refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())
     chosen, scale = common.scale_of(hvd, op, average, postscale_factor, process_set)
     facts = common.agreed_facts(
@@ -73,7 +73,7 @@ def allreduce_async(
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
     )
-    driver, name = _driver_of(process_set), name or _call_names.next(present_start(), process_set)
+    driver = _driver_of(process_set)
     if prescale_factor != 1.0:
         tensor = tensor * prescale_factor
     if tensor.numel() == 0:
@@ -131,7 +131,7 @@ def allreduce(
     """
     if isinstance(compression, str):
         compression = Compression.parse(compression)
-    if isinstance(compression, SparseCompressor) and sums.is_sparsifiable(tensor):
+    if isinstance(compression, SparseCompressor):
         factors = prescale_factor, postscale_factor
         total: torch.Tensor = synchronize(
             allreduce_async(tensor, average, name, op, *factors, process_set, compression=compression)

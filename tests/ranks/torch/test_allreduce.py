@@ -85,14 +85,14 @@ def test_shapes_layouts_and_factors(rank, size):
 
 
 def test_what_is_not_sparsified_is_horovods(rank, size):
-    for compressor in (TOP, Compression.none):
-        total = hvd.allreduce(torch.full((3,), 2), op=hvd.Sum, compression=compressor)
+    for name, compressor in ((None, TOP), ("none", Compression.none)):
+        total = hvd.allreduce(torch.full((3,), 2), name=name, op=hvd.Sum, compression=compressor)
         assert total.tolist() == [2 * size] * 3
     handle = hvd.allreduce_async(torch.full((3,), 2), op=hvd.Max, compression=TOP)
     assert hvd.synchronize(handle).tolist() == [2] * 3
     for compressor in (TOP, Compression.none):
         total = stock.grouped_allreduce(
-            [torch.arange(4.0), torch.full((3,), 2)], op=stock.Sum, compression=compressor
+            [torch.arange(4.0), torch.full((3,), 2)], name="both", op=stock.Sum, compression=compressor
         )
         assert total[0][3] == 3 * size and total[1].tolist() == [2 * size] * 3
 
