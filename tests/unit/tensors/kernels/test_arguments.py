@@ -28,10 +28,6 @@ def folding(num_elements: int = 4, kind: Any = np.float32, companions: int = 0, 
     return fold
 
 
-def asking(method: str, *given: Any) -> Any:
-    return lambda make: getattr(make(4), method)(*given)
-
-
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize(
     ("call", "words"),
