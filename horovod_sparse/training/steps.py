@@ -230,7 +230,6 @@ class Steps(Training):
     def _move_alone(self, overflowed: bool) -> None:
         """Moves at once by what this rank selects; begins and lands exchanges that are due."""
         facts = self._facts
-        present = present_in(self.parts)
         reports = [] if overflowed else [self._fold(part) for part in self.parts]
         bad, first = int(overflowed), 0
         for part in self.parts if not bad else ():
@@ -249,7 +248,7 @@ class Steps(Training):
             for part in self.parts:
                 part.bucket.skip()
         else:
-            facts.present |= present
+            facts.present |= present_in(self.parts)
             before = facts.shrink or [1.0] * len(self.parts)
             facts.shrink = [old * part.shrink for old, part in zip(before, self.parts, strict=True)]
         self.taken += 1
@@ -300,8 +299,7 @@ class Steps(Training):
             if failures := self.of_all(failures):
                 all_finishing = False  # ranks that have failed by themselves do not know
                 self._cancel(failures)
-                verdict = self.policy.judge(failures, scaled=self.is_scaled)
-                if verdict.outcome is Outcome.RAISE:
+                if self.policy.judge(failures, scaled=self.is_scaled).outcome is Outcome.RAISE:
                     raise worst(failures)
                 continue
             reports = []
