@@ -68,7 +68,7 @@ def whole_number(text: str) -> int:
 
 
 def out_of_range(fields: object, **limits: tuple[float, float]) -> str:
-    """Which field of a loaded state cannot have been saved; empty if none.
+    """Names a field of a loaded state that cannot have been saved; empty if none.
 
     Example:
         >>> from horovod_sparse.sparsifiers import SparsifierState

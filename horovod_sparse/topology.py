@@ -1,4 +1,4 @@
-"""Which ranks share a host: what two levels of synchronization are made of, and where each rank stands.
+"""Which ranks share a host, for synchronization in two levels, and where each rank stands.
 
 Every rank says where it is in the first step after every start. Until then a training has no hosts, or those
 of its checkpoint.
@@ -87,15 +87,15 @@ class Topology:
         return tuple(zip(*self.hosts, strict=True))
 
     def groups(self, level: Level) -> tuple[RankIds, ...]:
-        """The groups of ranks that a level is made of."""
+        """Returns the groups of ranks that communicate at a level."""
         return {"all": (tuple(range(self.size)),), "host": self.hosts, "across": self.columns}[level]
 
     def group(self, level: Level, rank: int) -> RankIds:
-        """The ranks that take part in a rank's requests of a level."""
+        """Returns the ranks that take part in a rank's requests of a level."""
         return next(ranks for ranks in self.groups(level) if rank in ranks)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """A rank's host, and its place on it."""
+        """Returns the number of a rank's host, and its place on it."""
         host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
         return host, self.hosts[host].index(rank)
 

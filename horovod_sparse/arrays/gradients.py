@@ -67,7 +67,7 @@ class GradientParts:
         return self._flat[0].dtype
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
-        """All elements as one array of float32 or float64, not to be written to: its own memory if it can be.
+        """Returns all elements as one read-only array of float32 or float64: its own memory if it can be.
 
         Example:
             >>> GradientParts([np.array([0x3F80], np.uint16)]).joined(np.dtype(np.float32))
@@ -77,7 +77,7 @@ class GradientParts:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
-        """Position and elements of consecutive pieces, to be read only; multiples of the block but the last.
+        """Yields position and elements of consecutive read-only pieces: multiples of the block but the last.
 
         Some are copied to a buffer of `size` elements that is used again: read one before the next.
         """
@@ -87,7 +87,7 @@ class GradientParts:
 def joined_pieces(
     arrays: Iterable[Array], dtype: np.dtype[Any], size: int, block: int
 ) -> Iterator[tuple[int, Array]]:
-    """Position and elements of consecutive pieces of arrays; see `GradientParts.pieces`."""
+    """Yields position and elements of consecutive pieces of arrays, as `GradientParts.pieces` does."""
     buffer = np.empty(size, dtype)
     start = filled = 0
     for array in arrays:
@@ -147,7 +147,7 @@ class WeightedParts(GradientParts):
     def pairs(
         self, dtype: np.dtype[Any], block: int, clip_norm: float | None = None
     ) -> Iterator[tuple[int, Pair]]:
-        """As `pieces`, but the sum is left to who folds it: memory is read once. The gradient is clipped."""
+        """Yields pieces whose sum the fold makes, so that memory is read once; the gradient is clipped."""
         own, beside = self._weights
         if clip_norm is not None and own:
             own *= clip_factor(GradientParts(self._flat), clip_norm / abs(own))
@@ -160,7 +160,7 @@ class WeightedParts(GradientParts):
 
 
 def accumulating(dtype: Any) -> type[np.floating[Any]]:
-    """The type in which gradients of a type, as its name or as NumPy or PyTorch know it, accumulate."""
+    """Returns the type in which gradients of a type (a name, or NumPy's or PyTorch's) accumulate."""
     name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
     if name not in ("float16", "bfloat16", "uint16", "float32", "float64"):
         raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
@@ -168,7 +168,7 @@ def accumulating(dtype: Any) -> type[np.floating[Any]]:
 
 
 def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterable[tuple[int, Array]]:
-    """The gradient as arrays the kernels can read and clear; all of it is 0 when they are used up.
+    """Returns the gradient as arrays for kernels to read and clear; all of it is 0 when they are used up.
 
     Contiguous memory is one piece, the memory itself. Parts are to be kept: nothing clears them. Anything
     else goes through a small buffer; it is cleared at the end only, since with strides of 0 elements
@@ -197,7 +197,7 @@ def clip_factor(gradient: Array | GradientParts, clip_norm: float) -> float:
 
 
 def finite_norm(gradient: Array | GradientParts) -> float:
-    """L2 norm of the finite elements, also where squares would overflow or vanish."""
+    """Returns the L2 norm of the finite elements, also where squares would overflow or vanish."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         total = sum(float(np.dot(chunk, chunk)) for chunk in _chunks(gradient))
         if 1e-30 < total < math.inf:
@@ -215,7 +215,7 @@ def finite_norm(gradient: Array | GradientParts) -> float:
 def scaled(
     pieces: Iterable[tuple[int, Array]], factor: float, *, keep: bool = False
 ) -> Iterator[tuple[int, Array]]:
-    """The pieces of a gradient, multiplied as they come; with `keep` copies of them. NaN and Inf stay."""
+    """Yields the pieces of a gradient, multiplied as they come; with `keep` copies. NaN and Inf stay."""
     if factor == 1.0:
         yield from pieces
         return
@@ -261,7 +261,7 @@ def take_out(
 
 
 def lean_of(before: Any, after: Any, moment: Any, signs: Any, factors: Any, library: Any = np) -> Any:
-    """The sum of a gradient times signs, from what a fold with a moment has left of it at some places.
+    """Returns the sum of a gradient times signs, from values before and after a fold with a moment.
 
     Example:
         >>> factors = FoldRule(moment=0.75, count=math.inf, rate=2.0, eps=1.0).factors(np.dtype(float))
@@ -275,7 +275,7 @@ def lean_of(before: Any, after: Any, moment: Any, signs: Any, factors: Any, libr
 
 
 def _subtract(values: Any, step: Any, library: Any) -> None:
-    """``values -= step``, where a fold has added it: what is not finite, or was not then, it has left out."""
+    """Subtracts a step where a fold has added it: a fold leaves out sums that are not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
         # a sum that overflows now may have done so then, when nothing was added

@@ -222,7 +222,7 @@ class HostKernels(Kernels):
 
 
 def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | gradients.GradientParts:
-    """A gradient as an array that can be folded, or parts, which stay as they are; not a copy."""
+    """Returns a gradient as an array that can be folded, or its parts; no copy."""
     array = gradient if isinstance(gradient, gradients.GradientParts) else np.asarray(gradient)
     if array.size != num_elements:
         shape = getattr(array, "shape", (array.size,))
@@ -235,6 +235,6 @@ def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | 
 
 
 def _squares(values: Values) -> float:
-    """Sum of squares in float64, of k values."""
+    """Returns the sum of squares of k values, in float64."""
     wider = values.astype(np.float64)
     return float(np.dot(wider, wider))

@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers.base import BucketInfo
 
 
 class Rates(NamedTuple):
-    """What a fold is told of its step.
+    """Learning rates of one step, for its fold.
 
     Attributes:
         before: learning rate whose gradients the residual is made of; None where unknown.
@@ -65,7 +65,7 @@ class Feedback:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
 
     def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        """How a step's gradient is folded in: the residual times decay, and eta_before / eta_now if asked.
+        """Returns the rule of a step's fold: the residual times decay, and eta_before / eta_now if asked.
 
         Example:
             >>> bucket, falling = BucketInfo("b", 9), Rates(0.1, 0.05)
@@ -83,15 +83,15 @@ class Feedback:
         return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
 
     def _own(self, rates: Rates) -> dict[str, Any]:
-        """Arguments of `FoldRule` that this feedback alone gives."""
+        """Returns the arguments of `FoldRule` that this feedback alone gives."""
         return {}
 
     def moved(self, age: int, new_age: int) -> float:
-        """What companions made of `age` steps are multiplied by where they pass for such of `new_age`."""
+        """Returns the factor for companions of `age` steps that are taken for such of `new_age`."""
         return 1.0
 
     def for_dense(self) -> Any:
-        """The feedback of a parameter that is sent whole."""
+        """Returns the feedback of a parameter that is sent whole."""
         return self
 
     @property
@@ -100,7 +100,7 @@ class Feedback:
         return self.num_companions > 0 or self.clip_norm is not None
 
     def for_shards(self, count: int) -> Any:
-        """The feedback of each of so many shards of a bucket: all of them together may have its norm."""
+        """Returns the feedback of each of so many shards: all of them together may have the bucket's norm."""
         if self.clip_norm is None:
             return self
         return dataclasses.replace(self, clip_norm=self.clip_norm / math.sqrt(count))  # type: ignore[type-var]

@@ -33,7 +33,7 @@ _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 
 def split_outside(text: str, separator: str = ",") -> Iterator[str]:
-    """The parts of a text between separators that stand outside of brackets and quotes."""
+    """Splits a text at separators outside of brackets and quotes."""
     depth, quote, start = 0, "", 0
     for place, letter in enumerate(text):
         if quote:
@@ -55,7 +55,6 @@ def split_outside(text: str, separator: str = ",") -> Iterator[str]:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Arguments by name."""
     arguments: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in split_outside(text))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -68,7 +67,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def parse_value(argument: str, text: str) -> Any:
-    """One value: ``name(...)`` where the argument takes such, a Python literal, or a plain word.
+    """Reads one value: ``name(...)`` where the argument takes such, a Python literal, or a plain word.
 
     Example:
         >>> parse_value("density", "0.01"), parse_value("threshold", "paper"), parse_value("shared", "false")
@@ -154,7 +153,7 @@ class ParameterRules:
         return self != ParameterRules()
 
     def density_of(self, name: str, num_elements: int) -> float | None:
-        """The density of a parameter: 1 where it is sent whole, None where it is the sparsifier's own."""
+        """Returns a parameter's density: 1 if it is sent whole, None if the sparsifier's own holds."""
         for pattern, density in self.densities:
             if fnmatchcase(name, pattern):
                 return density
@@ -174,7 +173,7 @@ class ParameterRules:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """What differs from the default, as arguments of a recipe."""
+        """Returns arguments of a recipe for the rules that differ from the default."""
         changed = {
             item.name: getattr(self, item.name)
             for item in dataclasses.fields(self)
@@ -210,7 +209,7 @@ class Recipe:
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:
-        """The recipe for one parameter, or a bucket of parameters of one density: its rule applied."""
+        """Applies the rule for one parameter, or for a bucket of parameters of one density."""
         density = self.rules.density_of(name, num_elements)
         if density is None:
             return Recipe(self.sparsifier, self.feedback)
@@ -220,13 +219,13 @@ class Recipe:
         return Recipe(changed, self.feedback)
 
     def for_dense(self) -> Recipe:
-        """The recipe for a parameter that is sent whole: the same feedback around an allreduce."""
+        """Returns the recipe for a parameter that is sent whole: the same feedback around an allreduce."""
         from horovod_sparse.sparsifiers.dense import Dense
 
         return Recipe(Dense(), self.feedback.for_dense())
 
     def describe(self) -> str:
-        """One line for logs and checkpoints; `parse_recipe` makes an equal recipe of it.
+        """Returns one line for logs and checkpoints; `parse_recipe` makes an equal recipe of it.
 
         Example:
             >>> recipe("dgc", feedback="momentum", dense_below=1024).describe()
@@ -253,7 +252,7 @@ _RULES = {item.name: item.default for item in dataclasses.fields(ParameterRules)
 
 
 def recipe_signature(name: str) -> inspect.Signature:
-    """The arguments that `recipe(name, ...)` takes, with their defaults."""
+    """Returns the arguments that `recipe(name, ...)` takes, with their defaults."""
     own = {item.name: item.default for item in dataclasses.fields(_algorithm(name)) if item.init}
     every = {**own, "feedback": "error", **_RULES}
     only = inspect.Parameter.KEYWORD_ONLY

@@ -134,7 +134,7 @@ class Recorder:
 
 
 def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequence[Sequence[int]]:
-    """The ranks that communicate with each other in one round: those of each host, for example."""
+    """Returns the groups of ranks that communicate in one round: those of each host, for example."""
     if topology is None:
         return [range(len(requests))]
     return topology.groups(requests[0].level)
@@ -229,7 +229,7 @@ def _check(
     size: int,
     topology: Topology | None,
 ) -> None:
-    """All ranks still running, all asking for the same thing, as far as they ask each other."""
+    """Refuses a round in which some ranks are done, or ranks of one group ask for different things."""
     missing = [rank for rank in range(size) if rank not in requests]
     if missing:
         failed = f" (rank {min(errors)} raised {errors[min(errors)]!r})" if errors else ""

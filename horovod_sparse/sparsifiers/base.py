@@ -1,4 +1,4 @@
-"""What every sparsifier is: a description, a state, and one coroutine."""
+"""The base of every sparsifier: a description, a state, and one coroutine."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Sparsifier(abc.ABC):
 
     @property
     def diverges(self) -> str:
-        """Why error feedback would add up losses without limit; empty where it does not."""
+        """The reason why error feedback would add up losses without limit; empty if it does not."""
         return ""
 
     def init(self, info: BucketInfo) -> SparsifierState:

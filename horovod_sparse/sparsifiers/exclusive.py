@@ -1,4 +1,4 @@
-"""What MiCRO and ExDyna share: exclusive windows, a steered threshold, two rounds."""
+"""The base of MiCRO and ExDyna: exclusive windows, a steered threshold, two rounds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ExclusiveThreshold(Sparsifier):
 
     @abc.abstractmethod
     def window(self, state: Any, info: BucketInfo) -> Window:
-        """(start, stop) of what this rank searches in this step."""
+        """Returns (start, stop) of the window that this rank searches in this step."""
 
     def observed(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
         """Returns the state after the selections of all ranks: how many each has, and all in a row."""
@@ -134,7 +134,7 @@ def _check_exclusive(union: Indices, counts: np.ndarray, info: BucketInfo) -> No
 
 
 def _share(union: Indices, window: Window) -> float:
-    """Part of a union that lies in a window; -1 for an empty union."""
+    """Returns the part of a union that lies in a window; -1 for an empty union."""
     if union.size == 0:
         return -1.0
     start, stop = window

@@ -36,7 +36,7 @@ class Partitions:
         return ""
 
     def window(self, part: int, num_elements: int) -> Window:
-        """(start, stop) of a part, in elements."""
+        """Returns (start, stop) of a part, in elements."""
         first = int(self.num_blocks[:part].sum())
         stop = (first + int(self.num_blocks[part])) * self.block_length
         return first * self.block_length, num_elements if part == self.num_blocks.size - 1 else stop

@@ -38,8 +38,6 @@ from horovod_sparse.wire import unpack_sum
 class OkTopkState(SparsifierState):
     """State of Ok-Topk."""
 
-    #: synchronizations done
-    step: int = 0
     #: for this rank's accumulator; 0 before the first step
     local_threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
     #: for the sums; 0 where all of them are to be kept
@@ -58,7 +56,7 @@ def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
 
 
 def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
-    """Bounds that cut this rank's selection into P equal numbers of elements."""
+    """Returns bounds that cut this rank's selection into P equal numbers of elements."""
     if not selection.size:
         return equal_regions(info)
     return selection[np.arange(1, info.size) * selection.size // info.size].astype(np.int64)
@@ -88,7 +86,7 @@ def told_orders(k: int) -> NDArray[np.int64]:
 def shares_of(
     told: NDArray[np.floating], lengths: NDArray[np.int64], k: int
 ) -> tuple[float, NDArray[np.int64]]:
-    """A threshold that about k of all ranks' sums pass, and how many each rank keeps; all of them, if fewer.
+    """Returns a threshold that about k of all ranks' sums pass, and how many each rank keeps: at most all.
 
     `told` are magnitudes of `told_orders` [P, orders], `lengths` the sums that each rank has. Kept are k or
     more in all, by less than a tenth of one rank's unless magnitudes are equal.
@@ -270,7 +268,7 @@ class OkTopk(Sparsifier):
     def _spread(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
     ) -> Synchronization[tuple[SparseVector, Values | None]]:
-        """Equal parts of all ranks' sums, if one rank has far more than its share; else its own."""
+        """Deals out all sums equally if one rank has far more than its share; else each keeps its own."""
         union = int(sizes.sum())
         if info.size * int(sizes.max()) <= _IMBALANCE * union:
             yield AllToAll((np.empty(0, np.int32),) * info.size)

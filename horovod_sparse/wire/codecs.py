@@ -72,7 +72,7 @@ class Gaps:
     code = 1
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """The smallest length over all l; one word more, because both parts begin with a word."""
+        """Returns the smallest length over all l; one word more, because both parts begin with a word."""
         if count == 0:
             return 0
         low = low_bits(count, num_elements)
@@ -94,7 +94,7 @@ class Gaps:
 
 
 def low_bits(count: int, num_elements: int) -> int:
-    """The l for which count * l + ((n - 1) >> l) is smallest.
+    """Returns the l for which count * l + ((n - 1) >> l) is smallest.
 
     One bit more costs `count` bits and takes off ceil(((n - 1) >> l) / 2), which falls with l; so l
     grows as long as (n - 1) >> l is above 2 * count.

@@ -174,5 +174,5 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
 
 @functools.lru_cache(maxsize=32)
 def _name_of(dtype: Any) -> str:
-    """The name of a dtype. NumPy puts it together in Python anew whenever it is asked."""
+    """Returns a dtype's name, which NumPy puts together in Python at every call."""
     return np.dtype(dtype).name

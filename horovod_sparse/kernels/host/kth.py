@@ -44,7 +44,7 @@ _FULL, _STALE = -1, -2
 
 @kernel
 def _pick_bin(counts, k):  # type: ignore[no-untyped-def]
-    """The bin that holds the k-th largest, counted from the top, and how many lie above that bin."""
+    """Returns the bin that holds the k-th largest, counted from the top, and how many lie above it."""
     above = 0
     for bin_ in range(counts.shape[0] - 1, -1, -1):
         here = 0
@@ -282,7 +282,7 @@ class Candidates:
         return self._bound, self._count, self._places, self._words
 
     def forget(self) -> None:
-        """The values are no longer those of the fold."""
+        """Drops the candidates, because the values have changed since the fold."""
         self._count[0], self._fresh = _STALE, False
 
     def kth(self, k: int) -> tuple[Any, int] | None:

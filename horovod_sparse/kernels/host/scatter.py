@@ -1,7 +1,7 @@
-"""What touches k elements only: take, clear, scatter-add.
+"""Kernels that touch k elements only: take, clear, scatter-add.
 
-Kernels first, then what calls them with checked arguments, for dense arrays of any supported type; and how
-arrays of each type are given to any kernel.
+Functions below call them with checked arguments, for dense arrays of any supported type, and view arrays of
+each type as kernels take them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TILE, _MOST_RUNS, _LARGE, _LINE = 4096, 256, 1 << 22, 64
 
 @kernel
 def find_outside(indices, num_elements):  # type: ignore[no-untyped-def]
-    """Position of an index outside [0, num_elements), or -1."""
+    """Returns the position of an index outside [0, num_elements), or -1."""
     low, high = 0, 0
     for i in range(indices.size):
         low = min(low, indices[i])
@@ -220,7 +220,7 @@ def add_runs_at(indices, new, totals):  # type: ignore[no-untyped-def]
 
 
 def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[np.int32]:
-    """Indices as contiguous int32, all within [0, num_elements); with `keep` no memory of the caller's."""
+    """Returns indices as contiguous int32, refused outside [0, num_elements); with `keep` a copy."""
     given = np.asarray(indices)
     if given.dtype != np.int32:
         if given.size and given.dtype.kind not in "iu":
@@ -241,26 +241,26 @@ def _outside(indices: Array, position: int, num_elements: int) -> MessageError:
 
 
 def compiled_for(array: Any, kind: Any) -> Array:
-    """The array, or a copy, in the one form that the kernels are compiled for: writeable and aligned."""
+    """Returns the array, or a copy, as kernels are compiled for it: writeable and aligned."""
     if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == kind and array.flags.carray:
         return array  # at once: NumPy takes longer to find that out than a kernel for a small bucket
     return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
 
 
 def take(values: Array, indices: Any) -> Array:
-    """The values at some places, checked here, as a fresh array."""
+    """Checks indices, and returns the values there as a fresh array."""
     return taken(values, checked(indices, values.size))
 
 
 def taken(values: Array, indices: Array) -> Array:
-    """The values at places that are `checked` already, as a fresh array."""
+    """Returns the values at `checked` indices as a fresh array."""
     out = np.empty(indices.size, values.dtype)
     take_at(values, indices, out)
     return out
 
 
 def native_bits(array: Array) -> Array:
-    """A one-dimensional view in a type the kernels know."""
+    """Returns a one-dimensional view in a type that kernels know."""
     flat = array.reshape(-1)
     if array.dtype in (np.float32, np.float64, np.uint16):
         return flat
@@ -273,7 +273,7 @@ def native_bits(array: Array) -> Array:
 
 
 def wide(chunk: Array) -> Array:
-    """Numbers as float32 or float64, from the form of `native_bits`: half types as their bits."""
+    """Converts what `native_bits` returns to float32 or float64: half types are held as bits."""
     if chunk.dtype == np.uint16:
         bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
         return bits
@@ -281,7 +281,7 @@ def wide(chunk: Array) -> Array:
 
 
 def narrow(numbers: Array, dtype: Any) -> Array:
-    """The inverse of `wide`, to nearest, ties to even."""
+    """Converts numbers back from `wide`, to nearest, ties to even."""
     if dtype == np.int16:
         with np.errstate(over="ignore"):
             return numbers.astype(np.float16).view(np.int16)
@@ -326,7 +326,7 @@ def apply_scaled_sums(
     values: Array,
     scale: float,
 ) -> int:
-    """As `apply_scaled_sum`, for arrays that lie at [start, stop) of a bucket, in order."""
+    """Does as `apply_scaled_sum` for arrays that lie at [start, stop) of a bucket, in order."""
     flats = [_flat(array) for array in arrays]
     kind, num_elements = flats[0].dtype, places[-1][1]
     if indices is None:
@@ -387,13 +387,13 @@ def step_by_sum(
 
 
 def aligned_tile(kind: np.dtype[Any]) -> Array:
-    """Zeros for `fill_tile`, which begin where a cache line does: else most accesses would cross two."""
+    """Returns zeros for `fill_tile` that begin with a cache line: else most accesses would cross two."""
     room = np.zeros(TILE + _LINE, kind)
     return room[-room.ctypes.data % _LINE // kind.itemsize :][:TILE]
 
 
 def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
-    """Indices and values, sorted where they ascend seldom, and where each run of them begins and stops."""
+    """Returns indices and values, sorted if they ascend seldom, and the start and stop of each run."""
     stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
     if stops.size > _MOST_RUNS:
         order = np.argsort(where, kind="stable")
@@ -402,7 +402,7 @@ def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _apply_whole(flat: Array, values: Array, scale: float) -> int:
-    """The sum of all elements, scaled, in place of what there is."""
+    """Overwrites an array with a sum of all its elements, scaled."""
     if flat.dtype == values.dtype:
         np.multiply(values, flat.dtype.type(scale), out=flat) if scale != 1.0 else np.copyto(flat, values)
     else:

@@ -177,7 +177,7 @@ def _replace(values, first, undone, factors, crowded, sums, tile, again, kept): 
 
 
 def _joined(vectors: Sequence[Vector], dtype: Any) -> tuple[Array, Array, Array, Array]:
-    """Indices and values of all vectors, and where each begins and stops."""
+    """Returns indices and values of all vectors in a row, and the start and stop of each."""
     indices = [scatter.compiled_for(one, np.int32) for one, _ in vectors] or [np.empty(0, np.int32)]
     values = [scatter.compiled_for(one, dtype) for _, one in vectors] or [np.empty(0, dtype)]
     stops = np.cumsum([one.size for one in indices])
@@ -251,7 +251,7 @@ class RankSums:
         self.num_union = 0
 
     def within(self, start: int, stop: int) -> Vector:
-        """Unique ascending places within [start, stop), counted from `start`, and their sums. Windows ascend.
+        """Returns unique indices in [start, stop), counted from `start`, and sums; windows ascend.
 
         Both are gone with the next call.
         """
