@@ -13,6 +13,7 @@ from horovod_sparse.ddp.gradients import GradientSynchronizer
 from horovod_sparse.ddp.steps import Synchronized, group_of, retire_former, silence, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
+from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh
 
 def attach(
     model: torch.nn.Module,
-    compression: str | Recipe | None = None,
+    compression: str | Recipe | Sparsifier | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     every: int = 1,
@@ -44,7 +45,7 @@ def attach(
     Args:
         model: a `DistributedDataParallel` without a communication hook; any module; or, with `replicas`, what
             `fully_shard` has sharded over the ranks of a host alone.
-        compression: a sparsifier, as text (``"exdyna:density=0.001"``) or as a recipe.
+        compression: a sparsifier, also of your own; its text (``"exdyna:density=0.001"``); or a recipe.
         optimizer: of all its parameters. It may be left out where gradients of a DistributedDataParallel are
             exchanged: parameters of all groups share buckets then, and a residual does not follow the
             learning rate (``scale_residual``).
@@ -67,8 +68,12 @@ def attach(
     with told_to_others(getattr(model, "process_group", None)):
         schedule = Schedule(every, delay)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
+        if isinstance(recipe, Sparsifier):
+            recipe = Recipe(recipe)
         if not isinstance(recipe, Recipe):
-            allowed = "a sparsifier, as text or as a recipe; for dense training attach nothing"
+            allowed = "a sparsifier, its text or a recipe; for dense training attach nothing"
+            if isinstance(compression, (torch.nn.Module, torch.optim.Optimizer)):
+                allowed = 'attach(model, "best", optimizer): are arguments swapped?'
             raise ArgumentError("compression", compression, allowed)
         settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
         if not isinstance(model, torch.nn.Module):

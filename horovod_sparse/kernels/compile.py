@@ -28,6 +28,8 @@ _QUIET_SECONDS, _MOST_SECONDS = 5.0, 60.0
 _PAUSE_SECONDS = 0.05
 
 _depth = 0
+#: locks of this process
+_held: set[int] = set()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -104,7 +106,18 @@ def _turn(folder: str | None) -> Iterator[None]:
         finally:
             _depth -= 1
             if lock is not None:
+                _held.discard(lock)
                 os.close(lock)
+
+
+def _leave_locks() -> None:
+    """In a forked process, a worker of a DataLoader: as long as it had the lock, others would wait."""
+    while _held:
+        os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _lock(folder: str | None) -> int | None:
@@ -120,6 +133,7 @@ def _lock(folder: str | None) -> int | None:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _held.add(descriptor)
             return descriptor
         except BlockingIOError:
             waited = time.monotonic() - began

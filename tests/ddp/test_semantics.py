@@ -7,7 +7,9 @@ import gc
 import logging
 import threading
 import weakref
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -16,12 +18,27 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse import ddp
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnknownNameError, UnsupportedError
 from horovod_sparse.merging import Plan
+from horovod_sparse.sparsifiers.base import SelectAndGather, Selected
 from support.dyadic import gradients_for
 from support.linear import LinearModel
 from support.replicas import Replica, same_on_all_replicas
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "one": (1,)}
 gradients = gradients_for(SHAPES)
+
+
+def test_a_sparsifier_of_ones_own_is_one(rank):
+    @dataclass(frozen=True, kw_only=True)
+    class First(SelectAndGather):
+        name = "first"
+
+        def select(self, accumulator, k, state, info):
+            return Selected(np.arange(k, dtype=np.int32))
+
+    replica = Replica(SHAPES, First(density=0.1))
+    found = replica.step(gradients(rank, 0))
+    assert 0 < sum(int(one.count_nonzero()) for one in found.values()) <= 0.11 * 1373
+    assert same_on_all_replicas(*found.values())
 
 
 def test_a_model_that_is_wrapped_again_has_one_exchange(rank):
@@ -79,6 +96,9 @@ def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
     for none in ("none", 0.1, None):
         with pytest.raises(ArgumentError, match="attach nothing"):
             ddp.attach(plain.model, none)
+    for swapped in (plain.model, plain.optimizer):
+        with pytest.raises(ArgumentError, match="swapped"):
+            ddp.attach(plain.model, swapped, "best")
     with pytest.raises(ArgumentError, match=r"give a density such as 0\.01"):
         ddp.attach(plain.model, "topk:density=0.1", network_share=0.05)
     for model, optimizer in ((plain.model, plain.net.parameters()), (LinearModel(SHAPES), None)):

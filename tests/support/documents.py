@@ -157,11 +157,12 @@ def _sparsifier() -> dict[str, Any]:
     from dataclasses import dataclass
     from typing import ClassVar
 
-    from horovod_sparse.sparsifiers.base import SelectAndGather
+    from horovod_sparse.sparsifiers.base import SelectAndGather, Selected
 
     # a dataclass looks for the module that it is defined in
     named = {"__name__": "horovod_sparse.sparsifiers"}
-    return {"dataclass": dataclass, "ClassVar": ClassVar, "SelectAndGather": SelectAndGather, **named}
+    given = {"dataclass": dataclass, "ClassVar": ClassVar, "SelectAndGather": SelectAndGather}
+    return {**given, "Selected": Selected, **named}
 
 
 #: what a mark may name -> the process that runs it, and what there is before

@@ -131,3 +131,24 @@ def test_a_read_only_installation(tmp_path):
     finally:
         for folder in (copy, copy / "kernels", copy / "kernels" / "host"):
             folder.chmod(stat.S_IRWXU)
+
+
+def test_a_process_that_was_forked_meanwhile_holds_no_lock(tmp_path):
+    """A worker of a DataLoader that lives on: other processes waited a minute for it."""
+    program = f"""
+import fcntl, os, signal
+from horovod_sparse.kernels import compile
+read, write = os.pipe()
+with compile._turn({str(tmp_path)!r}):
+    child = os.fork()
+    if not child:
+        os.write(write, b"1")
+        signal.pause()
+os.read(read, 1)
+with open({str(tmp_path / "kernels.lock")!r}) as lock:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+"""
+    finish(run(program))
