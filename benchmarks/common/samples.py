@@ -11,28 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.wire import Counters, counters
+from benchmarks.common.wire import counters
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """Everything that is read before and after.
-
-    Attributes:
-        wall: seconds, the same clock in all processes of the machine.
-        cpu: seconds of all threads of this process.
-        own: seconds of this thread.
-    """
-
-    wall: float
-    cpu: float
-    own: float
-
-    @classmethod
-    def now(cls) -> Clocks:
-        """Reads them."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(time.perf_counter(), usage.ru_utime + usage.ru_stime, time.thread_time())
+def _clocks() -> tuple[float, float, float]:
+    """Returns seconds of the machine's clock, of all threads of this process, and of this thread."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), usage.ru_utime + usage.ru_stime, time.thread_time()
 
 
 @dataclass(frozen=True)
@@ -61,26 +46,15 @@ class Sample:
 
 
 def timed(run: Callable[[], object], barrier: Callable[[], object]) -> Sample:
-    """Runs something once, between two barriers.
-
-    Args:
-        run: what is timed.
-        barrier: waits for all ranks.
-    """
+    """Runs something once, between two barriers."""
     barrier()
-    counted, first = counters(), Clocks.now()
+    counted, first = counters(), _clocks()
     run()
-    last = Clocks.now()
+    last = _clocks()
     barrier()
-    after: Counters = counters()
-    return Sample(
-        started=first.wall,
-        ended=last.wall,
-        cpu=last.cpu - first.cpu,
-        own=last.own - first.own,
-        sent=after.sent - counted.sent,
-        interval=time.perf_counter() - first.wall,
-    )
+    sent = counters().sent - counted.sent
+    cpu, own = last[1] - first[1], last[2] - first[2]
+    return Sample(first[0], last[0], cpu, own, sent, interval=time.perf_counter() - first[0])
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
