@@ -123,6 +123,7 @@ class AdamFeedback(Normalizing):
     optimizers: ClassVar[tuple[str, ...]] = ("AdamW", "Adam")
     keras: ClassVar[tuple[str, ...]] = ("AdamW", "Adam")
     moment: ClassVar[str] = "exp_avg_sq"
+    keras_moment: ClassVar[str] = "_velocities"
     refused: ClassVar[Mapping[str, str]] = {
         "amsgrad": "the largest second moment so far is that of the noisiest of one rank's gradients"
     }
@@ -134,9 +135,11 @@ class AdamFeedback(Normalizing):
             return OwnStep(own, (sign, 0.0), 1.0 - rate * decay, rate)
         return OwnStep(own, (sign, decay), 1.0, rate)
 
-    def of_keras(self, optimizer: Any) -> AdamFeedback:
-        own: AdamFeedback = self.with_settings(beta2=float(optimizer.beta_2), eps=float(optimizer.epsilon))
-        return own
+    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
+        # Keras adds epsilon to the root of a moment that is not corrected
+        corrected = 1.0 - float(optimizer.beta_2) ** (age + 1)
+        eps = float(optimizer.epsilon) / math.sqrt(corrected)
+        return OwnStep(self.with_settings(beta2=float(optimizer.beta_2), eps=eps), (1.0, 0.0), 1.0, rate)
 
 
 class Alikeness:

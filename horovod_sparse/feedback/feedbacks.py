@@ -252,8 +252,10 @@ class Rule(Feedback):
     #: the optimizers of PyTorch, and of Keras, that step so, by name
     optimizers: ClassVar[tuple[str, ...]] = ()
     keras: ClassVar[tuple[str, ...]] = ()
-    #: the companion's name in the state of PyTorch's optimizer
+    #: the companion's name in the state of PyTorch's optimizer, and Keras' attribute of it, with its sign
     moment: ClassVar[str]
+    keras_moment: ClassVar[str]
+    keras_sign: ClassVar[float] = 1.0
     #: settings of PyTorch's that are not followed, and why
     refused: ClassVar[Mapping[str, str]] = {}
     #: whether parameters have to be whole on a rank: no shards
@@ -275,8 +277,8 @@ class Rule(Feedback):
         """
         raise NotImplementedError
 
-    def of_keras(self, optimizer: Any) -> Rule:
-        """Returns the rule with an optimizer's settings."""
+    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
+        """Returns the rule of an optimizer of Keras, by its settings now; Keras shrinks variables apart."""
         raise NotImplementedError
 
 
@@ -293,8 +295,6 @@ def weights_of(group: Mapping[str, Any]) -> tuple[float, float]:
 @dataclass(frozen=True)
 class BestFeedback(Feedback):
     """The `Rule` of the optimizer at hand, which a front end puts in its place.
-
-    Keras has none for SGD: there it is "error", a momentum m is left out, and the rate is ``eta / (1 - m)``.
 
     Args:
         clip_norm: see `MomentumCorrection`.

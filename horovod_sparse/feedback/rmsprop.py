@@ -32,6 +32,7 @@ class RMSpropFeedback(Normalizing):
     optimizers: ClassVar[tuple[str, ...]] = ("RMSprop",)
     keras: ClassVar[tuple[str, ...]] = ("RMSprop",)
     moment: ClassVar[str] = "square_avg"
+    keras_moment: ClassVar[str] = "_velocities"
     refused: ClassVar[Mapping[str, str]] = {
         "centered": "what differs from one rank's mean gradient is nearly all of its gradient",
         "momentum": "error feedback is a momentum",
@@ -41,8 +42,7 @@ class RMSpropFeedback(Normalizing):
         own = self.with_settings(beta2=float(group["alpha"]), eps=float(group["eps"]))
         return OwnStep(own, weights_of(group), 1.0, float(group["lr"]))
 
-    def of_keras(self, optimizer: Any) -> RMSpropFeedback:
+    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         # Keras adds epsilon within the root
-        eps = math.sqrt(optimizer.epsilon)
-        own: RMSpropFeedback = self.with_settings(beta2=float(optimizer.rho), eps=eps)
-        return own
+        own = self.with_settings(beta2=float(optimizer.rho), eps=math.sqrt(optimizer.epsilon))
+        return OwnStep(own, (1.0, 0.0), 1.0, rate)

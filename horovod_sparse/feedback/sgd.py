@@ -25,7 +25,10 @@ class VelocityFeedback(Rule):
 
     text_name: ClassVar[str] = "sgd"
     optimizers: ClassVar[tuple[str, ...]] = ("SGD",)
+    keras: ClassVar[tuple[str, ...]] = ("SGD",)
     moment: ClassVar[str] = "momentum_buffer"
+    keras_moment: ClassVar[str] = "momentums"
+    keras_sign: ClassVar[float] = -1.0
 
     momentum: float | None = None
     nesterov: bool | None = None
@@ -67,3 +70,8 @@ class VelocityFeedback(Rule):
         own = replace(self, momentum=momentum or 5e-324, nesterov=bool(group["nesterov"]))
         damped = 1.0 - float(group["dampening"]) if age else 1.0
         return OwnStep(own, (sign * damped, decay * damped), 1.0, rate)
+
+    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
+        # Keras' velocity holds the rates at which it was made
+        own = replace(self, nesterov=bool(optimizer.nesterov)) if self.momentum else self
+        return OwnStep(own, (rate, 0.0), 1.0, 1.0)

@@ -39,6 +39,8 @@ class Arguments:
     groups: Any = None
     process_set: Any = hvd.global_process_set
     scale_local_gradients: bool = True
+    every: int = 1
+    delay: int = 0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: Settings = dataclasses.field(default_factory=Settings)
 

@@ -159,8 +159,13 @@ def carry_out_together(
     *,
     looks: bool = False,
     deadline_seconds: float | None = None,
+    graphs: dict[Any, Any] | None = None,
 ) -> Any:
-    """Runs a coroutine on all ranks; with `looks`, ranks that cannot make their optimizer are looked for."""
+    """Runs a coroutine on all ranks; with `looks`, ranks that cannot make their optimizer are looked for.
+
+    Eager operations of one kind share a name in TensorFlow's cache, so two threads cannot run them at a time.
+    A thread that gives `graphs`, a dictionary to keep, has operations of its own.
+    """
     place = int(process_set.rank()), int(process_set.size())
     if topology is not None:
         coroutine = over_hosts(coroutine, topology, place[0])
@@ -172,13 +177,29 @@ def carry_out_together(
             return answer_alone(request)
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
         buffer, splits = to_wire(request, value_dtype, place)
-        run = partial(carry_out, kind, buffer, splits, f"{name}.{kind.__name__}", process_set)
+        operation = f"{name}.{kind.__name__}"
+        run = partial(carry_out, kind, buffer, splits, operation, process_set)
+        if graphs is not None:
+            key = operation, buffer.dtype
+            if key not in graphs:
+                graphs[key] = _in_graph(kind, buffer.dtype, operation, process_set)
+            run = partial(graphs[key], buffer, splits)
         output, received = run() if look is None else _watched(run, look)
         return from_wire(request, output.numpy(), received.numpy())
 
     # out of a graph that is being traced; a host function's thread has none
     with tf.init_scope(), tf.device("/cpu:0"), Watch(deadline_seconds, process_set).together(name):
         return engine.carry_out(coroutine, execute)
+
+
+def _in_graph(kind: type[Request], dtype: Any, name: str, process_set: Any) -> Any:
+    """Returns `carry_out` as a function of buffer and splits, in a graph of its own."""
+
+    def run(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return carry_out(kind, buffer, splits, name, process_set)
+
+    given = [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)]
+    return tf.function(run, input_signature=given, autograph=False)
 
 
 def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:

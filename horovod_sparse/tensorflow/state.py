@@ -52,7 +52,7 @@ class StateKeeper:
             raise UnsupportedError(
                 "residuals are saved between steps: a step is under way, or was interrupted"
             )
-        shapes = _shapes_of(synchronizer)
+        shapes = shapes_of(synchronizer)
         return synchronizer.save(variables={name: list(shape) for name, shape in shapes.items()})
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
@@ -75,7 +75,7 @@ class StateKeeper:
         synchronizer = self.synchronizer
         _check(entry, None if synchronizer is None else synchronizer.recipe)
         if synchronizer is not None and len(synchronizer.names) >= len(entry["variables"]):
-            checked_states(synchronizer, _fitting(synchronizer, entry))
+            checked_states(synchronizer, fitting(synchronizer, entry))
 
     def _put(self) -> None:
         waiting, synchronizer = self._waiting, self.synchronizer
@@ -83,7 +83,7 @@ class StateKeeper:
             return
         if len(synchronizer.names) >= len(waiting["variables"]):  # they may be seen one after the other
             self._waiting = None
-            synchronizer.load(_fitting(synchronizer, waiting))
+            synchronizer.load(fitting(synchronizer, waiting))
 
 
 class WithState:
@@ -179,10 +179,10 @@ def _check(entry: Any, recipe: Recipe | None) -> None:
     check_shapes(entry, {name: tuple(shape) for name, shape in variables.items()})
 
 
-def _fitting(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def fitting(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the entry by the names that its variables have here."""
     _check(entry, synchronizer.recipe)
-    known = _shapes_of(synchronizer)
+    known = shapes_of(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
     if saved == known:
         return entry
@@ -208,7 +208,7 @@ def _fitting(synchronizer: GradientSynchronizer, entry: Mapping[str, Any]) -> Ma
     }
 
 
-def _shapes_of(synchronizer: GradientSynchronizer) -> dict[str, tuple[int, ...]]:
+def shapes_of(synchronizer: Any) -> dict[str, tuple[int, ...]]:
     """Returns shapes of the variables that have a bucket, by name, in the order in which they came."""
     return {name: tuple(variable.shape) for name, (_, variable) in synchronizer.facts.items()}
 

@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError, warn_once
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.feedback import (
-    BestFeedback,
     ErrorFeedback,
     MomentumCorrection,
     Recipe,
@@ -170,30 +169,6 @@ def refuse_double_momentum(
             "scale_residual=True is made for SGD without momentum: this optimizer remembers gradients longer "
             "than a step, and will remember what a falling learning rate has enlarged; leave it out"
         )
-
-
-#: what makes the steps of which optimizers
-_OPTIMIZERS = {"adam": "AdamW(...)", "rmsprop": "RMSprop(...)", "best": "AdamW(...), Adam, RMSprop or SGD"}
-
-
-def feedback_for(feedback: Any, own: type | None, optimizer: type, momentum: float, library: str) -> Any:
-    """Returns the feedback that makes an optimizer's steps, or refuses the optimizer.
-
-    `own` makes the steps of such an optimizer, or is that of SGD; None for one without. `momentum` is what
-    the optimizer would have, `library` whose optimizers these are.
-    """
-    if isinstance(feedback, BestFeedback) and own is not None:
-        feedback = own(clip_norm=feedback.clip_norm)
-    elif own is None or own is ErrorFeedback or not isinstance(feedback, own):
-        name = feedback.text_name
-        line = f"{library}.{_OPTIMIZERS.get(name, 'SGD')}, whose steps feedback={name!r} makes"
-        raise ArgumentError("optimizer", optimizer.__name__, f"{line}; or feedback='error'")
-    if momentum:
-        warn_once(
-            "momentum %g is left out, and the rate is lr / (1 - momentum): error feedback is one itself",
-            momentum,
-        )
-    return feedback
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -370,6 +370,63 @@ def test_a_copy_of_an_optimizer_does_not_train_each_rank_alone(rank, size):
     fit(make_model(), dense, rank, size, epochs=1, callbacks=[broadcast])
 
 
+@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=NIGHT)])
+def test_own_steps_of_momentum_all_sent_are_dense_training(run_eagerly, rank, size, everywhere):
+    model, optimizer = make_model(), distributed("new", "best:density=1.0")
+    fit(model, optimizer, rank, size, run_eagerly=run_eagerly)
+    np.testing.assert_allclose(flat(model), flat(trained_densely(sgd(), rank, size)), **CLOSE)
+    assert (everywhere(flat(model)) == flat(model)).all()
+    assert int(optimizer.iterations) == optimizer.telemetry.num_steps == 12
+
+
+@pytest.mark.parametrize(
+    ("every", "delay"), [(1, 0), (2, 1), pytest.param(4, 0, marks=NIGHT), pytest.param(1, 1, marks=NIGHT)]
+)
+def test_own_steps_go_on_bit_for_bit_and_end_equal(every, delay, folder, rank, size, everywhere):
+    """Ranks start apart, are broadcast, and go on from a checkpoint between two exchanges."""
+
+    def trained(epochs: int, where: Any) -> Any:
+        model, plain = make_model(seed=rank), keras.optimizers.AdamW(0.02, weight_decay=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            plain, compression="best:density=0.1", every=every, delay=delay, check_every=1
+        )
+        saves, marker = hvd.callbacks.CheckpointCallback(where), where / "goes on"
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callbacks = [saves] if marker.exists() else [saves, broadcast]
+        fit(model, optimizer, rank, size, epochs=epochs, callbacks=callbacks)
+        return saves.loaded_step, model, optimizer
+
+    _, whole, of_whole = trained(3, folder / "whole")
+    trained(1, folder / "parts")
+    everywhere(np.zeros(1))
+    (folder / "parts" / "goes on").touch()
+    loaded, parts, of_parts = trained(3, folder / "parts")
+    assert loaded is not None
+    np.testing.assert_array_equal(flat(parts), flat(whole))
+    np.testing.assert_array_equal(residuals(of_parts), residuals(of_whole))
+    of_whole.finish()
+    assert (everywhere(flat(whole)) == everywhere(flat(whole))[0]).all()
+    assert (everywhere(residuals(of_whole)) != residuals(of_whole)).any() or size == 1
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_gradient_that_is_not_finite_ends_an_own_step_on_all_ranks(every, rank, everywhere):
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.AdamW(0.5), compression="best:density=0.5", every=every
+    )
+    weight = variable(np.ones(4))
+    for bad in (False, True):
+        gradients = tf.constant([np.nan if bad and rank == 0 else 1.0, 2.0, 3.0, 4.0])
+        for number in range(every):
+            if bad and number == every - 1:
+                with pytest.raises(NonFiniteGradientError):
+                    descend(optimizer, [weight], [gradients])
+            else:
+                descend(optimizer, [weight], [gradients])
+        assert (everywhere(weight.numpy()) == everywhere(weight.numpy())[0]).all()
+    assert np.isfinite(weight.numpy()).all()
+
+
 class TwoSteps(keras.Model):
     """A model without `call`, whose `train_step` makes several steps, as a GAN's does."""
 

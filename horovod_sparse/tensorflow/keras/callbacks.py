@@ -224,7 +224,11 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         else:
             optimizer.learning_rate = now
         if self.momentum_correction and before and before != now:
-            for velocity in _velocities(getattr(optimizer, "inner_optimizer", optimizer)):
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            if (steps := getattr(inner, "_horovod_sparse_steps", None)) is not None:
+                steps.rescale(now / before)
+                return
+            for velocity in _velocities(inner):
                 velocity.assign(velocity * (now / before))
 
 

@@ -17,7 +17,7 @@ from horovod_sparse.tensorflow.arguments import Again, Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
 from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs, refuse_synchronized
-from horovod_sparse.tensorflow.keras.adoption import no_local_variables, own_class
+from horovod_sparse.tensorflow.keras.stepping import no_local_variables, own_class
 from horovod_sparse.tensorflow.private import refuse_copies
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -128,7 +128,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             fixed = self.loss_scale_factor  # of SGD(loss_scale_factor=...), which divides by it afterwards
 
             def complete(gradients: Sequence[Any]) -> Any:
-                sparse = isinstance(reduction.reducer, GradientSynchronizer) and reduction.reducer.is_needed
+                sparse = not isinstance(reduction.reducer, DenseReducer) and reduction.reducer.is_needed
                 if fixed is None or not sparse:
                     sums, skipped = reduction.reduce(gradients, variables, rate)
                 else:

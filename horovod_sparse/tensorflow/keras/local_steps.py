@@ -178,7 +178,7 @@ class _Statistics:
             one.assign(values.reshape(one.shape).astype(one.dtype.as_numpy_dtype))
 
 
-def _by_name(variables: Sequence[Any]) -> dict[str, Any]:
+def by_name(variables: Sequence[Any]) -> dict[str, Any]:
     """By names without the numbers that Keras counts in a process."""
     paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
     names = unique_names([SimpleNamespace(name=path) for path in paths])
@@ -243,7 +243,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
         if distributed_in(optimizer) is not None or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
             raise ArgumentError("optimizer", "a distributed one", "Keras' own to compile()")
         self._counted = self._iterations()
-        trained = _by_name(self.model.trainable_weights)
+        trained = by_name(self.model.trainable_weights)
         named = {
             name: one for name, one in trained.items() if dtype_name(one.dtype) and one.shape.num_elements()
         }

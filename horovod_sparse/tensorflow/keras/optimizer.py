@@ -11,13 +11,13 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, takes_part
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.keras import keras2
-from horovod_sparse.tensorflow.keras.adoption import adopted_class
+from horovod_sparse.tensorflow.keras.stepping import bound
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.compression import refuse_double_momentum
@@ -43,6 +43,9 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
+    *,
+    every: int = 1,
+    delay: int = 0,
     **options: Unpack[PlannedOptions],
 ) -> Any:
     """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
@@ -59,9 +62,10 @@ def DistributedOptimizer(
       halve the scale. Without one it raises an error on every rank, unless `on_nonfinite` says otherwise.
     * ``jit_compile=True`` is refused. Keras' default "auto" means XLA where there is a GPU: pass
       ``compile(..., jit_compile=False)`` there.
-    * With ``feedback="adam"`` (or "best") Adam and AdamW are adopted, with "rmsprop" RMSprop, but for those
-      of the old kind: beta2, eps, rate, schedule and weight decay are theirs, and the step is the feedback's;
-      they have no moments.
+    * With "best" (and ``feedback`` "adam", "rmsprop" or "sgd") `apply_gradients` is the exchange: each rank
+      makes its own step of Adam, AdamW, RMSprop or SGD, with Keras' settings, schedules and weight decay.
+      Keras' slots have second moments or velocities where a model is saved. ``optimizer.finish()`` ends a
+      training with `every` or `delay`.
     * Sums are taken in float32 or float64 in host memory: `gradient_predivide_factor` changes nothing but
       rounding, and device arguments nothing.
     * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``.
@@ -82,6 +86,8 @@ def DistributedOptimizer(
         groups: number of buckets, or lists of variables that form one each.
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
+        every: steps from one exchange to the next, with "best" alone: see `horovod_sparse.training.steps`.
+        delay: exchanges after which a mean is applied, with "best" alone.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
             `horovod_sparse.training.settings.Settings`. Plans by times are taken by
             `hvd.callbacks.ReplanCallback`. Under tf-keras ``on_nonfinite="skip"`` is refused, and
@@ -104,19 +110,23 @@ def DistributedOptimizer(
         if arguments.is_sparse:
             inner._allreduce_grads.scaled_by(optimizer)
         return optimizer
-    synchronizer: GradientSynchronizer | None = None
+    synchronizer: Any = None
     keeper: Any = None
     if arguments.is_sparse:
-        adopts = optimizer.inner_optimizer if is_scaler else optimizer
-        kind, recipe = adopted_class(adopts, arguments.compression.recipe)
-        arguments.compression.serve(optimizer, recipe)
-        if kind is type(adopts):
-            refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
-        synchronizer = _synchronizer(arguments, is_scaler, settings_of(optimizer))
-        if kind is not type(adopts) and synchronizer.is_needed:  # elsewhere it does all by itself
-            object.__setattr__(adopts, "__class__", kind)
-            object.__setattr__(adopts, "_horovod_sparse_training", synchronizer)
-        keeper = arguments.compression._horovod_sparse_keeper
+        recipe = arguments.compression.recipe
+        if recipe.feedback.applies_rate and takes_part(process_set):
+            keeper = synchronizer = bound(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
+            for method in ("finish", "common"):
+                object.__setattr__(optimizer, method, getattr(keeper, method))
+        else:
+            if (every, delay) != (1, 0):
+                allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
+                raise ArgumentError("compression", compression, allowed)
+            arguments.compression.serve(optimizer, recipe)
+            if not recipe.feedback.applies_rate:
+                refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
+            synchronizer = _synchronizer(arguments, is_scaler, settings_of(optimizer))
+            keeper = arguments.compression._horovod_sparse_keeper
     if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
 

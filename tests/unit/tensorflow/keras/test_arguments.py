@@ -1,6 +1,7 @@
 """What `DistributedOptimizer` refuses, with one rank and no training."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
-from horovod_sparse.plans import Plan
 
 pytestmark = pytest.mark.tensorflow
 keras, scaled = tf.keras, tf.keras.optimizers.LossScaleOptimizer
@@ -234,109 +234,173 @@ def test_a_compression_in_another_place_and_complex_gradients_are_refused():
         tape.gradient(loss, [weight])
 
 
-EVERYTHING = "topk:density=1.0,feedback=adam"
+EVERYTHING = "topk:density=1.0,feedback=best"
 GRADIENTS = [np.array(one, np.float32) for one in ([1.0, -3.0], [0.5, 2.0], [-4.0, 0.25])]
 
 
 def adamw(rate=0.5, **more):
-    return keras.optimizers.AdamW(rate, weight_decay=0.125, beta_2=0.9, epsilon=1e-3, **more)
+    return keras.optimizers.AdamW(
+        rate, weight_decay=0.125, beta_1=more.pop("beta_1", 0.0), beta_2=0.9, epsilon=1e-3, **more
+    )
 
 
-def stepped(rates=(0.5,) * 3):
-    weight, moment = np.ones(2), np.zeros(2)
-    for number, (gradient, rate) in enumerate(zip(GRADIENTS, rates, strict=True), 1):
-        moment = 0.9 * moment + 0.1 * gradient.astype(np.float64) ** 2
-        step = rate * gradient / (np.sqrt(moment / (1 - 0.9**number)) + 1e-3)
-        weight = weight * (1 - rate * 0.125) - step
-    return weight
+def schedule():
+    return keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
 
 
-def trained(optimizer, graph, scale=1.0):
-    weight = keras.Variable(np.ones(2, np.float32))
+#: optimizers of which own steps, all sent, are Keras' own, bit for bit but for rounding
+OWN = {
+    "AdamW": adamw,
+    "Adam": lambda: keras.optimizers.Adam(0.5, beta_1=0.0, beta_2=0.9),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.25, rho=0.9, epsilon=1e-12),
+    "SGD": lambda: keras.optimizers.SGD(0.5, weight_decay=0.125),
+    "momentum": lambda: keras.optimizers.SGD(schedule(), momentum=0.5),
+    "Nesterov": lambda: keras.optimizers.SGD(schedule(), momentum=0.5, nesterov=True),
+    "schedule": lambda: adamw(schedule()),
+    "averages": lambda: adamw(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "fixed scale": lambda: keras.optimizers.SGD(0.5, momentum=0.5, loss_scale_factor=4.0),
+}
+
+
+def trained(optimizer, graph=True, scale=1.0, given=GRADIENTS, weight=None):
+    weight = keras.Variable(np.ones(2, np.float32)) if weight is None else weight
     optimizer.build([weight])
     step = tf.function(lambda gradient: optimizer.apply([gradient], [weight]))
-    for gradient in GRADIENTS:
+    for gradient in given:
         (step if graph else step.python_function)(tf.constant(scale * gradient))
     return weight.numpy()
 
 
-@pytest.mark.parametrize("feedback", ["adam", "best"])
 @pytest.mark.parametrize("graph", [False, True])
-def test_everything_sent_is_adam_without_a_first_moment(graph, feedback):
-    given = adamw()
-    optimizer = hvd.DistributedOptimizer(given, compression=f"topk:density=1.0,feedback={feedback}")
+@pytest.mark.parametrize("name", OWN)
+def test_own_steps_are_those_of_keras(name, graph):
+    own = OWN[name]()
+    expected = trained(own, scale=own.loss_scale_factor or 1.0)
+    given = OWN[name]()
+    optimizer = hvd.DistributedOptimizer(given, compression=EVERYTHING)
     assert optimizer is given
-    np.testing.assert_allclose(trained(optimizer, graph), stepped(), rtol=1e-5)
-    assert sum(variable.shape == (2,) for variable in optimizer.variables) == 0, "it has no moments"
-    assert optimizer.get_config()["weight_decay"] == 0.125
+    found = trained(optimizer, graph, scale=own.loss_scale_factor or 1.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert int(optimizer.iterations) == 3 == optimizer.telemetry.num_steps
     for again in (copy.deepcopy(optimizer), type(optimizer).from_config(optimizer.get_config())):
-        np.testing.assert_allclose(trained(again, graph), stepped(), rtol=1e-5)
+        np.testing.assert_allclose(trained(again, scale=own.loss_scale_factor or 1.0), expected, rtol=1e-5)
 
 
-def test_schedules_and_loss_scales_go_on():
-    rates = (0.5, 0.5, 0.25)
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], list(rates[1:]))
-    optimizer = hvd.DistributedOptimizer(adamw(schedule), compression=EVERYTHING)
-    np.testing.assert_allclose(trained(optimizer, True), stepped(rates), rtol=1e-5)
+@pytest.mark.parametrize("every, delay", [(1, 0), (2, 1)])
+@pytest.mark.parametrize("name", ["AdamW", "momentum", "Nesterov"])
+def test_own_steps_are_those_of_pytorch_bit_for_bit(name, every, delay):
+    """On the same gradients; of Adam with the epsilon that Keras' formula comes to."""
+    import torch
+
+    import horovod_sparse.ddp
+
+    generator, shapes = np.random.default_rng(5), [(40, 30), (30,), (30, 7)]
+    weights = [generator.normal(size=shape).astype(np.float32) for shape in shapes]
+    passes = [[generator.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(5)]
+    ours = [keras.Variable(one) for one in weights]
+    theirs = [torch.nn.Parameter(torch.from_numpy(one.copy())) for one in weights]
+    if name == "AdamW":
+        own = keras.optimizers.AdamW(0.125, weight_decay=0.5, beta_2=0.9, epsilon=1e-3)
+        other = torch.optim.AdamW(theirs, 0.125, weight_decay=0.5, betas=(0.9, 0.9))
+    else:
+        own = keras.optimizers.SGD(0.125, momentum=0.5, nesterov=name == "Nesterov")
+        other = torch.optim.SGD(theirs, 0.125, momentum=0.5, nesterov=name == "Nesterov")
+    given = {"every": every, "delay": delay}
+    own = hvd.DistributedOptimizer(own, compression="best:density=0.1", **given)
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = torch.nn.Module()
+    model.all = torch.nn.ParameterList(theirs)
+    horovod_sparse.ddp.attach(model, "best:density=0.1", other, **given)
+    own.build(ours)
+    step = tf.function(lambda *gradients: own.apply(gradients, ours))
+    for number, gradients in enumerate(passes, 1):
+        if name == "AdamW":
+            other.param_groups[0]["eps"] = 1e-3 / math.sqrt(1.0 - 0.9**number)
+        for one, gradient in zip(theirs, gradients, strict=True):
+            one.grad = torch.from_numpy(gradient)
+        other.step()
+        step(*map(tf.constant, gradients))
+        for mine, one in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(mine.numpy(), one.detach().numpy())
+
+
+@pytest.mark.parametrize("every, delay", [(2, 0), (1, 1), (3, 2)])
+def test_one_rank_alone_steps_as_keras_whatever_every_and_delay(every, delay):
+    expected = trained(adamw())
+    optimizer = hvd.DistributedOptimizer(adamw(), compression=EVERYTHING, every=every, delay=delay)
+    weight = keras.Variable(np.ones(2, np.float32))
+    trained(optimizer, weight=weight)
+    optimizer.finish()
+    # weight decay comes with the mean
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=0.2)
+    with pytest.raises(ArgumentError, match="'best' with every > 1"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="topk", every=every, delay=delay)
+
+
+def test_loss_scales_go_on():
     scaler = scaled(adamw(), initial_scale=64.0)
     optimizer = hvd.DistributedOptimizer(scaler, compression=EVERYTHING)
-    np.testing.assert_allclose(trained(optimizer, True, scale=64.0), stepped(), rtol=1e-5)
+    np.testing.assert_allclose(trained(optimizer, True, scale=64.0), trained(adamw()), rtol=1e-5)
 
 
-def test_rmsprop_adds_its_epsilon_within_the_root():
-    own = keras.optimizers.RMSprop(0.25, rho=0.9, momentum=0.5, epsilon=1e-12)
-    optimizer = hvd.DistributedOptimizer(own, compression=hvd.Compression.best(density=1.0))
-    weight, moment = np.ones(2), np.zeros(2)
-    for gradient in GRADIENTS:
-        moment = 0.9 * moment + 0.1 * gradient.astype(np.float64) ** 2
-        weight -= 0.5 * gradient / np.sqrt(moment + 1e-12)
-    np.testing.assert_allclose(trained(optimizer, True), weight, rtol=1e-4)  # beside the root, its own root
-    assert sum(variable.shape == (2,) for variable in optimizer.variables) == 0
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "momentum"])
+def test_a_saved_model_goes_on_with_its_moments(name, tmp_path):
+    """Under Keras' own names: a plain optimizer goes on from them, and ours from a plain one's."""
 
+    def model_with(optimizer):
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+        model.compile(optimizer, "mse")
+        for one in model.trainable_weights:
+            one.assign(tf.ones(one.shape))
+        return model
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_the_best_of_sgd_goes_as_far_without_momentum(graph):
-    """It keeps its own while plans leave all gradients dense, and begins anew with each of them."""
-    weight, dense, sparse = (
-        keras.Variable([1.0, 2.0], name="weight"),
-        Plan((), ("weight",)),
-        Plan((("weight",),)),
-    )
-    given, best = keras.optimizers.SGD(0.1, momentum=0.5), hvd.Compression.best(density=1.0)
-    optimizer = hvd.DistributedOptimizer(given, compression=best, plan=dense)
-    for plan, sizes in ((dense, (0.1, 0.15, 0.175)), (sparse, (0.2, 0.2)), (dense, (0.1, 0.15))):
-        if optimizer.plan:
-            optimizer.replan(plan)
-        step = tf.function(lambda: optimizer.apply([tf.ones([2])], [weight]))
-        for size in sizes:
-            before = weight.numpy()
-            (step if graph else step.python_function)()
-            np.testing.assert_allclose(before - weight.numpy(), size, rtol=1e-5)
+    def fit(model):
+        model.fit(np.eye(3), np.ones((3, 2)), batch_size=1, epochs=2, shuffle=False, verbose=0)
+        return np.concatenate([np.ravel(one) for one in model.get_weights()])
+
+    whole = model_with(OWN[name]())
+    fit(whole)
+    expected = fit(whole)
+    ours = model_with(hvd.DistributedOptimizer(OWN[name](), compression=EVERYTHING))
+    fit(ours)
+    ours.save(tmp_path / "ours.keras")
+    plain = model_with(OWN[name]())
+    fit(plain)
+    plain.save(tmp_path / "plain.keras")
+    loaded = [hvd.load_model(tmp_path / f"{one}.keras", compression=EVERYTHING) for one in ("ours", "plain")]
+    for again in (ours, keras.models.load_model(tmp_path / "ours.keras"), *loaded):
+        assert int(again.optimizer.iterations) == 6
+        np.testing.assert_allclose(fit(again), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: adamw(amsgrad=True), "amsgrad=True.*give False"),
+        (lambda: adamw(amsgrad=True), "amsgrad=True.*largest second moment"),
         (lambda: adamw(global_clipnorm=1.0), "clip_norm to the feedback"),
-        (lambda: keras.optimizers.RMSprop(0.1), "optimizer='RMSprop'.*AdamW"),
-        (lambda: keras.optimizers.SGD(0.1), "optimizer='SGD'.*feedback='error'"),
+        (lambda: keras.optimizers.RMSprop(0.1, momentum=0.5), "momentum=0.5.*error feedback is a momentum"),
+        (lambda: keras.optimizers.Nadam(0.1), "optimizer='Nadam'.*feedback='error'"),
     ],
-    ids=["amsgrad", "clipping", "RMSprop", "SGD"],
+    ids=["amsgrad", "clipping", "momentum", "Nadam"],
 )
-def test_what_cannot_be_adopted_is_refused(make, words):
+def test_what_has_no_own_step_is_refused(make, words):
     with pytest.raises(ArgumentError, match=words):
         hvd.DistributedOptimizer(make(), compression=EVERYTHING)
+    with pytest.raises(ArgumentError, match=r"feedback='rmsprop'.*'adam' with AdamW"):
+        hvd.DistributedOptimizer(adamw(), compression="topk:feedback=rmsprop")
 
 
-def test_gradients_that_no_feedback_sees_are_refused():
+def test_local_variables_are_refused_and_slices_are_taken():
     optimizer = hvd.DistributedOptimizer(adamw(), compression=EVERYTHING)
     table = keras.Variable(np.ones((3, 2), np.float32))
     with pytest.raises(UnsupportedError, match="local variables"):
         optimizer.register_local_var(table)
+    optimizer.build([table])
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
-    with pytest.raises(UnsupportedError, match="sparse_as_dense=True"):
-        optimizer.apply([slices], [table])
+    optimizer.apply([slices], [table])
+    assert (table.numpy() < 1).all(axis=1).tolist() == [True] * 3  # two by weight decay
 
 
 def test_a_tape_gives_steps_to_plain_sgd():
@@ -347,6 +411,11 @@ def test_a_tape_gives_steps_to_plain_sgd():
             loss = tf.reduce_sum(weight * gradient)
         tape = hvd_tf.DistributedGradientTape(tape, compression=compression)
         sgd.apply(tape.gradient(loss, [weight.value]), [weight])
-    np.testing.assert_allclose(weight.numpy(), stepped(), rtol=1e-5)
+    expected, moment = np.ones(2), np.zeros(2)
+    for number, gradient in enumerate(GRADIENTS, 1):
+        moment = 0.9 * moment + 0.1 * gradient.astype(np.float64) ** 2
+        step = 0.5 * gradient / (np.sqrt(moment / (1 - 0.9**number)) + 1e-3)
+        expected = expected * (1 - 0.5 * 0.125) - step
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5)
     with pytest.raises(ArgumentError, match=r"learning_rate=0.5.*plain keras.optimizers.SGD"):
         tape.gradient(loss, [weight.value], learning_rate=0.5)

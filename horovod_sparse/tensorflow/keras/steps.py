@@ -1,0 +1,383 @@
+"""Passes of `Steps` over Keras' variables: a host function in `apply_gradients` carries each one out."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.arrays.gradients import GradientParts, WeightedParts
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Bucket, Member, OwnStep, Progress, Recipe
+from horovod_sparse.plans import Plan, make_plan
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.tensorflow._horovod import hvd, present_start
+from horovod_sparse.tensorflow.collectives import carry_out_together, ranks_of
+from horovod_sparse.tensorflow.ending import ScaledReduction
+from horovod_sparse.tensorflow.graph import refuse_graphs
+from horovod_sparse.tensorflow.keras.host import Exchanges, HostParameters
+from horovod_sparse.tensorflow.keras.local_steps import by_name
+from horovod_sparse.tensorflow.state import fitting, shapes_of
+from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
+from horovod_sparse.tensorflow.training import facts_of
+from horovod_sparse.topology import Placement, Topology
+from horovod_sparse.training import parts as common
+from horovod_sparse.training.drift import HostEntry
+from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.moves import OwnMoves
+from horovod_sparse.training.schedules import Schedule
+from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.state import check_entry
+from horovod_sparse.training.steps import Steps
+
+_ADVICE = "the optimizer uses {}: use the same algorithm, or load None to start with no residual"
+
+
+class _Part(common.BucketPart):
+    """A bucket of variables; see `StepPart`."""
+
+    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
+        self.label = self.name = spec.label
+        self.names, self.dense, self.group = spec.names, spec.dense, facts[spec.names[0]][0].group
+        variables = [facts[name][1] for name in spec.names]
+        self.shapes = [tuple(variable.shape) for variable in variables]
+        info = BucketInfo(spec.title, self.places[-1][1], *place, variables[0].dtype.name)
+        members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
+        self.bucket = Bucket(
+            info, spec.recipe, common.host_accumulator(info, spec.recipe, whole=spec.whole), members
+        )
+        self.parameters = HostParameters(variables, self.places)
+        self.moves = OwnMoves(self.bucket, self.parameters)
+        self.num_bytes = info.num_elements * variables[0].dtype.size
+        self._now = OwnStep(spec.recipe.feedback, (1.0, 0.0), 1.0, 0.0)
+        self._gradients: Sequence[np.ndarray | None] = [None] * len(self.names)
+
+    def prepare(self, now: OwnStep, gradients: Sequence[np.ndarray | None]) -> None:
+        self._now, self._gradients, self.bucket.feedback = now, gradients, now.feedback
+
+    @property
+    def rate(self) -> float:
+        return self._now.rate
+
+    @property
+    def shrink(self) -> float:
+        return self._now.shrink
+
+    @property
+    def absent(self) -> list[int]:
+        return [i for i, one in enumerate(self._gradients) if one is None or self.rate == 0.0]
+
+    def gradient(self) -> GradientParts:
+        arrays = self.parameters.flats()
+        given = [
+            np.zeros_like(own) if one is None else one
+            for one, own in zip(self._gradients, arrays, strict=True)
+        ]
+        weights = self._now.weights
+        return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, arrays, weights)
+
+    def abandon(self, *, drop: bool = False) -> None:
+        self.bucket.abandon(drop=drop)
+
+
+class _Engine:
+    """An `Engine` for the variables of one optimizer."""
+
+    name = "horovod_sparse.tensorflow.keras"
+    start_token = staticmethod(present_start)
+
+    def __init__(self, optimizer: Any, recipe: Recipe, process_set: Any, seconds: float | None) -> None:
+        self.optimizer, self.recipe, self.process_set, self._seconds = optimizer, recipe, process_set, seconds
+        #: of Keras; those of the first step under tf-keras
+        self.variables: list[Any] = []
+
+    def rank_and_size(self) -> tuple[int, int]:
+        return int(self.process_set.rank()), int(self.process_set.size())
+
+    def ranks(self) -> Placement:
+        return Placement.of_horovod(hvd, self.process_set)
+
+    def facts(self, known: Facts) -> Facts:
+        if known:
+            return {}
+        given = self.variables
+        named = by_name(given)
+        for name, one in named.items():
+            if one.dtype not in (tf.float32, tf.float64):
+                raise UnsupportedError(
+                    f"{name} is {one.dtype.name}: own steps are for float32 and float64, which mixed "
+                    "precision keeps; feedback='error' takes others"
+                )
+        facts = facts_of(list(named), list(named.values()), self.recipe.rules)
+        return {
+            name: (dataclasses.replace(fact, group=int(_decays(self.optimizer, one))), variable)
+            for (name, (fact, variable)), one in zip(facts.items(), given, strict=True)
+        }
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[_Part]:
+        return [_Part(spec, facts, place) for spec in specs]
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+        name, seconds = "horovod_sparse.keras.agreement", self._seconds
+        return carry_out_together(
+            coroutine, self.process_set, name, topology, looks=True, deadline_seconds=seconds
+        )
+
+    def move_to(self, topology: Topology | None) -> None:
+        """Nothing: levels are flat."""
+
+    def declared(self) -> Mapping[str, object]:
+        return {"process_set": ranks_of(self.process_set)}
+
+    def to_array(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+
+def _decays(optimizer: Any, variable: Any) -> bool:
+    """Returns whether Keras' weight decay takes a variable."""
+    return bool(optimizer.weight_decay and optimizer._use_weight_decay(variable))
+
+
+class KerasSteps(Steps):
+    """Binds one optimizer of Keras to passes over Horovod, in the place of a reduction of gradients.
+
+    Second moments and velocities lie in the buckets. Keras' own slots have them where an optimizer is saved,
+    and give them back where one is loaded, which may be a plain one's. Implements what a checkpoint asks of
+    a `StateKeeper`, too.
+    """
+
+    engine: _Engine
+    decision = None
+    replanning = SimpleNamespace(is_measured=False, refuse=lambda what: None)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        recipe: Recipe,
+        settings: Settings,
+        schedule: Schedule,
+        process_set: Any,
+        groups: Any,
+    ) -> None:
+        engine = _Engine(optimizer, recipe, process_set, settings.deadline_seconds)
+        super().__init__(engine, recipe, settings, schedule)
+        self.optimizer, self.process_set, self._groups = optimizer, process_set, groups
+        self._rule: Any = recipe.feedback
+        self._exchanges = Exchanges(process_set, settings.deadline_seconds)
+        self._rate, self.scaled = 0.0, ScaledReduction(process_set)
+        #: iterations when the optimizer was bound or loaded
+        self._began = 0
+        #: an entry that was loaded before there were variables
+        self._waiting: Mapping[str, Any] | None = None
+
+    @property
+    def starter(self) -> Exchanges:
+        return self._exchanges
+
+    @property
+    def synchronizer(self) -> KerasSteps:
+        return self
+
+    def agree(self) -> None:
+        super().agree()
+        self._exchanges.label = self.label
+
+    # a pass
+
+    @property
+    def is_needed(self) -> bool:
+        return True
+
+    def synchronize(self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any) -> list[Any]:
+        """Carries out a pass, and returns the gradients, which nobody applies."""
+        gradients, skipped = self.synchronize_or_skip(gradients, variables, rate)
+        with tf.control_dependencies([skipped]):
+            return [None if one is None else tf.identity(as_dense(one)) for one in gradients]
+
+    def synchronize_or_skip(
+        self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Carries out a pass, in a graph or eagerly; returns the gradients, and whether all ranks skip it."""
+        refuse_graphs()
+        self._meet_variables(variables)
+        own = [as_variable(one) for one in self.engine.variables]
+        numbers = {one.ref(): number for number, one in enumerate(own)}
+        pairs = [
+            (numbers.get(as_variable(variable).ref()), one)
+            for one, variable in zip(gradients, variables, strict=True)
+            if one is not None
+        ]
+        present = [number for number, _ in pairs if number is not None]
+        if len(present) < len(pairs):
+            given = f"{len(pairs) - len(present)} that were not in the first step"
+            raise ArgumentError("trainable_variables", given, "the same ones in all steps")
+        with tf.device("/cpu:0"):
+            dense = [
+                tf.cast(as_dense(one), own[number].dtype)
+                for number, (_, one) in zip(present, pairs, strict=True)
+            ]
+            inputs = [as_rate(rate), *dense, *(one.read_value() for one in own)]
+            host, kinds = _host(weakref.ref(self), present), [tf.bool, *(one.dtype for one in own)]
+            if tf.executing_eagerly():
+                skipped, *values = host(*(one.numpy() for one in inputs))
+            else:
+                skipped, *values = tf.numpy_function(host, inputs, kinds)
+                skipped.set_shape([])
+        for one, value in zip(own, values, strict=True):
+            one.assign(tf.ensure_shape(value, one.shape))
+        return list(gradients), tf.convert_to_tensor(skipped)
+
+    def _meet_variables(self, variables: Sequence[Any]) -> None:
+        if not self.engine.variables:
+            known = getattr(self.optimizer, "_trainable_variables", None)
+            self.engine.variables = list(known or variables)
+            self.take_slots()
+
+    def run(
+        self, gradients: Mapping[int, np.ndarray], values: Sequence[np.ndarray], rate: float
+    ) -> list[Any]:
+        """Carries out a pass on the host: returns whether it is skipped, and the variables' new values."""
+        self.meet()
+        self._rate = rate
+        numbers = {name: number for number, name in enumerate(self.facts)}
+        for part in self.parts:
+            own = [numbers[name] for name in part.names]
+            part.parameters.open([values[number] for number in own])
+            now = self._rule.keras_step(self.optimizer, rate, part.bucket.progress.age)
+            shrink = 1.0 - rate * float(self.optimizer.weight_decay or 0.0) if part.group else 1.0
+            now = dataclasses.replace(now, shrink=shrink)
+            part.prepare(now, [gradients.get(number) for number in own])
+        before = self.step
+        try:
+            self.pass_()
+        except BaseException:
+            for part in self.parts:
+                part.parameters.close(write=True)  # own moves may have been taken back
+            raise
+        new: dict[str, np.ndarray] = {}
+        for part in self.parts:
+            new |= dict(zip(part.names, part.parameters.close(), strict=True))
+            part.prepare(dataclasses.replace(now, rate=0.0, shrink=1.0), [None] * len(part.names))
+        skipped = not self.schedule.moves_alone and self.step == before
+        return [np.bool_(skipped), *(new[name] for name in self.facts)]
+
+    def meet(self) -> None:
+        """Makes the buckets, and goes on from what was loaded."""
+        if self.facts:
+            return
+        facts = self.engine.facts({})
+        groups = self._groups
+        if isinstance(groups, list):
+            groups = [[as_variable(variable) for variable in group] for group in groups]
+        size = self.settings.bucket_bytes if groups is None else None
+        self.begin(facts, self.settings.plan or make_plan(facts, groups=groups, bucket_bytes=size))
+        self._fill()
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self.load_state_dict(waiting)
+
+    def finish(self) -> None:
+        """Ends a training: all ranks call it, and have equal variables afterwards."""
+        self._meet_variables(())
+        self.meet()
+        super().finish()
+
+    def plan_anew(self, plan: Plan | None, measure_steps: int | None = None) -> None:
+        """Takes another plan, on all ranks alike."""
+        if plan is None:
+            raise UnsupportedError("own steps are exchanged behind backward: give replan a plan")
+        self.settle()
+        self.replan(plan)
+
+    def shared_entries(self) -> Sequence[Any]:
+        entries: list[Any] = [HostEntry("the learning rate", np.array([self._rate]))]
+        for part in self.parts:
+            entries += map(HostEntry, part.names, part.parameters.flats())
+        return entries
+
+    # Keras' own slots
+
+    def _slots(self) -> dict[str, Any]:
+        """Returns Keras' slots of second moment or velocity, by the variable's name."""
+        slots = getattr(self.optimizer, self._rule.keras_moment, None) or []
+        return dict(zip(self.facts, map(as_variable, slots), strict=False)) if self.facts else {}
+
+    def give_slots(self) -> None:
+        """Puts second moments and velocities into Keras' slots; its first moment is zeros."""
+        slots = self._slots()
+        for part in self.parts if slots else ():
+            for companion in part.held()[1:]:
+                for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                    values = part.shaped(number, companion[slice(*place)]) * self._rule.keras_sign
+                    slots[name].assign(values.astype(slots[name].dtype.as_numpy_dtype))
+        if slots and self._rule.keras_moment != "momentums":
+            for one in map(as_variable, self.optimizer._momentums):
+                one.assign(tf.zeros_like(one))
+
+    def take_slots(self) -> None:
+        """Goes on from Keras' slots, which a plain optimizer of Keras may have filled."""
+        with tf.init_scope():  # a graph counts iterations in any order with the pass
+            self._began = int(np.asarray(self.optimizer.iterations))
+        self._fill()
+
+    def _fill(self) -> None:
+        slots, steps = self._slots(), self._began
+        if not slots or not steps:
+            return
+        for part in self.parts:
+            filled = part.blank()
+            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+                filled[1][slice(*place)] = part.flat(number, slots[name].numpy()) * self._rule.keras_sign
+            part.restart(Progress(steps))
+            part.assign(filled)
+        self.step, self._agreed_under = steps // self.schedule.every, None
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies velocities, which hold past learning rates."""
+        for part in self.parts if self._rule.keras_moment == "momentums" else ():
+            residual, *velocities = (np.array(one) for one in part.held())
+            part.assign([residual, *(one * factor for one in velocities)])
+
+    # checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's exact entry; empty before the first step."""
+        if self._waiting is not None:
+            return dict(self._waiting)
+        return self.save(variables=shapes_of(self)) if self.facts else {}
+
+    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
+        """Goes on from an entry, or from nothing; ranks agree in the next step."""
+        self.check(entry)
+        if self.facts:
+            self.load(fitting(self, entry) if entry else None)
+        else:
+            self._waiting = entry or None
+
+    def check(self, entry: Any) -> None:
+        """Refuses an entry that does not fit, as far as that is known by now."""
+        if entry and self.facts:
+            fitting(self, entry)
+        elif entry:
+            check_entry(entry, self.recipe, _ADVICE)
+
+
+def _host(steps: weakref.ref[KerasSteps], present: Sequence[int]) -> Any:
+    """Returns the host function of a graph, which TensorFlow keeps for ever and the training not."""
+
+    def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+        own = steps()
+        if own is None:
+            raise UnsupportedError("the optimizer of this function is gone")
+        gradients = dict(zip(present, arrays, strict=False))
+        return own.run(gradients, arrays[len(present) :], float(rate[0]))
+
+    return run
