@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from horovod_sparse.errors import HorovodSparseError
-from loops.way import LOOPS, WAYS, Loop, Training, close
+from loops.way import LOOPS, WAYS, Loop, Training, close, table
 from support.replicas import same_on_all_replicas
 
 for _path in sorted(Path(__file__).parent.glob("[!t_]*.py")):
@@ -50,3 +50,7 @@ def test_a_loop_is_right_or_refused_by_name(loop, way):
         for recorder in part.recorders:
             if recorder.knows:
                 recorder.check(part.size)
+
+
+def test_the_table_of_refused_loops_is_that_of_the_documents():
+    assert table() in (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()

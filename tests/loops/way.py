@@ -55,6 +55,13 @@ def loop(**more: Any) -> Callable[[Any], Any]:
     return add
 
 
+def table() -> str:
+    """The loops that are refused, as docs/reliability.md has them."""
+    refused = sorted((one for one in LOOPS if one.refused), key=lambda one: one.name)
+    rows = (f"| {one.name.replace('_', ' ')} | {', '.join(one.refused)} |\n" for one in refused)
+    return "| loop | refused in |\n|---|---|\n" + "".join(rows)
+
+
 class Training:
     """What a loop asks for where a plain script has `DistributedDataParallel(net)` and an optimizer."""
 
