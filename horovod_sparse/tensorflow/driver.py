@@ -68,16 +68,12 @@ class Driver:
     def settle(
         self,
         tokens: Sequence[tf.Tensor],
-        finish: Callable[[], list[np.ndarray]],
+        finish: Callable[..., list[np.ndarray]],
         like: Sequence[tuple[tf.DType, Any]],
     ) -> list[tf.Tensor]:
         """Returns the results of several synchronizations at their end, or raises their errors."""
-
-        def call(*_tokens: np.ndarray) -> list[np.ndarray]:
-            return finish()
-
         with tf.device(HOST):
-            results = self.host.run(call, list(tokens), [dtype for dtype, _ in like])
+            results = self.host.run(finish, list(tokens), [dtype for dtype, _ in like])
         return _shaped(results, [shape for _, shape in like])
 
     def _beginning(self, part: Part) -> Callable[..., Wire]:

@@ -34,20 +34,27 @@ class Ending:
         self._leaves_one_alone = leaves_one_alone
         self._lock = threading.Lock()
 
-    def finish(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
-        """Sums or averages by variable, or zeros; raises the step's error here, and the next may follow."""
+    def finish(
+        self, parts: Sequence[Part], found: Sequence[BaseException] = ()
+    ) -> tuple[list[np.ndarray], Outcome]:
+        """Sums or averages by variable, or zeros; raises the step's error here, and the next may follow.
+
+        Errors that were found beside the parts are of all ranks alike.
+        """
         try:
-            arrays, outcome = self._finished(parts)
+            arrays, outcome = self._finished(parts, found)
         except BaseException:
             self._replanning.after_step(went_well=False)
             raise
         self._replanning.after_step(went_well=outcome == Outcome.APPLIED)
         return arrays, outcome
 
-    def _finished(self, parts: Sequence[Part]) -> tuple[list[np.ndarray], Outcome]:
+    def _finished(
+        self, parts: Sequence[Part], found: Sequence[BaseException]
+    ) -> tuple[list[np.ndarray], Outcome]:
         now, training = time.perf_counter(), self._training
         with self._lock:
-            errors = [part.task.error for part in parts if part.task.error is not None]
+            errors = [*found, *(part.task.error for part in parts if part.task.error is not None)]
             verdict = training.policy.judge(errors)
             training.last_error = verdict.error
             if self._leaves_one_alone and training.size == 1:

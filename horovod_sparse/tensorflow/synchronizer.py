@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.collectives import AllGather
+from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
-from horovod_sparse.tensorflow.collectives import reduce_densely
+from horovod_sparse.tensorflow.collectives import carry_out, not_folded, reduce_densely
 from horovod_sparse.tensorflow.driver import Driver
 from horovod_sparse.tensorflow.ending import Ending, Replicas, ScaledReduction
 from horovod_sparse.tensorflow.graph import (
+    HOST,
     WAITING,
     EagerCalls,
     Order,
@@ -170,18 +172,27 @@ class GradientSynchronizer(VariablesTraining):
         every = [*gradients, *(None for _ in absent)]
         results, by_name, parts, tokens = self._started(every, [*variables, *absent.values()], rate)
         policy, check = self.settings.on_nonfinite, self._replicas.check_of(variables)
-        if not parts:
+        slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
+        if not parts and not slices:
             return results[: len(gradients)] + [tf.constant(False)] * (policy != RAISE), None
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         like += [(tf.int32, ()), (tf.bool, ())]
         absent_names = frozenset(absent)
         # by their positions: a graph shall not keep the memory of buckets that there are no more
         version, positions = self.version, [self.parts.index(part) for part in parts]
+        gathered = [str(getattr(variables[i], "name", f"gradient {i}")).split(":")[0] for i in slices]
+        if slices:
+            tokens.append(self._marks([gradients[i] for i in slices]))
 
-        def finish() -> list[np.ndarray]:
+        def finish(*given: np.ndarray) -> list[np.ndarray]:
             parts = self.at(version, positions)
-            before = self.step
-            arrays, outcome = self._ending.finish(parts)
+            before, found = self.step, list[BaseException]()
+            for name, marks in zip(
+                gathered, given[-1].reshape(-1, len(gathered)).T if gathered else (), strict=True
+            ):
+                if ranks := np.flatnonzero(marks).tolist():
+                    found.append(NonFiniteGradientError(name, dict.fromkeys(ranks, name)))
+            arrays, outcome = self._ending.finish(parts, found)
             for part in parts:
                 if not part.dense and outcome == Outcome.APPLIED:
                     part.take_back(absent_names)
@@ -191,12 +202,17 @@ class GradientSynchronizer(VariablesTraining):
         waits = is_elastic() or check is not None
         with WAITING.behind() if waits else contextlib.nullcontext():
             *sums, outcome, due = self._driver.settle(tokens, finish, like)
-            end = sums[0]
+            end = outcome
             if check is not None:
                 end = self._replicas.compared(due, check, variables, self.also_equal())
         for order in (self._order, WAITING) if waits else (self._order,):
             order.note(end)
-        self.watch.disarm(end)
+        if parts:
+            self.watch.disarm(end)
+        for i in slices:
+            values = results[i].values
+            kept = tf.where(tf.equal(outcome, int(Outcome.APPLIED)), values, tf.zeros_like(values))
+            results[i] = tf.IndexedSlices(kept, results[i].indices, results[i].dense_shape)
         names = [name for part in parts for name in part.names]
         given = [every[by_name[name]] for name in names if every[by_name[name]] is not None]
         if given:
@@ -205,6 +221,13 @@ class GradientSynchronizer(VariablesTraining):
             results[by_name[name]] = sum_
         results = results[: len(gradients)]
         return results + ([] if policy == RAISE else [tf.equal(outcome, int(Outcome.SKIPPED))]), end
+
+    def _marks(self, slices: Sequence[tf.IndexedSlices]) -> tf.Tensor:
+        """Gathers from all ranks which of these are not finite: one number each, by rank."""
+        bad = [tf.reduce_any(~tf.math.is_finite(one.values)) for one in slices]
+        marks, none = not_folded(tf.cast(tf.stack(bad), tf.int32)), tf.zeros([0], tf.int32)
+        with tf.device(HOST):
+            return carry_out(AllGather, marks, none, f"{self.engine.label}.finite", self.process_set)[0]
 
     def _started(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor

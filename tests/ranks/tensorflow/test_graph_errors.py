@@ -144,3 +144,36 @@ def test_an_error_on_one_rank_alone_reaches_all_and_hangs_none(rank, size, monke
     monkeypatch.undo()
     total = synchronizer.synchronize([tf.ones([40])], [variable])[0]
     assert np.isfinite(total.numpy()).all()
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("only_slices", [True, False])
+def test_slices_that_are_not_finite_are_applied_by_no_rank(rank, size, only_slices, on_nonfinite):
+    table, weight = tf.Variable(tf.ones([6, 2]), name="table"), tf.Variable(tf.ones([4]), name="weight")
+    variables = [table] if only_slices else [table, weight]
+    compression = hvd.Compression.topk(density=0.5)
+
+    @tf.function
+    def step(row):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [0, 3]) * row) + tf.reduce_sum(weight)
+        tape = hvd.DistributedGradientTape(tape, compression=compression, on_nonfinite=on_nonfinite)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                table.scatter_sub(gradient)
+            else:
+                variable.assign_sub(gradient)
+
+    step(tf.ones([2]))
+    before = [variable.numpy() for variable in variables]
+    sick = tf.constant([1.0, np.nan]) if rank == size - 1 else tf.ones([2])
+    if on_nonfinite == "raise":
+        with pytest.raises(tf.errors.OpError, match=rf"table is not finite \(rank {size - 1}"):
+            step(sick)
+    else:
+        step(sick)
+        assert compression.telemetry.num_skipped == 1
+    for variable, expected in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(variable, expected)
+    step(tf.ones([2]))
+    assert (table.numpy()[0] < before[0][0]).all() and compression.telemetry.num_steps == 2
