@@ -274,7 +274,7 @@ for _name, _value, _ways, _kinds in [
     ("op", "Sum", GRADIENTS, 1), ("bucket_bytes", 300, GRADIENTS, 1), ("merging", "layerwise", GRADIENTS, 1),
     ("groups", 3, GRADIENTS, 1), ("tensor_selection", "cost", GRADIENTS, 1),
     ("backward_passes_per_step", 2, GRADIENTS, 1)]:
-    row(f"{_name}={_value}", f"{_name}|plan|not_given", _ways, _HVD if _kinds else ("ddp", "horovod"),
+    row(f"{_name}={_value}", f"{_name}|plan", _ways, _HVD if _kinds else ("ddp", "horovod"),
         options={_name: _value})
 for _name, _value in {"CHECK_EVERY": "2", "DEADLINE_SECONDS": "2", "TRANSPORT": "pairs",
                       "TENSOR_SELECTION": "cost", "RANKS_PER_HOST": "1"}.items():
@@ -297,8 +297,8 @@ for _name, _model in {
     "deeper": lambda: small().append(torch.nn.Linear(4, 4)), "other order": lambda: renamed("2", "0"),
     "other names": lambda: renamed("a", "b"), "one frozen": lambda: frozen(small()),
     "buffers": lambda: small().append(torch.nn.BatchNorm1d(4, affine=False))}.items():
-    row(f"model: {_name}", "parameter|shape|size|buffer|differ", model=_model)
-row("tied weights", "parameter", both={"model": square}, model=lambda: square(True))
+    row(f"model: {_name}", "param|shape|size|buffer|differ", model=_model)
+row("tied weights", "param", both={"model": square}, model=lambda: square(True))
 row("not wrapped", "attach|engine|differs|come|wrap", _ALL, ("ddp",), wrapper=None)
 for _wrapper in ({"static_graph": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.001},
                  {"gradient_as_bucket_view": True}):
@@ -312,7 +312,7 @@ row("raises", _LEFT, between=at(2, raises))
 row("raises at first", _LEFT, between=at(0, raises))
 row("killed", _LEFT, between=at(2, ended_by(signal.SIGKILL)))
 row("terminated", _LEFT, between=at(2, ended_by(signal.SIGTERM)))
-row("stops", "waited", between=at(2, lambda run: time.sleep(9)))
+row("stops", "waited", between=at(2, lambda run: time.sleep(8)))
 row("NaN", "NaN|finite", between=at(2, put(float("nan"))))
 row("Inf", "Inf|finite", between=at(2, put(float("inf"))))
 row("NaN skipped", "NaN|finite", both={"options": {"on_nonfinite": "skip"}}, between=at(2, put(float("nan"))))
