@@ -30,7 +30,6 @@ def held(name, kind, n, seed):
 
 
 def choose(patch, way):
-    """One of the ways to an exact rank, for all sizes and ranks."""
     if way == "some blocks":
         patch.setattr(select, "_SAMPLED", 0)
     elif way != "blocks":

@@ -67,7 +67,6 @@ def test_facts_and_settings_that_are_wrong_are_found(known, topic, level):
 
 
 def test_pytorch_alone_is_an_install_that_works():
-    """`pip install horovod_sparse[torch]` with torchrun needs no Horovod; a launch by Horovod does."""
     alone = facts(launcher="", size=1, controller="", bindings={"torch": False, "tensorflow": False})
     alone |= {"packages": {"torch": "2.13.0", "numba": "0.60.0"}}
     found = levels(alone)
@@ -113,14 +112,8 @@ def test_ranks_that_differ_are_told_apart():
 
 @pytest.fixture
 def alone(monkeypatch):
-    for name in (
-        "HOROVOD_RANK",
-        "OMPI_COMM_WORLD_RANK",
-        "PMI_RANK",
-        "PMIX_RANK",
-        "RANK",
-        "HOROVOD_CYCLE_TIME",
-    ):
+    ranks = "HOROVOD_RANK OMPI_COMM_WORLD_RANK PMI_RANK PMIX_RANK RANK"
+    for name in (*ranks.split(), "HOROVOD_CYCLE_TIME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "usable_framework", lambda asked: "errors")  # a module that is there
     monkeypatch.setattr(doctor, "local_facts", lambda: facts(launcher="", size=1, controller=""))

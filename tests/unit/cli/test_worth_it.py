@@ -29,7 +29,6 @@ def test_seconds_are_those_calculated_by_hand():
 
 
 def test_the_demo_s_passes_are_within_15_percent():
-    """The committed run has no sparse one at density 0.01: that comparison is in docs/command.md."""
     demo = json.loads((ROOT / "docs" / "measurements" / "demo.json").read_text())
     step = demo["compute_seconds"]
     found = added(Case(demo["num_elements"], step, 4, 100e6, 50e-6))

@@ -64,7 +64,6 @@ def test_python_runs(process: str) -> None:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The words of every command, without variables before it."""
     found = []
     text = re.sub(r"\$\([^)]*\)", "VALUE", block.text.replace("\\\n", " "))
     for line in text.splitlines():

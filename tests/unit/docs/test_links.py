@@ -32,13 +32,11 @@ def without_code(path: Path) -> str:
 
 
 def test_links_elsewhere_lead_to_hosts_that_are_known() -> None:
-    """Those within the repository scripts/docs follows."""
     found = {link for page in PAGES for link in re.findall(r"\]\((\w+://[^)\s]+)\)", without_code(page))}
     assert found and not [link for link in found if not re.match(rf"https://({'|'.join(_HOSTS)})/", link)]
 
 
 def test_every_page_is_found_from_the_first() -> None:
-    """From README.md, and in the menu of the site."""
     readme, menu = ((ROOT / name).read_text("utf-8") for name in ("README.md", "mkdocs.yml"))
     for page in sorted((ROOT / "docs").glob("*.md")):
         assert f"](docs/{page.name})" in readme, page.name
@@ -57,7 +55,6 @@ def test_every_algorithm_links_its_paper() -> None:
 
 
 def test_names_in_the_text_exist() -> None:
-    """`horovod_sparse.torch.load` and the like: a name that was renamed is found here."""
     pytest.importorskip("horovod")
     pytest.importorskip("torch")
     names = {
@@ -147,7 +144,6 @@ def test_the_table_of_what_was_tried_is_what_was_measured() -> None:
 
 
 def test_every_requirement_is_locked_to_a_version_that_fits() -> None:
-    """What goes into an environment of its own, "docs", is pinned in setup.cfg itself."""
     lines = (ROOT / "scripts" / "locked.txt").read_text().splitlines()
     pairs = (line.split("==") for line in lines if not line.startswith("#"))
     versions = {str(canonicalize_name(name)): version for name, version in pairs}

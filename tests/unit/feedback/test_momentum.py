@@ -310,7 +310,6 @@ def test_a_step_that_is_given_up_leaves_no_trace() -> None:
 
 
 def test_moments_are_averaged_at_another_number_of_ranks() -> None:
-    """Not added up, as residuals are: each is an estimate of the same."""
     entries: list[dict[str, Any]] = [
         {"rank": rank, "size": 4, "feedback": "adam"}
         | {"residuals": {"w": np.full(2, 1.0)}, "companions": [{"w": np.full(2, 1.0 + rank)}]}
@@ -323,7 +322,6 @@ def test_moments_are_averaged_at_another_number_of_ranks() -> None:
 
 
 def test_where_other_ranks_share_hosts_moments_start_anew() -> None:
-    """Of a host's sum they are another number; and they start with their bias, not with steps without end."""
     made = recipe("topk", density=0.1, feedback="adam")
     flat = SimulatedCluster(made, _N, 4)
     for gradients in drawn(5, 4, _N).astype(np.float32):

@@ -26,7 +26,6 @@ _N, _STEPS, _NUM_STEPS = 300, 4, 3
 
 
 def saved(cluster: SimulatedCluster) -> list[dict[str, Any]]:
-    """What each rank would write to its checkpoint, through text, so that no object is shared."""
     return [
         {
             "state": json.loads(json.dumps(to_plain(bucket.state, array=np.ndarray.tolist))),
@@ -68,7 +67,6 @@ def test_resume_is_invisible(case: Case, scenario: Scenario) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_step_changes_nothing_in_the_state_that_it_began_with(case: Case) -> None:
-    """So a step is given up by taking that one, and nobody copies states."""
     scenario = Scenario(3, 200, num_steps=3)
     cluster = run(case.recipe, scenario, random_gradients(scenario)).cluster
     before = [(bucket.state, saved(cluster)[rank]["state"]) for rank, bucket in enumerate(cluster.buckets)]
@@ -177,7 +175,6 @@ def test_a_first_threshold_is_in_the_units_that_the_residual_has_now(name: str) 
 
 @rows_by("case,by,hosts", CASES, [1, 2, 3], [None, (1, 4), (2, 2), (4, 1)], ids=case_id, each=2)
 def test_a_rank_behind_is_an_error_on_every_rank(case: Case, by: int, hosts: tuple[int, int] | None) -> None:
-    """Met by its column, between hosts; on one host, where columns have one rank, by the others on it."""
     topology = None if hosts is None else Topology.regular(*hosts)
     cluster = SimulatedCluster(case.recipe, 400, 4, topology=topology)
     *steps, last = np.random.default_rng(0).standard_normal((6, 4, 400)).astype(np.float32)

@@ -73,7 +73,6 @@ def test_every_rank_says_where(case: Case, dtype: str, who: str) -> None:
 
 @rows
 def test_a_step_can_be_abandoned_after_it_went_well(case: Case) -> None:
-    """The front end may drop a step that another bucket made worthless."""
     gradients = random_gradients(_SCENARIO)
     history = run(case.recipe, _SCENARIO, gradients[:3])
     before = [bucket.state.step for bucket in history.cluster.buckets]
@@ -244,7 +243,6 @@ def test_momentum_correction_is_that_of_sums() -> None:
 
 @rows
 def test_a_step_that_is_taken_back_leaves_what_was_there(case: Case) -> None:
-    """All columns take it back, also those that have found nothing; dropped is the sick host's gradient."""
     gradients = random_gradients(scenario_of(2, 2, 121, num_steps=3), dyadic)
     gradients[_SICK_AT, 0, 7] = np.inf
     history, _ = sick_run(case, gradients, hosts=2)

@@ -35,8 +35,6 @@ RECIPES = [None, "sparseloco", "topk:density=0.1", "oktopk:density=0.1", "qsgd",
 
 
 class Meeting:
-    """Where ranks bring their requests, and find their answers."""
-
     def __init__(self, size: int) -> None:
         self.brought: list[Any] = [None] * size
         self.answers: list[Any] = []
@@ -62,8 +60,6 @@ class Meeting:
 
 
 class ThreadEngine:
-    """One rank; a round ends where it is started."""
-
     name = "threads"
     #: another one after a restart
     start_of: object = START
@@ -106,8 +102,6 @@ class ThreadEngine:
 
 
 class Binding(LocalBinding):
-    """Local steps of one rank."""
-
     engine: ThreadEngine
 
     @property
@@ -127,8 +121,6 @@ MODELS = [model_of(seed) for seed in range(3)]
 
 
 class Rank:
-    """A model, its optimizer, local steps, and data that no other rank has."""
-
     def __init__(self, rank: int, meeting: Meeting, inner: Any = None, seed: int = 0, **given: Any) -> None:
         self.rank, self.meeting, self.steps = rank, meeting, 0
         self.model = copy.deepcopy(MODELS[seed])
@@ -194,7 +186,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def on_ranks(body: Callable[[Rank], Any], size: int = SIZE, **given: Any) -> list[Any]:
-    """What every rank returns, or the first error."""
     meeting = Meeting(size)
     if isinstance(text := given.get("compression"), str):  # Python 3.11 parses in one thread at a time alone
         given["compression"] = recipe_of(text)
@@ -345,7 +336,6 @@ def test_resume_in_the_middle_of_a_round_is_invisible(given):
 
 
 def test_survivors_and_a_newcomer_go_on_from_what_the_furthest_have():
-    """As after a restart in elastic training: other ranks, another start, and a worker that has just come."""
     before = on_ranks(lambda one: trained(one, 7), size=3, compression=TOPK)
     common = before[0].kept("start")
 
@@ -402,8 +392,6 @@ def test_who_is_lost_in_an_exchange_or_an_agreement_harms_nobody(number, given, 
 @pytest.mark.parametrize("compression", [None, "topk:density=0.1"])
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_rank_that_has_diverged_spoils_no_other(policy, compression, delay, healthy):
-    """In the midst of a round, or while an exchange is under way, which does not heal it in silence."""
-
     def body(one):
         one.train(healthy)
         held = one.kept("residuals") if healthy == 5 else None
@@ -592,8 +580,6 @@ def test_parameters_that_are_lent_for_an_evaluation_change_nothing():
 
 
 def test_no_parameter_of_the_model_drifts_apart_in_silence():
-    """One that a moving average follows is named, and one that another optimizer trains."""
-
     def first_layer(parameters):
         weight, bias, *frozen = parameters
         for parameter in frozen:
@@ -675,7 +661,6 @@ def test_what_cannot_be_is_refused_by_name(given, words):
 
 
 def test_the_preset_is_as_small_as_it_says():
-    """Of one bucket of 4096 chunks: 64 elements of each at less than 1.32 bytes."""
     n = 4096 * 256
     cluster = SimulatedCluster(parse_recipe("sparseloco"), n, size=2)
     cluster.synchronize([np.random.default_rng(0).laplace(size=n).astype(np.float32)] * 2)

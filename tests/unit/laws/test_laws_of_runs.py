@@ -111,7 +111,6 @@ def counts_of(cases: Sequence[Case], size: int, draw: Callable[..., np.ndarray])
 
 @rows_by("draw,size", [gaussian, laplace, layered], [2, 8], ids=lambda draw: draw.__name__)
 def test_union_count_stays_near_target(draw: Any, size: int) -> None:
-    """Of every rule that promises it: drawing the numbers takes longer than selecting them."""
     cases = [case for case in CASES if case.count_band and case.recipe.sparsifier.quantum == 1]
     for case, counts in zip(cases, counts_of(cases, size, draw), strict=True):
         band = case.count_band
@@ -125,7 +124,6 @@ def test_union_count_stays_near_target(draw: Any, size: int) -> None:
 def test_few_elements_are_as_many_as_promised_on_average(
     shape: tuple[int, int, int], name: str, changing: bool
 ) -> None:
-    """Where every rank's own part of k would be less than one element, or a few."""
     size, num_elements, k = shape
     generator, num_steps = np.random.default_rng(k), 240
     cluster = SimulatedCluster(recipe(name, density=k / num_elements), num_elements, size)
@@ -205,12 +203,10 @@ def denormal_64(generator: np.random.Generator, shape: Any) -> np.ndarray:
 
 
 def idle(generator: np.random.Generator, shape: Any) -> np.ndarray:
-    """The last rank has zeros only, so it selects nothing, or zeros."""
     return gaussian(generator, shape) * (np.arange(shape[1]) < shape[1] - 1)[:, None]
 
 
 def of_all_sizes(generator: np.random.Generator, shape: Any) -> np.ndarray:
-    """From near the smallest to near the largest number in one bucket; their squares overflow."""
     return np.ldexp(gaussian(generator, shape), generator.integers(-120, 120, shape))
 
 

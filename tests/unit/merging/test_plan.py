@@ -17,19 +17,21 @@ from horovod_sparse.merging import (
     explicit_groups,
     fixed_bytes,
     min_elements,
+    num_buckets,
     same_kind,
     select_tensors,
 )
 
-KINDS = st.tuples(st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(0, 1))
+DTYPES, DENSITIES = st.sampled_from(["float32", "bfloat16", "float64"]), st.sampled_from([0.0, 0.02, 1.0])
+KINDS = st.tuples(DTYPES, st.integers(0, 1), DENSITIES)
 
 
 @st.composite
 def parameters(draw):
     drawn = draw(st.lists(st.tuples(st.integers(1, 1000), KINDS), min_size=1, max_size=30))
     return [
-        ParameterFacts(f"p{i}", num_elements, dtype, group=group)
-        for i, (num_elements, (dtype, group)) in enumerate(drawn)
+        ParameterFacts(f"p{i}", num_elements, dtype, group=group, density=density)
+        for i, (num_elements, (dtype, group, density)) in enumerate(drawn)
     ]
 
 
@@ -37,6 +39,7 @@ def parameters(draw):
 def test_fixed_bytes_covers_everything_in_backward_order_and_keeps_to_the_size(facts, bucket_bytes):
     plan = fixed_bytes(facts, bucket_bytes)
     plan.check(facts)
+    num_buckets(facts, 1).check(facts)
     by_name = {fact.name: fact for fact in facts}
     place = {fact.name: i for i, fact in enumerate(facts)}
     for bucket in plan.buckets:

@@ -147,7 +147,6 @@ def test_pairs_pay_for_every_partner_and_not_for_what_stays() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(dtype: type, size: int) -> None:
-    """In the simulator, and as messages between pairs: the same bits, whatever n is."""
     for num_elements in (1, 4, 7):
         given = np.random.default_rng(num_elements).standard_normal((size, num_elements)).astype(dtype)
 

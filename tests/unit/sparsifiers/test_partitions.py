@@ -1,6 +1,7 @@
 """ExDyna's partitions: worked by hand, and against the printed algorithms."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -98,7 +99,6 @@ def test_parts_cover_the_bucket_and_are_nearly_equal(num_elements: int, size: in
 @quick
 @given(st.data())
 def test_as_printed(data: st.DataObject) -> None:
-    """Our move equals the printed one, for any counts, as long as something was selected."""
     size = data.draw(st.integers(1, 9))
     quotient = data.draw(st.integers(1, 20))
     num_blocks = 4 * size * quotient  # min_blk = n_b / (4 P) is then whole, as it is in the public constants
@@ -113,6 +113,8 @@ def test_as_printed(data: st.DataObject) -> None:
     infos = [BucketInfo("w", num_elements, rank, size) for rank in range(size)]
     states = [sparsifier.init(info) for info in infos]
     states = [replace(state, partitions=ours) for state in states]
+    constants: Any = {"n_g": num_elements, "sz_blk": sz_blk, "alpha": alpha, "blk_move": blk_move}
+    constants["min_blk"] = num_blocks / (4 * size)
     for t in range(1, data.draw(st.integers(2, 25))):
         by_rank = data.draw(st.lists(st.integers(0, 50), min_size=size, max_size=size).filter(any))
         for rank, info in enumerate(infos):
@@ -123,20 +125,7 @@ def test_as_printed(data: st.DataObject) -> None:
         for rank in range(size):
             # each worker runs the algorithm on its own copy of the same numbers
             part, pos = list(blk_part), list(blk_pos)
-            windows.append(
-                algorithm_3(
-                    t,
-                    rank,
-                    list(map(float, by_rank)),
-                    part,
-                    pos,
-                    n_g=num_elements,
-                    sz_blk=sz_blk,
-                    alpha=alpha,
-                    blk_move=blk_move,
-                    min_blk=num_blocks / (4 * size),
-                )
-            )
+            windows.append(algorithm_3(t, rank, list(map(float, by_rank)), part, pos, **constants))
         blk_part, blk_pos = part, pos
         assert [sparsifier.window(state, info) for state, info in zip(states, infos, strict=True)] == windows
 

@@ -73,7 +73,6 @@ TOY = {**counts.SETTING, "num_elements": 30_000, "sizes": [4, 5], "team_sizes": 
 
 
 def test_counts_are_the_formulas() -> None:
-    """Top-k receives 2 (P - 1) words by k; one team 4 (P - 1) / P; B-SAG lies within the paper's range."""
     sizes = counts.by_size(TOY)
     assert sizes["gtopk"][1] is None and sizes["gtopk"][0]["rounds"] == 4
     assert [row["received"] for row in sizes["topk"]] == pytest.approx([6.0, 8.0], rel=0.12)

@@ -115,8 +115,6 @@ CUDA = SimpleNamespace(type="cuda")
 
 
 class Fake:
-    """Stands for a tensor on the host or on a device, and writes down what is done with it."""
-
     def __init__(
         self, tensor: torch.Tensor, log: list[str], *, pinned: bool = False, device: Any = None
     ) -> None:
@@ -140,7 +138,6 @@ class Fake:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done, in order, on a machine that seems to have a GPU."""
     done: list[str] = []
 
     class Event:
@@ -169,7 +166,6 @@ def test_to_a_device_from_pinned_memory_without_waiting(log: list[str]) -> None:
 
 
 def test_to_the_host_into_pinned_memory_waiting_once(log: list[str]) -> None:
-    """Indices and values of a selection: two copies are queued, and one event is waited for."""
     indices = Fake(torch.tensor([5, 9]), log, device=CUDA)
     values = Fake(torch.tensor([0.5, -2.0]), log, device=CUDA)
     pending = streams.PendingCopy(indices, values)  # type: ignore[arg-type]
@@ -181,7 +177,6 @@ def test_to_the_host_into_pinned_memory_waiting_once(log: list[str]) -> None:
 
 
 def test_learning_how_alike_gradients_are_never_waits(monkeypatch):
-    """The report says how far a gradient leans when it is read: with the message, not in the fold."""
     waits = []
     arrays = streams.PendingCopy.arrays
     monkeypatch.setattr(streams.PendingCopy, "arrays", lambda copy: (waits.append(1), arrays(copy))[1])

@@ -11,7 +11,7 @@ import sys
 import horovod.torch
 import pytest
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
@@ -36,16 +36,10 @@ def test_every_algorithm_has_a_factory_with_its_arguments(name):
 def test_parse_knows_horovods_own_and_what_is_misspelt():
     assert Compression.parse("none") is Compression.none
     assert Compression.parse("fp16") is Compression.fp16
-    with pytest.raises(UnknownNameError, match="density, feedback, indices, quantum, schedule, values"):
-        Compression.topk(densty=0.1)
     with pytest.raises(UnknownNameError, match=r"fp16.*none"):
         Compression.parse("topq:density=0.1")
     with pytest.raises(AttributeError, match="exdyna"):
         _ = Compression.topq
-    with pytest.raises(ArgumentError, match=r"density=1\.5"):
-        Compression.exdyna(density=1.5)
-    with pytest.raises(ArgumentError, match="NAME:ARGUMENT=VALUE"):
-        Compression.parse("topk:0.1")
     with pytest.raises(TypeError):
         Compression.topk(0.1)  # what would the number mean?
 
@@ -86,22 +80,12 @@ def test_starting_horovod_gives_its_own_collectives_a_deadline_and_importing_us_
 hvd = pytest.importorskip("horovod_sparse.torch")
 
 
-MODULES = (
-    "",
-    ".compression",
-    ".elastic",
-    ".elastic.sampler",
-    ".elastic.state",
-    ".functions",
-    ".mpi_ops",
-    ".optimizer",
-    ".sync_batch_norm",
-)
+MODULES = "compression elastic elastic.sampler elastic.state functions mpi_ops optimizer sync_batch_norm"
 OURS = {"Compression", "DistributedOptimizer", "compression", "optimizer"}
 OURS |= {"allreduce", "allreduce_async", "poll", "synchronize"}
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", ["", *(f".{name}" for name in MODULES.split())])
 def test_every_public_name_of_horovod_is_here(module):
     theirs = importlib.import_module(f"horovod.torch{module}")
     ours = importlib.import_module(f"horovod_sparse.torch{module}")

@@ -144,7 +144,6 @@ def test_gradients_in_coo_form_land_where_they_belong():
     ],
 )
 def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, warned, caplog):
-    """Momentum and moments remember what a falling learning rate has enlarged."""
     wrap(model(), optimizer=kind)
     assert "scale_residual" not in caplog.text
     wrap(model(), "topk:density=0.5,feedback=error(scale_residual=true)", optimizer=kind)
@@ -171,7 +170,6 @@ def test_replanning_without_a_plan_needs_a_way_to_make_one(monkeypatch):
 
 
 def test_hooks_measure_the_backward_of_every_parameter(monkeypatch):
-    """Backward alone makes the clock go on, but for a little at every look: hooks find which layer it was."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     seconds, tick = {"0.weight": 0.004, "2.weight": 0.002}, 1e-6
     clock = itertools.count()  # looks

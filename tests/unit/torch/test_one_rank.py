@@ -29,13 +29,7 @@ def gradients(step: int) -> dict[str, np.ndarray]:
     return {name: dyadic(shape, step, name) for name, shape in SHAPES.items()}
 
 
-FEEDBACKS = [
-    "momentum(momentum=0.9)",
-    "momentum(momentum=0.5,clip_norm=1.0)",
-    "error(clip_norm=0.5)",
-]
-
-
+FEEDBACKS = ["momentum(momentum=0.9)", "momentum(momentum=0.5,clip_norm=1.0)", "error(clip_norm=0.5)"]
 RECIPES = {case_id(case): case.at(0.1) for case in CASES}
 RECIPES |= {text: parse_recipe(f"topk:density=0.1,feedback={text}") for text in FEEDBACKS}
 

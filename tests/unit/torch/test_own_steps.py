@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -26,16 +27,38 @@ def net_of() -> torch.nn.Sequential:
 
 
 def trained(
-    net: torch.nn.Module, optimizer: Any, count: int = 12, schedule: Any = None
-) -> list[torch.Tensor]:
+    net: Any, optimizer: Any, count: int = 12, schedule: Any = None, missing: Any = None
+) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
+    for step in range(count):
         optimizer.zero_grad()
-        net(torch.randn(6, 9, generator=generator)).square().sum().backward()
+        inputs = torch.randn(6, 9, generator=generator).to(net[0].weight.dtype)
+        net(inputs).square().sum().backward()
+        if missing is not None and missing(step):
+            net[2].weight.grad = None
         optimizer.step()
         if schedule is not None:
             schedule.step()
     return [one.detach() for one in net.parameters()]
+
+
+def check_moves(
+    make: Any, count: int = 12, kept: Any = (), rtol: float = 2e-5, atol: float = 2e-6, **how: Any
+) -> None:
+    """One rank that sends everything moves as the optimizer alone does, and keeps the same state."""
+    found, schedule, missing = [], how.pop("schedule", None), how.pop("missing", None)
+    for sends in (True, False):
+        net = net_of().double() if rtol < 1e-5 else net_of()
+        optimizer = make(net)
+        kind, changes = type(optimizer), schedule and schedule(optimizer)
+        if sends:
+            compression = "topk:density=1.0,feedback=best"
+            made = hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression=compression, **how)
+            assert made is optimizer and type(made) is kind
+        moved = trained(net, optimizer, count, changes, missing)
+        state = [held for _, held in sorted(optimizer.state_dict()["state"].items())]
+        found.append([one.double() for one in (*moved, *(held[name] for held in state for name in kept))])
+    torch.testing.assert_close(*found, rtol=rtol, atol=atol)
 
 
 CASES = [
@@ -58,28 +81,12 @@ def test_one_rank_that_sends_everything_is_the_optimizer(kind: type, settings: A
     """AdamW without a first moment is its rule; its decay comes with the mean, which may be late."""
     if schedule and kind is OPTIM.AdamW:
         settings = {**settings, "weight_decay": 0.0}
-    net, plain = net_of(), net_of()
-    optimizer: Any = kind(net.parameters(), **settings)
-    made = hvd.DistributedOptimizer(
-        optimizer, net.named_parameters(), compression="topk:density=1.0,feedback=best", **schedule
-    )
-    assert made is optimizer and type(made) is kind
-    found = trained(net, made)
-    torch.testing.assert_close(
-        found, trained(plain, kind(plain.parameters(), **settings)), rtol=2e-5, atol=2e-6
-    )
+    check_moves(lambda net: kind(net.parameters(), **settings), **schedule)
 
 
 def test_a_schedule_of_rate_and_momentum_is_followed() -> None:
-    found = []
-    for sends in (True, False):
-        net = net_of()
-        optimizer = OPTIM.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        schedule = OPTIM.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
-        if sends:
-            hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best")
-        found.append(trained(net, optimizer, schedule=schedule))
-    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
+    one_cycle = functools.partial(OPTIM.lr_scheduler.OneCycleLR, max_lr=0.02, total_steps=20)
+    check_moves(lambda net: OPTIM.SGD(net.parameters(), lr=0.01, momentum=0.9), schedule=one_cycle)
 
 
 @pytest.mark.parametrize(
@@ -97,30 +104,14 @@ def test_a_parameter_that_is_used_late_or_rarely_moves_as_in_pytorch(
     missing: Any, kind: Any, settings: Any, schedule: Any
 ) -> None:
     """Its second moment has an age of its own; without a gradient nothing moves it, nor its momentum."""
-    found = []
-    for sends in (True, False):
-        net = net_of().double()
-        optimizer = kind(net.parameters(), lr=0.01, **settings)
-        if sends:
-            hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best", **schedule)
-        generator = torch.Generator().manual_seed(1)
-        for step in range(30):
-            optimizer.zero_grad()
-            net(torch.randn(6, 9, generator=generator).double()).square().sum().backward()
-            if missing(step):
-                net[2].weight.grad = None
-            optimizer.step()
-        state = optimizer.state_dict()["state"]
-        moments = ["step", "exp_avg_sq"] if kind is OPTIM.Adam else []
-        found.append([*net.parameters(), *(state[i][name] for i in range(4) for name in moments)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one.double(), other.double(), rtol=1e-6, atol=1e-9)
+    moments = ["step", "exp_avg_sq"] if kind is OPTIM.Adam else []
+    how = {"missing": missing, "rtol": 1e-6, "atol": 1e-9, **schedule}
+    check_moves(lambda net: kind(net.parameters(), lr=0.01, **settings), 30, moments, **how)
 
 
 @pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
 @pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD])
 def test_a_skipped_step_leaves_moments_and_their_age(kind: type, schedule: Any) -> None:
-    """Of parameters with a gradient, and of those without one."""
     found = []
     for bad in (False, True):
         net = net_of()
@@ -163,7 +154,6 @@ def test_best_is_found_by_the_optimizer() -> None:
 
 
 def named(name: str, base: type = OPTIM.Optimizer) -> Any:
-    """An optimizer of another library: its name, and a step of its own."""
     own = {"step": lambda self, closure=None: None, "__module__": "elsewhere"}
     kind = type(name, (base,), own)
     return (lambda given: kind(given, {})) if base is OPTIM.Optimizer else kind
@@ -227,26 +217,14 @@ def test_settings_of_the_backward_pass_are_refused(setting: str) -> None:
 )
 @pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
 def test_muon_that_sends_everything_is_muon(settings: Any, schedule: Any) -> None:
-    """With a gradient that is missing now and then; decay comes with the mean, which may be late."""
     if schedule:
         settings = {**settings, "weight_decay": 0.0}
-    found = []
-    for sends in (True, False):
-        net = net_of()
-        matrices = [one for one in net.parameters() if one.ndim == 2]
-        optimizer = OPTIM.Muon(matrices, lr=0.02, **settings)
-        if sends:
-            hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best", **schedule)
-        generator = torch.Generator().manual_seed(1)
-        for step in range(10):
-            optimizer.zero_grad()
-            net(torch.randn(6, 9, generator=generator)).square().sum().backward()
-            if step == 4:
-                matrices[0].grad = None
-            optimizer.step()
-        state = optimizer.state_dict()["state"]
-        found.append([*matrices, *(state[number]["momentum_buffer"] for number in range(2))])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+    def make(net: Any) -> Any:
+        return OPTIM.Muon([net[0].weight, net[2].weight], lr=0.02, **settings)
+
+    how = {"missing": lambda step: step == 4, "rtol": 1e-5, "atol": 1e-6, **schedule}
+    check_moves(make, 10, ["momentum_buffer"], **how)
 
 
 def test_a_step_of_muon_that_is_not_finite_leaves_its_momentum(caplog: Any) -> None:
@@ -291,8 +269,6 @@ def test_forms_of_pytorchs_kernels_make_no_difference(kind: Any, how: str) -> No
 
 
 class Changing:
-    """A schedule of rates and of second moments' decay."""
-
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
@@ -303,22 +279,15 @@ class Changing:
 
 
 def test_groups_have_settings_of_their_own_and_schedules_change_them() -> None:
-    found = []
-    for sends in (True, False):
-        net = net_of()
-        groups = [
-            {"params": net[0].parameters(), "betas": (0.0, 0.9), "eps": 1e-3},
-            {"params": net[2].parameters(), "lr": 0.002, "weight_decay": 0.1, "maximize": True},
-        ]
-        optimizer = OPTIM.Adam(groups, lr=0.01, betas=(0.0, 0.8))
-        if sends:
-            hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best")
-        found.append(trained(net, optimizer, schedule=Changing(optimizer)))
-    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
+    def make(net: Any) -> Any:
+        first = {"params": net[0].parameters(), "betas": (0.0, 0.9), "eps": 1e-3}
+        second = {"params": net[2].parameters(), "lr": 0.002, "weight_decay": 0.1, "maximize": True}
+        return OPTIM.Adam([first, second], lr=0.01, betas=(0.0, 0.8))
+
+    check_moves(make, schedule=Changing)
 
 
 def test_a_pass_keeps_no_gradient() -> None:
-    """After zero_grad its memory is free, before the next pass needs it."""
     for schedule in ({}, {"delay": 1}):
         net = net_of()
         optimizer = OPTIM.AdamW(net.parameters())

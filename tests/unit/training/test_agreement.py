@@ -31,7 +31,6 @@ ONE, TWO = Plan((("weight", "bias"),)), Plan((("weight",), ("bias",)))
 
 
 def statuses(size=3, **changed):
-    """Placement that stand alike, but for what is changed: by field, a value for each rank."""
     alike = [RankStatus(5, "a", (rank, size), ONE) for rank in range(size)]
     for field, values in changed.items():
         alike = [dataclasses.replace(one, **{field: value}) for one, value in zip(alike, values, strict=True)]
@@ -119,10 +118,7 @@ def test_all_settings_that_differ_are_named_on_all_ranks() -> None:
         (ParameterFacts("bias", 3), "3 elements of float32, shape []"),
         (ParameterFacts("bias", 2, shape=(2, 1)), "2 elements of float32, shape [2, 1]"),
         (ParameterFacts("bias", 2, "bfloat16"), "2 elements of bfloat16"),
-        (
-            ParameterFacts("offset", 2),
-            "not given; trained parameter offset differs: ranks [0, 1] have",
-        ),
+        (ParameterFacts("offset", 2), "not given; trained parameter offset differs: ranks [0, 1] have"),
     ],
 )
 def test_another_model_is_refused_on_all_ranks(bias, told) -> None:
@@ -148,7 +144,6 @@ def test_of_many_differences_the_first_are_named() -> None:
 
 
 def test_ranks_of_another_protocol_are_refused() -> None:
-    """Of two checkouts the package's version may be the same, and what ranks send each other another."""
     version = f"{__version__} (protocol {PROTOCOL})"
     assert declaration(parse_recipe("topk"), "engine", op="Sum") == {
         "compression": "topk:density=0.001",
@@ -160,7 +155,6 @@ def test_ranks_of_another_protocol_are_refused() -> None:
 
 
 def ranks_of(counts: list[int], rank: int, where: str) -> Placement:
-    """What Horovod's binding says on a rank of hosts of so many ranks; a cross rank counts by local rank."""
     places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
     host, local = places[rank]
     cross = [other for other, at in places if at == local].index(host)

@@ -27,7 +27,6 @@ SIZE = 2
 
 
 def an_entry(rank: int, size: int = SIZE, step: int = 0) -> dict[str, Any]:
-    """As a front end makes them, in small."""
     residual = np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank + step
     return {
         "format": 2,
@@ -49,7 +48,6 @@ def ranks_of(roots: Path | list[Path], size: int) -> Any:
 
 
 def save(roots: Path | list[Path], step: int = 0, size: int = SIZE, keep: int = 2, **other: Any) -> list[Any]:
-    """All ranks save; what they return, or raise with keep_errors=True."""
     given: Any = {"step": step, "digest": "d", "keep": keep}
     write, pairs = checkpoint.write_checkpoint, ranks_of(roots, size)
     ranks = [write(root, an_entry(rank, size, step), rank=rank, **given) for rank, root in pairs]
@@ -122,7 +120,6 @@ def test_the_newest_complete_one_is_loaded_and_the_last_few_stay(tmp_path: Path)
 
 
 def test_what_a_training_taken_back_saves_is_the_newest(tmp_path: Path) -> None:
-    """Not what it has left: that has larger step numbers."""
     for step in (5, 10):
         save(tmp_path, step)
     assert_is(load(tmp_path, step=5)[0], 0, 5)
@@ -159,7 +156,6 @@ class Training:
 
 
 def test_two_optimizers_do_not_share_a_directory(tmp_path: Path) -> None:
-    """Each would go on from what the other has saved last."""
     first, second = Training(1.0), Training(2.0)
     assert first.save(tmp_path, 1) == [1, 1]
     refused(second.save(tmp_path, 1), "a directory of its own")
@@ -257,7 +253,6 @@ def test_a_full_disk_leaves_what_was_complete(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_not_complete_everywhere_or_not_of_one_checkpoint_is_not_loaded(tmp_path: Path) -> None:
-    """Where ranks disagree about the newest one, they take the last that all of them have."""
     roots = [tmp_path / "here", tmp_path / "there"]
     for step in (1, 2):
         save(roots, step)

@@ -133,7 +133,6 @@ def wrong(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", sorted({**RECIPES, **MORE_RECIPES}))
 def test_a_number_out_of_its_range_is_refused_or_does_no_harm(name: str) -> None:
-    """Training goes on with it, in named errors if at all: nothing raw, and nothing beyond an array's end."""
     how = {**RECIPES, **MORE_RECIPES}[name]
     saved = [saved_entry(engine) for engine in trained(how, ONE, 2)]
     num_refused = 0

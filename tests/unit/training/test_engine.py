@@ -31,8 +31,6 @@ class ArrayPart(parts.BucketPart):
 
 
 class ArrayEngine:
-    """Buckets of NumPy arrays on one of several simulated ranks."""
-
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
         self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
         self.sparse = [ArrayPart(names, recipe, place) for names in plan.buckets]

@@ -22,7 +22,6 @@ ALL = sorted(INDEX_CODECS)
 
 @st.composite
 def selections(draw, most=LARGEST):
-    """(n, ascending indices) with n from 1 to 2**31 - 1, from nothing to everything selected."""
     n = draw(
         st.one_of(st.integers(1, 300), st.integers(1, most), st.sampled_from([65536, 65537, 2**17, most]))
     )
@@ -103,7 +102,6 @@ def test_low_bits_are_the_best(n, count):
 @quick
 @given(n=st.integers(1, LARGEST), count=st.integers(0, LARGEST), step=st.integers(1, 100_000))
 def test_lengths_never_fall(name, n, count, step):
-    """So a payload that is rounded up to a quantum has room for every count below it."""
     num_words = INDEX_CODECS[name].num_words
     assert num_words(count, n) <= num_words(count + step, n)
 
@@ -239,7 +237,6 @@ def four_bins(values):
 
 
 def test_2bit_loses_less_than_four_bins_for_a_whole_tensor():
-    """Of what chunk top-k keeps, 64 of 4096: shares of its square, as docs tell."""
     random, told = np.random.default_rng(0), {}
     drawn = {"normal": random.standard_normal((100, 4096)), "t": random.standard_t(3, (100, 4096))}
     for name, numbers in drawn.items():

@@ -30,7 +30,6 @@ def selection(rng, n, count, dtype):
 
 
 def packed(format, n, dtype, counts, seed=0):
-    """(messages, selections), with health and norm that tell the ranks apart."""
     rng = np.random.default_rng(seed)
     selections = [selection(rng, n, count, dtype) for count in counts]
     messages = []

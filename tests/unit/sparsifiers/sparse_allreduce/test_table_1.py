@@ -24,7 +24,6 @@ def log(number: int) -> int:
 
 
 def counted(cluster: SimulatedCluster, header_words: int) -> tuple[list[int], np.ndarray]:
-    """One step: rounds, and words that ranks received, headers taken off."""
     totals: list[CollectiveCost] = [cluster.recorder.total(rank) for rank in range(len(cluster.buckets))]
     words = np.array([total.bytes_received / 4 - header_words for total in totals])
     return [total.rounds for total in totals], words
@@ -124,7 +123,6 @@ def test_spardl_b_sag(pair: tuple[int, int], num_steps: int) -> None:
 @every_size
 @pytest.mark.parametrize("wide", [False, True])
 def test_topk_dsa(size: int, wide: bool) -> None:
-    """Selections spread evenly over the regions; on all ranks alike, or nowhere alike."""
     n, k = 40 * size, 4 * size
     cluster = SimulatedCluster(recipe("topk_dsa", density=0.1), n, size)
     gradients = np.full((size, size, 40), 0.01, np.float32)  # rank, region, element

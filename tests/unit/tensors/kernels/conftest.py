@@ -23,8 +23,6 @@ if not HAS_GPU:
 
 @dataclass(frozen=True)
 class Place:
-    """An implementation, where it runs, and how much of it a test can afford."""
-
     kernels: Any
     device: str
     num_examples: int

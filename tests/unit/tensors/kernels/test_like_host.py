@@ -46,7 +46,6 @@ def test_hard_windows(place: Any, kind: str, dtype: str, n: int) -> None:
 
 
 def test_a_small_buffer_is_noticed(place: Any) -> None:
-    """Where candidates do not fit, the second, dense attempt is exact."""
     if not hasattr(place.kernels, "find_kth"):
         pytest.skip("only the Triton kernels have a buffer")
     values = torch.linspace(-1.0, 1.0, 2000, device=place.device)
