@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,3 +37,11 @@ rank, size = fixtures(_LIKE_HOROVOD)[:2]
 def process_set() -> Callable[[list[int]], dist.ProcessGroup]:
     """Makes process groups: as the launches of Horovod have it."""
     return dist.new_group
+
+
+@pytest.fixture(name="folder")
+def folder(tmp_path: Path) -> str:
+    """The first rank's, on all ranks."""
+    found = [str(tmp_path)]
+    dist.broadcast_object_list(found)
+    return found[0]

@@ -12,35 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
 from horovod_sparse.errors import UnsupportedError
-from support.passes import adamw, backward, batches, flat, net_of, train
+from support.passes import adamw, backward, batches, begun, flat, net_of, train
 from support.replicas import same_on_all_replicas
 from support.sampling import rows_by
 
 schedules = pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 0)])
+TEXT = "best:density=0.1"
 alone = pytest.mark.parametrize(("every", "delay"), [(1, 1), (4, 0)])
-
-
-def attached(net, optimizer, every=1, delay=0):
-    return ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
-
-
-def begun(every=1, delay=0):
-    net = net_of()
-    optimizer = adamw(net)
-    return net, optimizer, attached(net, optimizer, every, delay)
-
-
-@schedules
-def test_an_average_of_common_parameters_is_equal_on_all_ranks(every, delay, rank):
-    net, optimizer, sync = begun(every, delay)
-    average = torch.optim.swa_utils.AveragedModel(net)
-
-    def update(_: int) -> None:
-        with sync.common():
-            average.update_parameters(net)
-
-    train(net, optimizer, rank, each=update)
-    assert same_on_all_replicas(*average.module.parameters())
 
 
 @pytest.mark.parametrize(("every", "delay", "fewer"), [(1, 0, 0), (1, 0, 7), (1, 1, 7), (4, 0, 0), (4, 0, 7)])
@@ -55,7 +33,7 @@ def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, fewe
     assert same_on_all_replicas(*net.parameters())
 
 
-@alone
+@schedules
 def test_a_scale_that_is_too_large_on_one_rank_alone_gives_an_exchange_up(every, delay, rank):
     net, optimizer, sync = begun(every, delay)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -116,7 +94,7 @@ def test_hooks_see_gradients_before_and_parameters_after_a_step(every, delay, ra
         seen.append((net[0].weight.grad is not None, not torch.equal(flat(net), flat(net_of()))))
 
     optimizer.register_step_post_hook(look)
-    attached(net, optimizer, every, delay)
+    ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
     optimizer.register_step_pre_hook(look)
     train(net, optimizer, rank, 1)
     assert seen == [(True, False), (True, True)]
@@ -166,7 +144,7 @@ def test_what_is_compiled_steps_as_what_is_not(how, rank):
         net = net_of()
         model = torch.compile(net, backend="eager") if compiles and how == "the model" else net
         optimizer = adamw(net)
-        attached(model, optimizer)
+        ddp.attach(model, TEXT, optimizer)
         step = (
             torch.compile(optimizer.step, backend="eager")
             if compiles and how == "the step"
@@ -183,7 +161,7 @@ def test_a_compiled_wrapper_has_the_parameters_names(rank):
     net = net_of()
     model = torch.compile(DistributedDataParallel(net), backend="eager")
     optimizer = adamw(net)
-    sync = attached(model, optimizer)
+    sync = ddp.attach(model, TEXT, optimizer)
     train(model, optimizer, rank, 2)
     assert set(sync.facts) == {name for name, _ in net.named_parameters()}
     assert same_on_all_replicas(*net.parameters())
@@ -194,7 +172,7 @@ def test_the_module_within_a_wrapper_keeps_its_ranks_gradients(rank):
     net = net_of()
     model = DistributedDataParallel(net)
     optimizer = adamw(net)
-    attached(net, optimizer)
+    ddp.attach(net, TEXT, optimizer)
     for batch in batches(rank, 3):
         plain = copy.deepcopy(net)
         backward(plain, batch)
@@ -213,7 +191,7 @@ def test_a_wrapper_without_hooks_of_its_own_is_looked_into(rank):
 
     net = net_of()
     optimizer = PostLocalSGDOptimizer(adamw(net), Never())
-    sync = attached(net, optimizer)
+    sync = ddp.attach(net, TEXT, optimizer)
     train(net, optimizer, rank, 2)
     assert sync.step == 2
     assert same_on_all_replicas(*net.parameters())

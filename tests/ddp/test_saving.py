@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
-from support.passes import adamw, backward, batches, flat, net_of, train
+from support.passes import adamw, backward, batches, begun, flat, net_of, train
 from support.replicas import same_on_all_replicas
 from support.sampling import rows_by
 
@@ -31,16 +31,22 @@ def loss_of(net) -> float:
         return sum(float(mse_loss(net(inputs), targets)) for inputs, targets in given) / len(given)
 
 
-def shared(folder) -> str:
-    found = [str(folder)]
-    dist.broadcast_object_list(found)
-    return found[0]
+def save(model, optimizer, sync, folder) -> None:
+    with sync.common():
+        named, state = get_state_dict(model, optimizer)
+        dcp.save({"model": named, "optimizer": state}, checkpoint_id=folder)
+
+
+def load(model, optimizer, folder) -> None:
+    named, state = get_state_dict(model, optimizer)
+    dcp.load({"model": named, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=named, optim_state_dict=state)
 
 
 @rows_by("schedule,ranks", [(1, 0), (1, 1), (4, 0)], ["as many", "one alone"])
-def test_a_distributed_checkpoint_suffices(schedule, ranks, tmp_path, rank):
+def test_a_distributed_checkpoint_suffices(schedule, ranks, folder, rank):
     """Ranks have the same batches, so that one alone trains as all do."""
-    (every, delay), losses, folder = schedule, [], shared(tmp_path)
+    (every, delay), losses = schedule, []
     own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     for saves in (False, True):
         net = net_of()
@@ -50,16 +56,12 @@ def test_a_distributed_checkpoint_suffices(schedule, ranks, tmp_path, rank):
         for _ in range(5):
             train(net, optimizer, 0, 20)
         if saves:
-            with sync.common():
-                named, state = get_state_dict(model, optimizer)
-                dcp.save({"model": named, "optimizer": state}, checkpoint_id=folder)
+            save(model, optimizer, sync, folder)
             net = net_of(1)
             optimizer = adamw(net)
             group = own if ranks == "one alone" else None
             sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay, replicas=group)
-            named, state = get_state_dict(net, optimizer)
-            dcp.load({"model": named, "optimizer": state}, checkpoint_id=folder)
-            set_state_dict(net, optimizer, model_state_dict=named, optim_state_dict=state)
+            load(net, optimizer, folder)
         train(net, optimizer, 0, 20)
         sync.finish()
         losses.append(loss_of(net))
@@ -69,9 +71,7 @@ def test_a_distributed_checkpoint_suffices(schedule, ranks, tmp_path, rank):
 
 def test_the_first_rank_alone_may_ask_for_a_distributed_checkpoint(rank):
     """PyTorch steps an optimizer without a state, as it does here: with gradients of zeros, in step()."""
-    net = net_of()
-    optimizer = adamw(net)
-    sync = ddp.attach(net, TEXT, optimizer)
+    net, optimizer, sync = begun()
     if rank == 0:
         _, state = get_state_dict(net, optimizer)
         assert "horovod_sparse_residual" in state["state"]["0.weight"]
@@ -82,11 +82,11 @@ def test_the_first_rank_alone_may_ask_for_a_distributed_checkpoint(rank):
 
 @pytest.mark.controllers
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_distributed_checkpoint_of_shards_suffices(delay, tmp_path, rank, size):
+def test_a_distributed_checkpoint_of_shards_suffices(delay, folder, rank, size):
     if size != 4:
         pytest.skip("for two shards on two hosts")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    losses, folder = [], shared(tmp_path)
+    losses = []
 
     def made(seed: int):
         net = fully_shard(net_of(seed), mesh=mesh["shard"])
@@ -97,24 +97,17 @@ def test_a_distributed_checkpoint_of_shards_suffices(delay, tmp_path, rank, size
         net, optimizer, sync = made(0)
         train(net, optimizer, rank, 14)
         if saves:
-            with sync.common():
-                named, state = get_state_dict(net, optimizer)
-                dcp.save({"model": named, "optimizer": state}, checkpoint_id=folder)
+            save(net, optimizer, sync, folder)
             net, optimizer, sync = made(1)
-            named, state = get_state_dict(net, optimizer)
-            dcp.load({"model": named, "optimizer": state}, checkpoint_id=folder)
-            set_state_dict(net, optimizer, model_state_dict=named, optim_state_dict=state)
-            assert all(one.full_tensor().any() for one in _residuals(net, optimizer).values())
+            load(net, optimizer, folder)
+            residuals = (optimizer.state[one]["horovod_sparse_residual"] for one in net.parameters())
+            assert all(one.full_tensor().any() for one in residuals)
         train(net, optimizer, rank, 20)
         sync.finish()
         whole = net_of()
         whole.load_state_dict({name: one.full_tensor() for name, one in net.state_dict().items()})
         losses.append(loss_of(whole))
     assert abs(losses[0] - losses[1]) < 0.01
-
-
-def _residuals(net, optimizer) -> dict[str, torch.Tensor]:
-    return {name: optimizer.state[one]["horovod_sparse_residual"] for name, one in net.named_parameters()}
 
 
 @rows_by("kind,first", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], ["plain", "ours"])
@@ -164,9 +157,7 @@ def test_nothing_is_cast_down_where_parameters_are_half(rank):
 
 @schedules
 def test_common_parameters_are_saved_with_all_that_is_not_in_them(every, delay, rank):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = ddp.attach(net, "topk:density=0.1,feedback=best,values=2bit", optimizer, every=every, delay=delay)
+    net, optimizer, sync = begun(every, delay, "topk:density=0.1,feedback=best,values=2bit")
     train(net, optimizer, rank, 6)
     own = flat(net)
     with sync.common():
@@ -181,9 +172,7 @@ def test_common_parameters_are_saved_with_all_that_is_not_in_them(every, delay, 
 
 @schedules
 def test_saving_while_ranks_differ_warns(every, delay, rank, caplog):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
+    net, optimizer, sync = begun(every, delay)
     train(net, optimizer, rank, 6)
     with caplog.at_level(logging.WARNING, "horovod_sparse"):
         with sync.common():
@@ -216,9 +205,7 @@ def test_frozen_parameters_keep_their_places_in_a_saved_state(rank):
 def test_training_is_attached_once_more_where_it_stands(every, delay, rank):
     ends = []
     for again in (False, True):
-        net = net_of()
-        optimizer = adamw(net)
-        sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
+        net, optimizer, sync = begun(every, delay)
         train(net, optimizer, rank, 8)
         sync.settle()
         if again:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
@@ -22,7 +20,7 @@ from horovod_sparse.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from support.passes import STEPS, adamw, backward, batches, flat, net_of, train
+from support.passes import STEPS, adamw, backward, batches, begun, flat, net_of, train
 from support.replicas import same_on_all_replicas
 
 SCHEDULES = [(1, 0), (1, 1), (1, 3), (4, 0), (3, 1)]
@@ -32,9 +30,7 @@ schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
 @schedules
 @pytest.mark.parametrize("text", ["best:density=0.05", "chunk_topk:density=0.05,feedback=best,chunk=64"])
 def test_common_parameters_are_equal_bit_for_bit_after_every_pass(every, delay, text, rank):
-    net = net_of()
-    optimizer = adamw(net, weight_decay=0.1)
-    sync = ddp.attach(net, text, optimizer, every=every, delay=delay)
+    net, optimizer, sync = begun(every, delay, text, weight_decay=0.1)
 
     def look(step: int) -> None:
         own = flat(net)
@@ -141,9 +137,7 @@ def test_muon_steps_sparsely_and_a_nan_leaves_nothing(every, delay, rank):
 @schedules
 def test_a_nan_on_one_rank_leaves_nothing_on_any(every, delay, rank):
     """The exchange that holds the pass is given up on all ranks; later ones go on, and nobody keeps a NaN."""
-    net = net_of()
-    optimizer = adamw(net)
-    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    net, optimizer, sync = begun(every, delay)
     raised = 0
     for step, batch in enumerate(batches(rank, 20)):
         if step == 6 and rank == 1:
@@ -165,9 +159,7 @@ def test_a_nan_on_one_rank_leaves_nothing_on_any(every, delay, rank):
 
 @schedules
 def test_gradients_are_what_autograd_left_there(every, delay, rank):
-    net, plain = net_of(), net_of()
-    optimizer = adamw(net)
-    ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    plain, (net, optimizer, _) = net_of(), begun(every, delay)
     for batch in batches(rank, 6):
         plain.load_state_dict(net.state_dict())
         backward(plain, batch)
@@ -205,9 +197,7 @@ def test_what_has_no_gradient_or_no_rate_does_not_move(every, delay, how, rank):
 
 @schedules
 def test_a_gradient_that_is_missing_on_one_rank_alone(every, delay, rank):
-    net = net_of()
-    optimizer = adamw(net, weight_decay=0.1)
-    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+    net, optimizer, sync = begun(every, delay, weight_decay=0.1)
     for step, batch in enumerate(batches(rank)):
         backward(net, batch)
         if step % 3 == 1 and rank == 0:
@@ -217,86 +207,13 @@ def test_a_gradient_that_is_missing_on_one_rank_alone(every, delay, rank):
             assert same_on_all_replicas(*net.parameters())
 
 
-def test_a_discarded_backward_pass_leaves_nothing(rank):
-    """As in a GAN's loop: gradients that zero_grad throws away never reach the residual."""
-    found = []
-    for discards in (False, True):
-        net = net_of()
-        optimizer = adamw(net)
-        sync = ddp.attach(net, "best:density=0.1", optimizer)
-        for batch in batches(rank, 8):
-            if discards:
-                (100 * net(batch[0]).sum()).backward()
-                optimizer.zero_grad()
-            backward(net, batch)
-            optimizer.step()
-        found.append((flat(net), sync.state_dict()["residuals"]["0.weight"]))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_accumulated_passes_are_one_step(rank):
-    net, once = net_of(), net_of()
-    optimizer, other = adamw(net), adamw(once)
-    ddp.attach(net, "best:density=0.1", optimizer)
-    ddp.attach(once, "best:density=0.1", other)
-    for inputs, targets in batches(rank, 8):
-        optimizer.zero_grad()
-        other.zero_grad()
-        for half in (slice(0, 4), slice(4, 8)):
-            (mse_loss(net(inputs[half]), targets[half]) / 2).backward()
-        for one, same in zip(net.parameters(), once.parameters(), strict=True):
-            same.grad = one.grad.clone()
-        optimizer.step()
-        other.step()
-    assert torch.equal(flat(net), flat(once))
-
-
 def test_a_closure_is_run_once_and_its_loss_comes_back(rank):
-    net, plain = net_of(), net_of()
-    optimizer, other = adamw(net), adamw(plain)
-    ddp.attach(net, "best:density=0.1", optimizer)
-    ddp.attach(plain, "best:density=0.1", other)
+    net, optimizer, _ = begun()
+    losses = []
     for batch in batches(rank, 5):
-        calls = []
-
-        def closure(batch=batch, calls=calls):
-            calls.append(1)
-            return backward(net, batch)
-
-        loss = optimizer.step(closure)
-        assert len(calls) == 1
-        assert loss == backward(plain, batch)
-        other.step()
-    assert torch.equal(flat(net), flat(plain))
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
-def test_a_loss_scaler_skips_on_all_ranks_where_one_overflows(kind, rank):
-    net = net_of()
-    optimizer = kind(net.parameters(), lr=1e-3)
-    sync = ddp.attach(net, "best:density=0.1", optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
-    plain = net_of()
-    other = kind(plain.parameters(), lr=1e-3)
-    ddp.attach(plain, "best:density=0.1", other)
-    for step, batch in enumerate(batches(rank, 8)):
-        net.zero_grad()
-        scaler.scale(mse_loss(net(batch[0]), batch[1])).backward()
-        if step == 3 and rank == 1:
-            net[0].weight.grad[0, 0] = float("inf")
-        before = flat(net)
-        scaler.step(optimizer)
-        scaler.update()
-        if step == 3:
-            assert torch.equal(flat(net), before)
-        else:
-            backward(plain, batch)
-            other.step()
-        assert same_on_all_replicas(*net.parameters())
-    assert scaler.get_scale() == 2.0 ** (7 if rank == 1 else 8)
-    torch.testing.assert_close(flat(net), flat(plain), rtol=1e-3, atol=1e-5)
-    assert sync.telemetry.num_skipped <= 1
+        loss = optimizer.step(lambda batch=batch: losses.append(backward(net, batch)) or losses[-1])
+        assert loss is losses[-1]
+    assert len(losses) == 5
 
 
 def test_a_parameter_outside_the_model_is_named(rank):
@@ -324,43 +241,21 @@ def test_an_optimizer_of_sparse_gradients_is_refused_by_name(rank):
     "name", ["exdyna", "micro", "oktopk", "gtopk", "spardl", "cltk", "randomk", "dgc", "sidco", "mstopk"]
 )
 def test_every_sparsifier_trains_in_every_pass(name, rank):
-    net = net_of()
-    optimizer = adamw(net)
-    sync = ddp.attach(net, f"{name}:density=0.1,feedback=best", optimizer)
+    net, optimizer, sync = begun(text=f"{name}:density=0.1,feedback=best")
     train(net, optimizer, rank, 6)
     assert same_on_all_replicas(*net.parameters())
     assert sync.step == 6
 
 
-def test_schedules_and_two_optimizers_over_one_model(rank):
-    net = net_of()
-    first = torch.optim.AdamW(net[0].parameters(), lr=1e-2)
-    second = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(second, 0.1, total_steps=20)
-    syncs = [ddp.attach(net, "best:density=0.1", one) for one in (first, second)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch in batches(rank, 8):
-            backward(net, batch)
-            first.step()
-            second.step()
-            schedule.step()
-    assert [sync.step for sync in syncs] == [8, 8]
-    assert same_on_all_replicas(*net.parameters())
-
-
 def test_exchanges_of_two_optimizers_cross_on_the_wire(rank):
-    nets = [net_of(seed) for seed in range(2)]
-    optimizers = [adamw(net) for net in nets]
-    syncs = [
-        ddp.attach(net, "best:density=0.1", one, delay=1) for net, one in zip(nets, optimizers, strict=True)
-    ]
+    trainings = [begun(delay=1), begun(delay=1, seed=1)]
     for step, batch in enumerate(batches(rank, 8)):
         turn = [0, 1] if step < 3 or rank == 0 else [1, 0]  # ranks meet at first, and compare replicas
         for number in turn:
-            backward(nets[number], batch)
-            optimizers[number].step()
-    for sync, net in zip(syncs, nets, strict=True):
+            net, optimizer, _ = trainings[number]
+            backward(net, batch)
+            optimizer.step()
+    for net, _, sync in trainings:
         sync.finish()
         assert same_on_all_replicas(*net.parameters())
 
@@ -371,9 +266,7 @@ def test_a_saved_training_goes_on_bit_for_bit(every, delay, rank):
     for stop in (5, 7):
         ends = []
         for saves in (False, True):
-            net = net_of()
-            optimizer = adamw(net, weight_decay=0.1)
-            sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
+            net, optimizer, sync = begun(every, delay, weight_decay=0.1)
             given = list(batches(rank))
             for step, batch in enumerate(given):
                 if saves and step == stop:
@@ -381,10 +274,8 @@ def test_a_saved_training_goes_on_bit_for_bit(every, delay, rank):
                     torch.save([net.state_dict(), sync.state_dict()], memory)
                     memory.seek(0)
                     model, entry = torch.load(memory, weights_only=True)
-                    net = net_of(1)
+                    net, optimizer, sync = begun(every, delay, seed=1, weight_decay=0.1)
                     net.load_state_dict(model)
-                    optimizer = adamw(net, weight_decay=0.1)
-                    sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
                     sync.load_state_dict(entry)
                 backward(net, batch)
                 optimizer.step()
@@ -422,12 +313,8 @@ def test_the_optimizers_own_state_suffices(kind, rank, size):
     for model, stepping in ((net, optimizer), (again, other)):
         train(model, stepping, rank, 5)
     assert torch.equal(flat(net), flat(again))
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(
-            sync.state_dict()["residuals"].values(), new.state_dict()["residuals"].values(), strict=True
-        )
-    )
+    held = (one.state_dict()["residuals"].values() for one in (sync, new))
+    assert all(map(torch.equal, *held))
 
     plain = net_of()
     alone = kind(trained(plain), lr=1e-2, **more)
@@ -456,8 +343,8 @@ def test_parameters_of_every_float_type_train(every, delay, dtype, rank):
     net = net_of().to(dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
-    for inputs, targets in ((one.to(dtype) for one in batch) for batch in batches(rank)):
-        backward(net, (inputs, targets))
+    for batch in batches(rank):
+        backward(net, [one.to(dtype) for one in batch])
         optimizer.step()
     sync.finish()
     assert same_on_all_replicas(*(one.detach().double() for one in net.parameters()))
@@ -472,12 +359,12 @@ def test_parameters_join_while_moves_are_under_way(every, delay, how, rank):
     optimizer = torch.optim.AdamW((net[0] if how == "added" else net).parameters(), lr=1e-2)
     sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
     before = net[2].weight.detach().clone()
-    for step, (inputs, targets) in enumerate(batches(rank)):
+    for step, batch in enumerate(batches(rank)):
         if step == 6:
             net[2].requires_grad_(True)
             if how == "added":
                 optimizer.add_param_group({"params": net[2].parameters()})
-        backward(net, (inputs, targets))
+        backward(net, batch)
         optimizer.step()
         with sync.common():
             assert same_on_all_replicas(*net.parameters())
@@ -495,22 +382,6 @@ def test_a_parameter_with_gaps_in_memory_is_refused(rank):
     net.gaps.sum().backward()
     with pytest.raises(UnsupportedError, match="gaps in memory"):
         optimizer.step()
-
-
-def test_the_last_attach_has_the_optimizer(rank):
-    """And a former one leaves nothing in flight: no step is taken twice."""
-    ends = []
-    for times in (1, 2):
-        net = net_of()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        former = ddp.attach(net, "best:density=0.1", optimizer, delay=1) if times == 2 else None
-        sync = ddp.attach(net, "best:density=0.1", optimizer)
-        for inputs, targets in batches(rank):
-            backward(net, (inputs, targets))
-            optimizer.step()
-        assert sync.step == STEPS and (former is None or former.step == 0)
-        ends.append([one.detach().clone() for one in net.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 def test_a_parameter_that_is_used_late_takes_no_huge_step(rank):
@@ -533,9 +404,7 @@ def test_a_parameter_that_is_used_late_takes_no_huge_step(rank):
 @pytest.mark.parametrize("delay", [0, 1])
 def test_an_interrupt_on_one_rank_alone_is_named_by_the_next_step(delay, rank, monkeypatch):
     """The other ranks have applied what this one has given up: they must not train on side by side."""
-    net = net_of()
-    optimizer = adamw(net)
-    sync = ddp.attach(net, "best:density=0.1", optimizer, delay=delay)
+    net, optimizer, sync = begun(delay=delay)
     train(net, optimizer, rank, 4)
     backward(net, next(batches(rank)))
     if rank == 0:

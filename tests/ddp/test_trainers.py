@@ -49,9 +49,8 @@ def _check(ends: list[torch.nn.Module], syncs: list) -> None:
 
 
 @schedules
-def test_the_trainer_of_transformers(every, delay, tmp_path, size):
+def test_the_trainer_of_transformers(every, delay, folder, size):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    folder = _shared(tmp_path)
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -100,9 +99,8 @@ def test_the_trainer_of_transformers(every, delay, tmp_path, size):
 
 
 @schedules
-def test_lightning(every, delay, tmp_path, size):
+def test_lightning(every, delay, folder, size):
     lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
-    folder = _shared(tmp_path)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -152,9 +150,8 @@ def test_lightning(every, delay, tmp_path, size):
 
 
 @schedules
-def test_accelerate(every, delay, tmp_path, size):
+def test_accelerate(every, delay, folder, size):
     accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
-    folder = _shared(tmp_path)
 
     def run(stop: int = 40, resumes: bool = False):
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -190,10 +187,3 @@ def test_accelerate(every, delay, tmp_path, size):
     assert abs(_loss(whole) - _loss(killed)) > 0.02
     resumed, again = run(resumes=True)
     _check([whole, resumed], [sync, again])
-
-
-def _shared(folder) -> str:
-    """The first rank's folder, on all ranks."""
-    found = [str(folder)]
-    torch.distributed.broadcast_object_list(found)
-    return found[0]
