@@ -108,15 +108,8 @@ def test_any_strides(seed, name, form):
     whole = held(name, "gaussian", 40 * 50 * 3, seed).reshape(40, 50, 3)
     if name != "bfloat16":
         whole[-1, ::7, :] = np.nan
-    view = [
-        whole,
-        whole[::2],
-        whole[:, ::-1],
-        whole.transpose(2, 0, 1),
-        whole[..., 1],
-        whole[3:4, 5:6],
-        np.asfortranarray(whole),
-    ][form]
+    views = [whole, whole[::2], whole[:, ::-1], whole.transpose(2, 0, 1), whole[..., 1], whole[3:4, 5:6]]
+    view = [*views, np.asfortranarray(whole)][form]
     expected = reference.fold(
         np.zeros(view.size, np.float64 if name == "float64" else np.float32), view.reshape(-1).copy()
     )
@@ -166,13 +159,11 @@ def test_any_parts_fold_like_one_array(sizes, large, seed):
     whole = np.concatenate(arrays)
     expected, actual = HostAccumulator(whole.size), HostAccumulator(whole.size)
     before = [array.copy() for array in arrays]
-    original, module._LARGE = module._LARGE, large
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_LARGE", large)
         for _ in range(2):
             expected.fold(whole.copy(), FoldRule(decay=0.5))
             actual.fold(GradientParts(arrays), FoldRule(decay=0.5))
-    finally:
-        module._LARGE = original
     assert np.array_equal(actual.values(), expected.values())
     assert np.array_equal(actual.largest(7), expected.largest(7))
     assert actual.report.square_norm == pytest.approx(expected.report.square_norm, rel=1e-6)

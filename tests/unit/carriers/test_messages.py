@@ -5,13 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from horovod_sparse.carriers.exchanges import (
-    Rounds,
-    by_exchanges,
-    check_transport,
-    over_hosts,
-    rounds_over_hosts,
-)
+from horovod_sparse.carriers import exchanges
 from horovod_sparse.carriers.mpi import why_not_mpi
 from horovod_sparse.collectives import AllReduce, Exchange, ReduceScatter
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
@@ -35,7 +29,7 @@ def test_nothing_is_used_beside_gloo_unasked_and_pairs_are_refused(monkeypatch):
         monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", asked)
         assert why_not_mpi(Gloo()) == reason
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
-    for asks in (check_transport, why_not_mpi):
+    for asks in (exchanges.check_transport, why_not_mpi):
         with pytest.raises(UnsupportedError, match=r"HOROVOD_SPARSE_TRANSPORT=pairs needs .* --mpi"):
             asks(Gloo())
 
@@ -43,15 +37,13 @@ def test_nothing_is_used_beside_gloo_unasked_and_pairs_are_refused(monkeypatch):
 @pytest.mark.parametrize("kind", [AllReduce, ReduceScatter])
 def test_lengths_that_differ_are_an_error(kind):
     """NumPy would add one element to each of two."""
-    steps = [by_exchanges(kind(np.ones(length)), rank, 2) for rank, length in enumerate((2, 4))]
+    steps = [exchanges.by_exchanges(kind(np.ones(length)), rank, 2) for rank, length in enumerate((2, 4))]
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 sent 16 bytes .* has 8"):
         run_lockstep(steps)
 
 
 @pytest.mark.parametrize("where", ["start", "done", "result"])
 def test_what_fails_below_is_an_error_of_result_alone(where):
-    """Hooks of a backward pass ask `done`."""
-
     class Failing:
         def __getattr__(self, name):
             return lambda: os.stat("no way") if name == where else True
@@ -59,7 +51,7 @@ def test_what_fails_below_is_an_error_of_result_alone(where):
     def begin(request, name):
         return Failing() if where != "start" else os.stat("no way")
 
-    handle = Rounds(begin, by_exchanges(Exchange({}, (1,)), 0, 2), "x")
+    handle = exchanges.Rounds(begin, exchanges.by_exchanges(Exchange({}, (1,)), 0, 2), "x")
     assert handle.done()
     with pytest.raises(OSError):
         handle.result()
@@ -85,7 +77,7 @@ def test_sums_and_residuals_are_those_of_levels(case, topology):
         expected = levels.synchronize([one.copy() for one in drawn], 0.5)
         recorder = Recorder()
         steps = [
-            over_hosts(bucket.step(one.copy(), 0.5), topology, rank)
+            exchanges.over_hosts(bucket.step(one.copy(), 0.5), topology, rank)
             for rank, (bucket, one) in enumerate(zip(pairs.buckets, drawn, strict=True))
         ]
         found = run_lockstep(steps, recorder)
@@ -93,7 +85,7 @@ def test_sums_and_residuals_are_those_of_levels(case, topology):
             assert np.array_equal(levels.dense(one), levels.dense(other))
         sparsifier = pairs.buckets[0].recipe.sparsifier
         rounds = sparsifier.rounds(topology.num_hosts)
-        assert tuple(recorder.kinds) == rounds_over_hosts(rounds, topology)
+        assert tuple(recorder.kinds) == exchanges.rounds_over_hosts(rounds, topology)
         assert set(recorder.kinds) <= {Exchange}
     for one, other in zip(levels.residuals(), pairs.residuals(), strict=True):
         assert np.array_equal(one, other)

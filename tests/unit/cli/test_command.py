@@ -82,9 +82,7 @@ def test_nothing_but_thread_counts_and_logging():
         # what only the ranks of a launch import has a process of its own
         if path.stem != "__init__" and not path.stem.endswith("rank")
     ]
-    found = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, *names], capture_output=True, text=True, check=False
-    )
+    found = subprocess.run([sys.executable, "-c", _SCRIPT, *names], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     changed = json.loads(found.stdout.splitlines()[-1])
     assert not [key for key in changed if not key.endswith("_NUM_THREADS") and key != "TF_CPP_MIN_LOG_LEVEL"]

@@ -78,18 +78,13 @@ def commands(block: Block) -> list[list[str]]:
 
 @cache
 def help_of(*command: str) -> str:
+    words = [ROOT / command[0]]
     if command[0] == "horovod-sparse":
-        done = subprocess.run(
-            [sys.executable, "-m", "horovod_sparse", *command[1:], "--help"], capture_output=True, text=True
-        )
-    else:
-        done = subprocess.run([ROOT / command[0], "--help"], capture_output=True, text=True, cwd=ROOT)
-        if command[0].endswith("bench") and len(command) > 1:
-            module = f"benchmarks.{command[1]}"
-            module += ".main" if (ROOT / "benchmarks" / command[1]).is_dir() else ""
-            done = subprocess.run(
-                [sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT
-            )
+        words = [sys.executable, "-m", "horovod_sparse", *command[1:]]
+    elif command[0].endswith("bench") and len(command) > 1:
+        module = f"benchmarks.{command[1]}" + ".main" * (ROOT / "benchmarks" / command[1]).is_dir()
+        words = [sys.executable, "-m", module]
+    done = subprocess.run([*words, "--help"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-1000:]
     return done.stdout + done.stderr
 
@@ -131,10 +126,8 @@ def test_what_worth_it_printed_is_what_it_prints(capsys: pytest.CaptureFixture[s
     found = 0
     for block, printed in itertools.pairwise(BLOCKS):
         words = commands(block)[0] if block.language == "sh" else []
-        if words[:2] == ["horovod-sparse", "worth-it"] and (printed.page, printed.language) == (
-            block.page,
-            "",
-        ):
+        same = (printed.page, printed.language) == (block.page, "")
+        if words[:2] == ["horovod-sparse", "worth-it"] and same:
             assert horovod_sparse_command(words[1:]) == 0
             assert capsys.readouterr().out.split() == printed.text.split(), printed.place
             found += 1

@@ -20,6 +20,7 @@ from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.wire import WireFormat
 from support.documents import PAGES, ROOT
 
+DOCS = ROOT / "docs"
 #: where a paper may be: arXiv, a publisher by DOI, or its conference
 _PAPER = re.compile(
     r"https://(arxiv\.org/abs/\d{4}\.\d{4,5}|doi\.org/10\.\d{4,}/\S+|icml\.cc/virtual/\d+/poster/\d+)"
@@ -74,7 +75,7 @@ def test_names_in_the_text_exist() -> None:
             assert hasattr(importlib.import_module(module), attribute), name
 
 
-_TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+_TEXT = (DOCS / "algorithms.md").read_text()
 _SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", _TEXT, re.MULTILINE | re.DOTALL))
 _COMMON = {item.name for item in dataclasses.fields(Sparsifier)}
 
@@ -120,7 +121,6 @@ def _lines(text: str) -> list[Requirement]:
 
 
 def test_the_conda_environment_has_what_the_package_needs() -> None:
-    """Else pip would put other builds beside conda's."""
     wanted = _lines(_SETTINGS["options"]["install_requires"]) + _lines(
         _SETTINGS["options.extras_require"]["mpi"]
     )
@@ -157,9 +157,6 @@ def test_every_requirement_is_locked_to_a_version_that_fits() -> None:
     for requirement in wanted:
         name = {"tensorflow": "tensorflow-cpu"}.get(requirement.name, requirement.name)
         assert requirement.specifier.contains(versions[str(canonicalize_name(name))]), requirement
-
-
-DOCS = ROOT / "docs"
 
 
 def test_the_appendix_is_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:

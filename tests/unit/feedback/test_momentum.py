@@ -189,7 +189,6 @@ _RATES = [0.0, 0.05, 0.1, 0.1, 0.07, 0.003, 1e-5, 0.1]
 def normalized(
     gradients: np.ndarray, beta2: float, eps: float = 1e-8, corrected: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every rank's own step of rate 1, [steps, P, n]; and the moments at the end."""
     moment, steps = np.zeros(gradients.shape[1:]), []
     for number, gradient in enumerate(gradients, 1):
         moment = beta2 * moment + (1 - beta2) * gradient**2

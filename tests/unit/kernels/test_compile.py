@@ -114,14 +114,15 @@ def test_a_read_only_installation(tmp_path):
     copy, home = tmp_path / "site" / "horovod_sparse", tmp_path / "home"
     home.mkdir()
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in (copy, copy / "kernels", copy / "kernels" / "host"):
+    folders = copy, copy / "kernels", copy / "kernels" / "host"
+    for folder in folders:
         folder.chmod(stat.S_IREAD | stat.S_IEXEC)
     try:
         if os.access(copy / "kernels" / "host", os.W_OK):
             # root may write anywhere: an unwritable cache folder has to be a file
-            for folder in (copy, copy / "kernels", copy / "kernels" / "host"):
+            for folder in folders:
                 folder.chmod(stat.S_IRWXU)
-            for folder in (copy / "kernels", copy / "kernels" / "host"):
+            for folder in folders[1:]:
                 (folder / "__pycache__").write_text("in the way")
         environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
         program = ONE_KERNEL.format(kind="float32")
@@ -129,7 +130,7 @@ def test_a_read_only_installation(tmp_path):
         assert finish(run(program, copy.parent, **environment)).endswith(" 0")
         assert list(home.rglob("*.nbi"))
     finally:
-        for folder in (copy, copy / "kernels", copy / "kernels" / "host"):
+        for folder in folders:
             folder.chmod(stat.S_IRWXU)
 
 

@@ -109,7 +109,6 @@ def means(cluster: SimulatedCluster) -> np.ndarray:
 
 @rows_by("case,sizes", _KEEPING, [(6, 4), (4, 6), (6, 1), (2, 8), (5, 3)], ids=case_id)
 def test_nothing_is_lost_on_the_way_to_another_size(case: Case, sizes: tuple[int, int]) -> None:
-    """SparDL and gTop-k leave residuals on ranks that did not make them: so law 1 is over both runs."""
     old_size, size = sizes
     generator = np.random.default_rng([old_size, size])
     wanted, applied, magnitude = np.zeros(_N), np.zeros(_N), np.zeros(_N)

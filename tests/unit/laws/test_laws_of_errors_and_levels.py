@@ -153,7 +153,6 @@ def test_all_laws_hold(case: Case, shape: tuple[int, int, int]) -> None:
 
 @rows
 def test_it_is_what_hosts_of_one_rank_do_with_sums_and_shards(case: Case) -> None:
-    """Shard by shard, bit for bit: the sparsifier sees a bucket of N ranks, with their hosts' sums."""
     scenario = scenario_of(3, 2, 400)
     gradients = random_gradients(scenario, dyadic)
     history = run(case.recipe, scenario, gradients)

@@ -219,10 +219,7 @@ def equal(tensors: list[torch.Tensor]) -> bool:
     "compression", [None, "topk:density=1.0", "chunk_topk:density=1.0,indices=gaps", "randomk:density=1.0"]
 )
 def test_one_step_of_sgd_is_data_parallel_training(compression):
-    def body(one):
-        return trained(one, 6).vector()
-
-    found = on_ranks(body, inner=sgd, every=1, compression=compression)
+    found = on_ranks(lambda one: trained(one, 6).vector(), inner=sgd, every=1, compression=compression)
     model = Rank(0, Meeting(1), inner=sgd)
     others = [Rank(rank, Meeting(1), inner=sgd) for rank in range(SIZE)]
     for _ in range(6):
@@ -238,11 +235,7 @@ def test_one_step_of_sgd_is_data_parallel_training(compression):
 @pytest.mark.parametrize(("every", "num_steps"), [(1, 4), (3, 12)])
 def test_everything_by_nesterov_is_diloco_bit_for_bit(every, num_steps):
     """The paper's algorithm 1: AdamW on each worker, outside PyTorch's SGD with Nesterov's momentum."""
-
-    def body(one):
-        return trained(one, num_steps).vector()
-
-    found = on_ranks(body, every=every, outer="nesterov")
+    found = on_ranks(lambda one: trained(one, num_steps).vector(), every=every, outer="nesterov")
     workers = [Rank(rank, Meeting(1), every=10**6) for rank in range(SIZE)]
     shared = nn.Parameter(workers[0].vector())
     outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
@@ -602,8 +595,6 @@ def test_no_parameter_of_the_model_drifts_apart_in_silence():
 
 
 class SharpnessAware(torch.optim.Optimizer):
-    """SAM as it is published: nobody calls its `step`."""
-
     def __init__(self, parameters: Any) -> None:
         self.base_optimizer = sgd(parameters)
         super().__init__(self.base_optimizer.param_groups, {})

@@ -91,7 +91,6 @@ _DENSITY, _TARGET = 0.025, 10_000  # the least that the promise is made for
 
 
 def counts_of(cases: Sequence[Case], size: int, draw: Callable[..., np.ndarray]) -> np.ndarray:
-    """The union count by case and step, over k; all gradients drop tenfold in the middle."""
     generator = np.random.default_rng(7)
     clusters = [SimulatedCluster(case.at(_DENSITY), _NUM_ELEMENTS, size) for case in cases]
     signal = draw(generator, (_NUM_ELEMENTS,)).astype(np.float32)

@@ -86,9 +86,7 @@ def test_micro_sends_what_others_hold_too() -> None:
 
 def test_telemetry_of_exdyna() -> None:
     # n = 8, P = 2, density 0.5: k = 4. Blocks of one element, parts [0, 4) and [4, 8).
-    cluster = SimulatedCluster(
-        recipe("exdyna", density=0.5, rebalance="none", threshold=Sketch()), num_elements=8, size=2
-    )
+    cluster = SimulatedCluster(recipe("exdyna", density=0.5, rebalance="none", threshold=Sketch()), 8, 2)
     # Rank 0: (9, 8, 7, 1, 6, 5, 0, 0): the fourth largest is 6; in its part [0, 4) 9, 8, 7 pass: 3.
     # Rank 1: (9, 8, 7, 6, 5, 1, 1, 0): the fourth largest is 6; in its part [4, 8) nothing passes: 0.
     gradients = [floats(9, 8, 7, 1, 6, 5, 0, 0), floats(9, 8, 7, 6, 5, 1, 1, 0)]
@@ -101,9 +99,8 @@ def test_telemetry_of_exdyna() -> None:
     # Eq. (1): the first step began with empty residuals.
     assert last.global_error == 0.0
     # Held back: rank 0 (0, 0, 0, 1, 6, 5, 0, 0), norm sqrt(62); rank 1 (0, 0, 0, 6, 5, 1, 1, 0), sqrt(63).
-    assert [bucket.last.residual_norm for bucket in cluster.buckets] == pytest.approx(
-        [62**0.5, 63**0.5], rel=1e-6
-    )
+    norms = [bucket.last.residual_norm for bucket in cluster.buckets]
+    assert norms == pytest.approx([62**0.5, 63**0.5], rel=1e-6)
     # So the next step begins with a global error of their mean; a rank tells its norm to 8 bits.
     cluster.synchronize([np.zeros(8, np.float32), np.zeros(8, np.float32)])
     assert cluster.buckets[1].last.global_error == pytest.approx((62**0.5 + 63**0.5) / 2, rel=2**-8)

@@ -75,18 +75,13 @@ _RAMP = np.arange(1, 101)  # magnitudes 1 to 100, k = 10: the tenth largest is 9
 @pytest.mark.parametrize(
     ("guess", "asked", "sent"),
     [
-        # 91 and more: exactly 10.
-        (91.0, [91.0], range(90, 100)),
-        # 88 and more: 13 = 1.3 k, which is not above 1.3 k.
-        (88.0, [88.0], range(87, 100)),
-        # 87 and more: 14 is above 1.3 k, so the 10 largest of them.
-        (87.0, [87.0], range(90, 100)),
-        # 93 and more: 8 = 0.8 k, which is not below 0.8 k.
-        (93.0, [93.0], range(92, 100)),
+        (91.0, [91.0], range(90, 100)),  # 91 and more: exactly 10
+        (88.0, [88.0], range(87, 100)),  # 88 and more: 13 = 1.3 k, which is not above 1.3 k
+        (87.0, [87.0], range(90, 100)),  # 87 and more: 14 is above 1.3 k, so the 10 largest of them
+        (93.0, [93.0], range(92, 100)),  # 93 and more: 8 = 0.8 k, which is not below 0.8 k
         # 94 and more: 7 is below; 0.8 * 94 = 75.2 lets 25 through: above 1.3 k, so the 10 largest.
         (94.0, [94.0, 0.8 * 94.0], range(90, 100)),
-        # 110: nothing; 88: 13, as above.
-        (110.0, [110.0, 88.0], range(87, 100)),
+        (110.0, [110.0, 88.0], range(87, 100)),  # 110: nothing; 88: 13, as above
         # 2000: 1600, 1280, 1024, ... ten times at most: 2000 * 0.8^10 = 214.7, nothing passes.
         (2000.0, [2000.0 * 0.8**i for i in range(11)], []),
     ],
@@ -143,9 +138,8 @@ def test_each_further_stage_fits_what_exceeds_the_last_threshold() -> None:
     # 16 magnitudes, by hand, exponential: mean of all is 2, so stage one, for a quarter: 2 ln 4 = 2.7726.
     values = [1.0] * 12 + [3.0, 4.0, 5.0, 8.0]
     accumulator = folded(values)
-    assert SIDCo(density=0.0625).threshold(accumulator.moments, 4, 1) == pytest.approx(
-        2 * np.log(4), rel=1e-6
-    )
+    found = SIDCo(density=0.0625).threshold(accumulator.moments, 4, 1)
+    assert found == pytest.approx(2 * np.log(4), rel=1e-6)
     # Above it are 3, 4, 5, 8 with a mean of 5, so an excess of 5 - 2.7726; k = 1: 1/16 = 1/4 * 1/4:
     # the second stage adds (5 - 2.7726) ln 4.
     expected = 2 * np.log(4) + (5 - 2 * np.log(4)) * np.log(4)
@@ -157,9 +151,7 @@ def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: s
     """One exponential fit passes too many of a heavy tail, too few of a Gaussian; more stages mend both."""
     n, k = 200_000, 400
     cluster = SimulatedCluster(recipe("sidco", density=k / n, feedback=feedback), n, 1)
-    assert cluster.buckets[0].state.num_stages == 4, (
-        "0.25 ** 4 > 0.002 > 0.25 ** 5: the last share is not small"
-    )
+    assert cluster.buckets[0].state.num_stages == 4, "0.25 ** 4 > 0.002 > 0.25 ** 5"
     cluster.buckets[0].state = replace(cluster.buckets[0].state, num_stages=1)
     generator = np.random.default_rng(1)
     stages, sent, passed = [], [], []
@@ -198,9 +190,8 @@ def test_mstopk_by_hand() -> None:
 def test_mstopk_is_top_k(k: int, draw: str) -> None:
     values = getattr(np.random.default_rng(4), draw)(100_000).astype(np.float32)
     accumulator = folded(values)
-    np.testing.assert_array_equal(
-        MSTopK(num_passes=60).select(accumulator, k, *_FRESH).indices, accumulator.largest(k)
-    )
+    many = MSTopK(num_passes=60).select(accumulator, k, *_FRESH).indices
+    np.testing.assert_array_equal(many, accumulator.largest(k))
     few = MSTopK(num_passes=12).select(accumulator, k, *_FRESH).indices
     assert few.size == np.unique(few).size == k
 

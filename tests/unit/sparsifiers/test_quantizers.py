@@ -1,5 +1,6 @@
 """SignSGD and QSGD against their papers in plain NumPy, in cases worked by hand, and over many steps."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,7 @@ _CODES = [
     Quantization(group=64),
     Quantization(norm="max", group=32),
     Quantization(norm="l2"),
-    *(
-        Quantization(levels, group, norm)
-        for levels in (1, 2, 7, 127)
-        for group in (0, 96)
-        for norm in ("max", "l2")
-    ),
+    *itertools.starmap(Quantization, itertools.product((1, 2, 7, 127), (0, 96), ("max", "l2"))),
 ]
 
 
@@ -135,10 +131,8 @@ def _message(code: Quantization, num_elements: int = 100) -> np.ndarray:
 def test_other_messages_are_refused() -> None:
     code, one = Quantization(), _message(Quantization())
     ask: Any = {"votes": False}
-    assert (
-        sum_quantized(np.concatenate([one, one]), 2, code, 100, np.float32, **ask).values.tolist()
-        == [2.0] * 100
-    )
+    found = sum_quantized(np.concatenate([one, one]), 2, code, 100, np.float32, **ask)
+    assert found.values.tolist() == [2.0] * 100
     for wrong in (
         one[:-1],
         np.concatenate([one, one[:3]]),

@@ -17,14 +17,8 @@ from benchmarks.studies.tasks import digits_task, gpt_task, small_digits_task
 @pytest.mark.nightly
 def test_every_study_measures_at_a_toy_size() -> None:
     task = digits_task(width=4, batch_size=2)
-    setting = {
-        "learning_rate": 0.1,
-        "density": 0.1,
-        "size": 2,
-        "num_steps": 6,
-        "drop_at": 3,
-        "warmup_steps": 2,
-    }
+    setting = {"learning_rate": 0.1, "density": 0.1, "size": 2}
+    setting |= {"num_steps": 6, "drop_at": 3, "warmup_steps": 2}
     for rule in threshold.RULES:
         threshold.measure(f"digits/{rule}", task, setting)
     for form in feedback.FORMS:

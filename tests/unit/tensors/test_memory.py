@@ -97,7 +97,6 @@ def parameters(dtype=torch.float32):
 
 
 def filled(made):
-    """Gradients in the bucket: the numbers of its elements, in the order of the parameters' memory."""
     gradient = Gradients(made, "w")
     for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.places, strict=True):
         values = torch.arange(start, stop).to(parameter.dtype)

@@ -82,7 +82,6 @@ def test_work_goes_on_where_it_began_and_is_waited_for():
 
 @pytest.mark.parametrize("name", ["sparse", "dense"])
 def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch):
-    """Gradients are copied together, or divided by the loss's scale, before the coroutine begins."""
     parameter = torch.nn.Parameter(torch.ones(20))
     chosen = recipe("topk", density=0.5)
     sparse, dense = PartSpec("b", ("w",), chosen), PartSpec("b", ("w",), chosen.for_dense(), dense=True)

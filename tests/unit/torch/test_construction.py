@@ -32,25 +32,20 @@ def wrap(net, compression="topk:density=0.5", optimizer=torch.optim.SGD, **argum
 
 def test_names_are_checked_as_horovod_checks_them():
     net = model()
-    with pytest.raises(ValueError, match="unique"):
-        wrap(net, named_parameters=[("same", p) for p in net.parameters()])
-    with pytest.raises(ValueError, match="not named"):
-        wrap(net, named_parameters=list(net.named_parameters())[:2])
-    with pytest.raises(ValueError, match="sequence of tuples"):
-        wrap(net, named_parameters=[list(pair) for pair in net.named_parameters()])
-    with pytest.raises(ValueError, match="groups"):
-        wrap(net, groups=-1)
-    with pytest.raises(ValueError, match="only appear once"):
-        wrap(net, groups=[[net[0].weight], [net[0].weight]])
-    with pytest.raises(ValueError, match="backward_passes_per_step"):
-        wrap(net, backward_passes_per_step=0)
-    with pytest.raises(ValueError, match="predivide"):
-        wrap(net, gradient_predivide_factor=2.0, op=hvd.Sum)
-    for factor in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ArgumentError, match="gradient_predivide_factor"):
-            wrap(net, gradient_predivide_factor=factor)
-    with pytest.raises(ArgumentError, match="add_process_set"):
-        wrap(net, process_set=hvd.ProcessSet([0]))
+    named, factors = list(net.named_parameters()), (0.0, -1.0, float("nan"), float("inf"))
+    for kind, words, wrong in (
+        (ValueError, "unique", {"named_parameters": [("same", p) for p in net.parameters()]}),
+        (ValueError, "not named", {"named_parameters": named[:2]}),
+        (ValueError, "sequence of tuples", {"named_parameters": [list(pair) for pair in named]}),
+        (ValueError, "groups", {"groups": -1}),
+        (ValueError, "only appear once", {"groups": [[net[0].weight], [net[0].weight]]}),
+        (ValueError, "backward_passes_per_step", {"backward_passes_per_step": 0}),
+        (ValueError, "predivide", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
+        *((ArgumentError, "predivide_factor", {"gradient_predivide_factor": one}) for one in factors),
+        (ArgumentError, "add_process_set", {"process_set": hvd.ProcessSet([0])}),
+    ):
+        with pytest.raises(kind, match=words):
+            wrap(net, **wrong)
     for wrapped, compression in itertools.product([wrap(net), wrap(net, "none")], ["topk", "none"]):
         with pytest.raises(ArgumentError, match="made by DistributedOptimizer already"):
             hvd.DistributedOptimizer(wrapped, net.named_parameters(), compression=compression)
@@ -62,15 +57,10 @@ def test_what_is_none_of_its_kind_is_refused_by_name(compression):
     for wrong in ("sgd", torch.optim.SGD):
         with pytest.raises(ArgumentError, match=r"^optimizer=.*torch\.optim"):
             hvd.DistributedOptimizer(wrong, compression=compression)
-    for wrong in (
-        {"plan": "x"},
-        {"plan": [["0.weight"]]},
-        {"groups": "x"},
-        {"process_set": None},
-        {"op": "x"},
-    ):
-        with pytest.raises(ArgumentError, match=f"^{next(iter(wrong))}="):
-            wrap(net, compression, **wrong)
+    wrongs = [("plan", "x"), ("plan", [["0.weight"]]), ("groups", "x"), ("process_set", None), ("op", "x")]
+    for name, wrong in wrongs:
+        with pytest.raises(ArgumentError, match=f"^{name}="):
+            wrap(net, compression, **{name: wrong})
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         wrap(net, compression, backward_passes_per_step="2")
 

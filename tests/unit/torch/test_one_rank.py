@@ -102,7 +102,6 @@ def test_wrapping_a_model_again_gives_it_to_the_new_optimizer():
 
 @pytest.fixture
 def elastic(monkeypatch, memory):
-    """Horovod calls a compressor with one rank, too."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
 
 

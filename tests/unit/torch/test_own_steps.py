@@ -232,9 +232,8 @@ def test_a_step_of_muon_that_is_not_finite_leaves_its_momentum(caplog: Any) -> N
     optimizer = OPTIM.Muon([net[0].weight], lr=0.02)
     with caplog.at_level("INFO", "horovod_sparse"):
         hvd.DistributedOptimizer(optimizer, compression="best", on_nonfinite="skip")
-    assert [one for one in caplog.messages if one.startswith("density 0.05 with Muon")] == [
-        caplog.messages[0]
-    ]
+    told = [one.startswith("density 0.05 with Muon") for one in caplog.messages]
+    assert told[0] and sum(told) == 1
     assert recipe_for(optimizer, parse_recipe("best:density=0.001")).sparsifier.density == 0.001
     for bad in (False, True):
         before = net[0].weight.detach().clone()

@@ -52,7 +52,6 @@ assert weight.numpy().tolist() == [1.0, 2.0]
 
 @pytest.mark.parametrize("started", ["hvd_torch", pytest.param("hvd", marks=pytest.mark.nightly)])
 def test_nobody_trains_for_itself_without_a_word(started: str) -> None:
-    """The record of process sets is of the binding that was imported last."""
     command = [sys.executable, "-c", PROGRAM.format(started=started)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

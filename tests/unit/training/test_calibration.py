@@ -20,8 +20,6 @@ ALPHA, BETA = 2e-3, 3e-9
 
 
 class FakeRank:
-    """Rank 0 of so many, all of which send what it sends; everything takes the time that it is given."""
-
     def __init__(self, size: int) -> None:
         self.size, self.now, self.num_requests = size, 0.0, 0
         self.outliers = np.random.default_rng(0)
@@ -46,8 +44,6 @@ class FakeRank:
 
 
 class TimedMemory(BucketMemory):
-    """Folding takes a + b n, applying c for each element that was received."""
-
     def __init__(self, fake: FakeRank) -> None:
         self.fake = fake
 

@@ -167,7 +167,6 @@ def test_two_optimizers_do_not_share_a_directory(tmp_path: Path) -> None:
 
 
 def test_two_process_sets_do_not_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of their own, so nothing but the directory tells."""
     first, second = Training(1.0), Training(2.0, ranks=(2, 3))
     assert first.save(tmp_path, 1) == [1, 1]
     monkeypatch.setattr(checkpoint, "_owners", {})

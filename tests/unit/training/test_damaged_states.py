@@ -14,7 +14,8 @@ from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.training.state import check_entry, check_shapes, load_entry, saved_entry
-from unit.training.test_engine import ONE, SHAPES, ArrayEngine, same, trained
+from unit.training.test_checkpoint import same
+from unit.training.test_engine import ONE, SHAPES, ArrayEngine, trained
 
 NAMES = ("exdyna", "oktopk", "spardl", "sidco", "randomk")
 RECIPES = {name: recipe(name, density=0.1) for name in NAMES}
@@ -105,7 +106,6 @@ def test_it_is_refused_by_name_or_loads_the_same(drawn: Any) -> None:
 
 
 def is_plausible(entry: Any, path: tuple[Any, ...]) -> bool:
-    """Whether a finite number, a list of them, or a name stands where such a one belongs."""
     value = entry
     for key in path:
         try:

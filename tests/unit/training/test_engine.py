@@ -68,14 +68,6 @@ def trained(how: Recipe, plan: Plan, size: int) -> list[Any]:
     return list(engines)
 
 
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(same, left, right))
-    return np.array_equal(left, right)
-
-
 @pytest.mark.parametrize("how", RECIPES, ids=lambda how: how.sparsifier.name)
 def test_residuals_survive_another_plan_and_another_number_of_ranks(how: Recipe) -> None:
     entries = [state.saved_entry(engine) for engine in trained(how, ONE, 2)]

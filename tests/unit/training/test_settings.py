@@ -41,17 +41,11 @@ def test_an_argument_that_is_gone_says_what_to_write() -> None:
         settings.refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
 
 
-@pytest.mark.parametrize(
-    ("option", "wrong"),
-    [
-        ("synchronize_at", "now"),
-        ("max_grad_norm", 0.0),
-        ("deadline_seconds", -1),
-        ("on_nonfinite", "zero"),
-        ("check_every", 1.5),
-        ("levels", "no"),
-    ],
-)
+WRONG = {"synchronize_at": "now", "max_grad_norm": 0.0, "deadline_seconds": -1}
+WRONG |= {"on_nonfinite": "zero", "check_every": 1.5, "levels": "no"}
+
+
+@pytest.mark.parametrize(("option", "wrong"), WRONG.items())
 def test_values_are_checked_and_named(option: str, wrong: object) -> None:
     with pytest.raises(errors.ArgumentError, match=option):
         settings.Settings(**{option: wrong})

@@ -18,7 +18,6 @@ from support.sampling import rows_by
 
 
 def top(values: np.ndarray, k: int) -> np.ndarray:
-    """Which elements are the k largest magnitudes; of equal ones the first."""
     chosen = np.zeros(values.size, bool)
     chosen[np.argsort(-np.abs(values), kind="stable")[:k]] = True
     return chosen

@@ -57,7 +57,6 @@ def test_topka(size: int) -> None:
 
 @every_size
 def test_gtopk(size: int) -> None:
-    """On the longest path: other ranks receive less, and wait."""
     cluster, k = step("gtopk", size)
     costs = cluster.recorder.costs
     assert sum(max(cost.rounds for cost in ranks) for ranks in costs) == 2 * log(size)

@@ -16,6 +16,7 @@ from horovod_sparse.tensors import plain_kernels as torch_plain
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 
 MAKE: dict[str, Any] = {"host": HostAccumulator, "tensor": partial(TorchAccumulator, device="cpu")}
+WRITES = ("add", "put")
 NAN, AT_4 = float("nan"), np.array([4], np.int32)
 
 
@@ -50,14 +51,8 @@ def folding(num_elements: int = 4, kind: Any = np.float32, companions: int = 0, 
         (lambda make: make(4).at_least(1.0, 3, 5), "a window within"),
         (lambda make: make(4).at_least(NAN), "threshold"),
         *((lambda make, way=way: getattr(make(4), way)(AT_4), "index 4") for way in ("take", "clear")),
-        *(
-            (lambda make, way=way: getattr(make(4), way)(AT_4, np.ones(1)), "index 4")
-            for way in ("add", "put")
-        ),
-        *(
-            (lambda make, way=way: getattr(make(4), way)([1], np.ones(2)), "one for each")
-            for way in ("add", "put")
-        ),
+        *((lambda make, way=way: getattr(make(4), way)(AT_4, np.ones(1)), "index 4") for way in WRITES),
+        *((lambda make, way=way: getattr(make(4), way)([1], np.ones(2)), "one for each") for way in WRITES),
     ],
 )
 def test_refused(make: Any, call: Any, words: str) -> None:
