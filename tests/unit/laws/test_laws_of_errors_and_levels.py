@@ -221,12 +221,9 @@ def test_a_hosts_sum_that_is_not_finite_is_applied_by_nobody() -> None:
 
 
 def test_a_clipped_step_has_at_most_the_norm_that_was_asked_for() -> None:
-    feedback = ErrorFeedback(clip_norm=2.0)
-    cluster = SimulatedCluster(
-        recipe("topk", density=1.0, feedback=feedback), 64, 4, topology=Topology.regular(2, 2)
-    )
-    even = np.ones(64, np.float32)
-    total = cluster.step([even.copy() for _ in range(4)])
+    made = recipe("topk", density=1.0, feedback=ErrorFeedback(clip_norm=2.0))
+    cluster = SimulatedCluster(made, 64, 4, topology=Topology.regular(2, 2))
+    total = cluster.step([np.ones(64, np.float32) for _ in range(4)])
     # two hosts, each clipped to 2 / sqrt(2), that agree
     assert np.linalg.norm(total) == pytest.approx(2 * 2.0 / math.sqrt(2))
     assert cluster.buckets[0].recipe.feedback.clip_norm == pytest.approx(2.0 / math.sqrt(2))  # type: ignore[attr-defined]

@@ -174,9 +174,8 @@ def test_rates_in_any_order_bound_what_is_applied(case: Case, rates: list[float]
 
 
 def test_a_rate_of_zero_is_never_the_last_one() -> None:
-    cluster = SimulatedCluster(
-        recipe("topk", density=0.25, feedback=ErrorFeedback(scale_residual=True)), 4, 1
-    )
+    made = recipe("topk", density=0.25, feedback=ErrorFeedback(scale_residual=True))
+    cluster = SimulatedCluster(made, 4, 1)
     for rate, held in ((0.5, 1.0), (0.125, 5.0), (0.0, 6.0), (0.5, 2.5), (float("nan"), 3.5)):
         cluster.synchronize([np.array([99, 1, 1, 1], np.float32)], rate)
         assert cluster.residuals()[0].tolist() == [0.0, *[held] * 3]

@@ -63,12 +63,11 @@ def test_omgs_at_the_border_of_q5(second: float, merged: bool) -> None:
 def test_omgs_merges_where_selections_have_a_price_of_their_own() -> None:
     """Bound by computation: the network is idle before each layer, so Q3 and Q5 fail; seven selections go."""
     workload, gather = chain(*[0.010] * 8), AffineTime(0.0005)
-    assert seconds(workload, layerwise(workload), CostModel(AffineTime(0.001), gather)) == pytest.approx(
-        0.0885
-    )
-    plan = omgs(workload, CostModel(AffineTime(0.001), gather))
+    cost = CostModel(AffineTime(0.001), gather)
+    assert seconds(workload, layerwise(workload), cost) == pytest.approx(0.0885)
+    plan = omgs(workload, cost)
     assert len(plan.buckets) == 1
-    assert seconds(workload, plan, CostModel(AffineTime(0.001), gather)) == pytest.approx(0.0815)
+    assert seconds(workload, plan, cost) == pytest.approx(0.0815)
     # the paper's selection has no such price: as printed, nothing is merged
     assert len(omgs(workload, CostModel(AffineTime(0.0, 1e-5), gather)).buckets) == 8
 

@@ -53,17 +53,15 @@ def test_three_layers_by_hand() -> None:
     workload = Workload((A, B, C), (3.0, 2.0, 1.0), forward_seconds=4.0)
     cost = CostModel(AffineTime(1.0, 0.1), AffineTime(2.0, 0.05))
     timeline = predict(workload, layerwise(workload), cost)
-    assert kinds_and_ends(timeline.computation) == (
-        [
-            ("forward", 0.0, 4.0),
-            ("backward", 4.0, 5.0),
-            ("selection", 5.0, 9.0),  # 1 + 3
-            ("backward", 9.0, 11.0),
-            ("selection", 11.0, 14.0),  # 1 + 2
-            ("backward", 14.0, 17.0),
-            ("selection", 17.0, 19.0),
-        ]
-    )
+    assert kinds_and_ends(timeline.computation) == [
+        ("forward", 0.0, 4.0),
+        ("backward", 4.0, 5.0),
+        ("selection", 5.0, 9.0),  # 1 + 3
+        ("backward", 9.0, 11.0),
+        ("selection", 11.0, 14.0),  # 1 + 2
+        ("backward", 14.0, 17.0),
+        ("selection", 17.0, 19.0),
+    ]
     assert kinds_and_ends(timeline.communication) == [
         ("sparse", 9.0, 12.5),
         ("sparse", 14.0, 17.0),

@@ -147,9 +147,7 @@ def test_proportional_moves_keep_all_blocks(size: int, num_elements: int, data: 
     partitions = partition(num_elements, size, data.draw(st.integers(1, 300)))
     total = int(partitions.num_blocks.sum())
     drawn = data.draw(st.lists(st.integers(0, num_elements - 1)))
-    selected = np.repeat(
-        np.array(drawn, np.int32), data.draw(st.sampled_from([1, 1000]))
-    )  # by chance, or not
+    selected = np.repeat(np.array(drawn, np.int32), data.draw(st.sampled_from([1, 1000])))
     after = move_proportionally(partitions, selected, step=data.draw(st.sampled_from([0.1, 0.5, 1.0])))
     assert after.num_blocks.sum() == total
     assert after.num_blocks.min() >= min(1, total // size)

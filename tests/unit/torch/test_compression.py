@@ -52,9 +52,7 @@ def test_a_compressor_travels_as_its_recipe_and_hashes_by_identity():
     assert len({compressor, Compression.exdyna(density=0.02)}) == 2
 
 
-@pytest.mark.parametrize(
-    "broken", ["raise ImportError('no module')", "pass"], ids=["absent", "without torch"]
-)
+@pytest.mark.parametrize("broken", ["raise ImportError('no module')", "pass"])
 def test_without_horovod_the_error_says_how_to_get_it(broken, tmp_path):
     package = tmp_path / "horovod" / "torch"
     package.mkdir(parents=True)
