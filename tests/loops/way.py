@@ -56,7 +56,7 @@ def loop(**more: Any) -> Callable[[Any], Any]:
 
 
 def table() -> str:
-    """The loops that are refused, as docs/appendix/loops.md has them."""
+    """The loops that are refused, as README.md has them."""
     refused = sorted((one for one in LOOPS if one.refused), key=lambda one: one.name)
     rows = (f"| {one.name.replace('_', ' ')} | {', '.join(one.refused)} |\n" for one in refused)
     return "| loop | refused in |\n|---|---|\n" + "".join(rows)
