@@ -242,6 +242,17 @@ def test_telemetry_counts_what_was_sent(engine: Engine) -> None:
 # What is saved
 
 
+def resume(engine: Engine, text: str, **options: Any) -> None:
+    whole, later = (engine.train(text, **options) for _ in range(2))
+    run(whole, engine, range(3))
+    saved = whole.saved()
+    run(whole, engine, range(3, 6))
+    later.load(saved)
+    run(later, engine, range(3, 6))
+    assert same(whole, later)
+    assert later.steps() == {6}
+
+
 @pytest.mark.needs("saved")
 @pytest.mark.parametrize(
     "text",
@@ -254,14 +265,7 @@ def test_telemetry_counts_what_was_sent(engine: Engine) -> None:
     ],
 )
 def test_resume_is_invisible(engine: Engine, text: str) -> None:
-    whole, later = engine.train(text), engine.train(text)
-    run(whole, engine, range(3))
-    saved = whole.saved()
-    run(whole, engine, range(3, 6))
-    later.load(saved)
-    run(later, engine, range(3, 6))
-    assert same(whole, later)
-    assert later.steps() == {6}
+    resume(engine, text)
 
 
 @pytest.mark.needs("saved")

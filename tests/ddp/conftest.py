@@ -5,8 +5,6 @@
 Horovod is not imported here. A rank that fails ends, which ends the others' collectives, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loops that people write around `optimizer.step()`; every rank runs the same tests."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -157,13 +155,17 @@ def test_what_is_compiled_steps_as_what_is_not(how, rank):
     assert torch.equal(*ends)
 
 
-def test_a_compiled_wrapper_has_the_parameters_names(rank):
+@pytest.mark.parametrize(("outside", "text"), [(True, TEXT), (False, TEXT), (False, "topk:density=0.1")])
+def test_a_compiled_wrapper_and_what_it_wraps_have_the_parameters_names(outside, text, rank):
     net = net_of()
-    model = torch.compile(DistributedDataParallel(net), backend="eager")
+    inner = net if outside else torch.compile(net, backend="eager")
+    wrapper = DistributedDataParallel(inner)
+    model = torch.compile(wrapper, backend="eager") if outside else wrapper
     optimizer = adamw(net)
-    sync = ddp.attach(model, TEXT, optimizer)
-    train(model, optimizer, rank, 2)
-    assert set(sync.facts) == {name for name, _ in net.named_parameters()}
+    sync = ddp.attach(model, text, optimizer)
+    train(model, optimizer, rank, 3)
+    assert sync.step == 3
+    assert set(sync.state_dict()["residuals"]) == {name for name, _ in net.named_parameters()}
     assert same_on_all_replicas(*net.parameters())
 
 

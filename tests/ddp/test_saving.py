@@ -1,7 +1,5 @@
 """What a trainer or torch.distributed.checkpoint saves is enough to go on; every rank runs the same tests."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

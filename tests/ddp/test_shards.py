@@ -1,7 +1,5 @@
 """FSDP2 within a host, our sums between hosts: four ranks are two hosts of two."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -130,16 +128,10 @@ def test_equals_the_simulator_bit_for_bit(case, mesh, rank):
                 length = sum(found[name].numel() for name in names)
                 clusters[names] = SimulatedCluster(case.at(0.1), length, 2, name=f"bucket{number}.{names[0]}")
         for names, cluster in clusters.items():
+            pairs = [(gradients(2 * host, step), gradients(2 * host + 1, step)) for host in range(2)]
             inputs = [
-                np.concatenate(
-                    [
-                        shard_of(
-                            (gradients(2 * h, step)[n] + gradients(2 * h + 1, step)[n]) / 2, shard
-                        ).ravel()
-                        for n in names
-                    ]
-                ).astype(np.float32)
-                for h in range(2)
+                np.concatenate([shard_of((a[n] + b[n]) / 2, shard).ravel() for n in names], dtype=np.float32)
+                for a, b in pairs
             ]
             wanted = cluster.step(inputs, 0.5) * np.float32(0.5)
             np.testing.assert_array_equal(np.concatenate([found[n].numpy().ravel() for n in names]), wanted)

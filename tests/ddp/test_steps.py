@@ -3,8 +3,6 @@
 References are plain loops of torch: a test of a law knows nothing of buckets, messages or moves.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -288,7 +286,7 @@ def test_a_saved_training_goes_on_bit_for_bit(every, delay, rank):
     "kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon]
 )
 def test_the_optimizers_own_state_suffices(kind, rank, size):
-    """What any trainer saves: second moments under PyTorch's names, and the residual; and plain goes on."""
+    """What any trainer saves: second moments under PyTorch's names, and the residual."""
 
     def trained(model):
         return [one for one in model.parameters() if one.ndim == 2 or kind is not torch.optim.Muon]
@@ -315,13 +313,6 @@ def test_the_optimizers_own_state_suffices(kind, rank, size):
     assert torch.equal(flat(net), flat(again))
     held = (one.state_dict()["residuals"].values() for one in (sync, new))
     assert all(map(torch.equal, *held))
-
-    plain = net_of()
-    alone = kind(trained(plain), lr=1e-2, **more)
-    alone.load_state_dict(saved)
-    backward(plain, next(iter(batches(rank))))
-    alone.step()
-    assert torch.isfinite(flat(plain)).all()
 
 
 @pytest.mark.parametrize("delay", [0, 1])

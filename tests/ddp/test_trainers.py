@@ -1,8 +1,7 @@
 """Trainers that run the loop themselves: train, evaluate, save, are killed, resume; where installed."""
 
-from __future__ import annotations
-
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -38,14 +37,15 @@ def _loss(net: torch.nn.Module) -> float:
         return float(cross_entropy(net.cpu().eval()(images), labels))
 
 
-def _check(ends: list[torch.nn.Module], syncs: list) -> None:
-    """A run that was resumed ends where the undisturbed one does, and both have learned."""
-    undisturbed, resumed = map(_loss, ends)
+def _check(*runs: tuple[torch.nn.Module, Any]) -> None:
+    """Of runs undisturbed, killed and resumed: the last one ends where the first does; both have learned."""
+    undisturbed, killed, resumed = (_loss(net) for net, _ in runs)
     assert undisturbed < 0.8 * _loss(_net())
+    assert abs(undisturbed - killed) > 0.02
     assert abs(undisturbed - resumed) < 0.01
-    for net in ends:
+    for net, sync in runs[::2]:
         assert same_on_all_replicas(*net.parameters())
-    assert all(sync.step > 0 for sync in syncs)
+        assert sync.step > 0
 
 
 @schedules
@@ -91,11 +91,7 @@ def test_the_trainer_of_transformers(every, delay, folder, size):
             trainer.train(resume_from_checkpoint=resumes)
         return trainer.model.net, sparse.sync
 
-    whole, sync = run("whole")
-    killed, _ = run("killed", Kill())
-    assert abs(_loss(whole) - _loss(killed)) > 0.02
-    resumed, again = run("killed", resumes=f"{folder}/killed/checkpoint-20")
-    _check([whole, resumed], [sync, again])
+    _check(run("whole"), run("killed", Kill()), run("killed", resumes=f"{folder}/killed/checkpoint-20"))
 
 
 @schedules
@@ -142,11 +138,9 @@ def test_lightning(every, delay, folder, size):
             trainer.fit(module, batches, batches, ckpt_path=resumes)
         return module.net, sparse.syncs[0]
 
-    whole, sync = run("whole")
-    killed, _ = run("killed", Kill())
-    assert abs(_loss(whole) - _loss(killed)) > 0.02
-    resumed, again = run("killed", resumes=f"{folder}/killed/epoch=2-step=20.ckpt")
-    _check([whole, resumed], [sync, again])
+    _check(
+        run("whole"), run("killed", Kill()), run("killed", resumes=f"{folder}/killed/epoch=2-step=20.ckpt")
+    )
 
 
 @schedules
@@ -182,8 +176,4 @@ def test_accelerate(every, delay, folder, size):
         sync.finish()
         return accelerator.unwrap_model(model), sync
 
-    whole, sync = run()
-    killed, _ = run(stop=22)
-    assert abs(_loss(whole) - _loss(killed)) > 0.02
-    resumed, again = run(resumes=True)
-    _check([whole, resumed], [sync, again])
+    _check(run(), run(stop=22), run(resumes=True))

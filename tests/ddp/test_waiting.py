@@ -1,7 +1,5 @@
 """Requests over torch.distributed: messages of any length, whom a rank waits for, and what it says."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -133,7 +133,7 @@ def survived(folder: Path) -> None:
         training.note(bucket=error.bucket, missing=list(error.missing or ()), waited=seconds)
 
 
-def misspelt(folder: Path, what: str = "misspelt") -> None:
+def misspelt(folder: Path, what: str) -> None:
     """The last rank cannot make its optimizer, for its text or a variable; it may catch the error."""
     is_last, begun = hvd.rank() == hvd.size() - 1, time.monotonic()
     if is_last and what == "variable":
@@ -149,17 +149,10 @@ def misspelt(folder: Path, what: str = "misspelt") -> None:
     until_told(folder, "error")
 
 
-def caught(folder: Path) -> None:
-    misspelt(folder, "caught")
-
-
-def variable(folder: Path) -> None:
-    misspelt(folder, "variable")
-
-
 if __name__ == "__main__":
     without_dynamo()
     torch.set_num_threads(1)
     hvd.init()
-    modes = (killed, failed, interrupted, survived, networked, misspelt, caught, variable)
-    {mode.__name__: mode for mode in modes}[sys.argv[1]](Path(sys.argv[2]))
+    modes = {mode.__name__: mode for mode in (killed, failed, interrupted, survived, networked)}
+    mode, given = sys.argv[1], Path(sys.argv[2])
+    modes[mode](given) if mode in modes else misspelt(given, mode)

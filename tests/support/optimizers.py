@@ -18,15 +18,10 @@ def base_for(compression: Any, parameters: Any, lr: float) -> torch.optim.Optimi
 
 
 def make(model: torch.nn.Module, compression: Any, *, lr: float = 0.5, **arguments: Any) -> Any:
-    import horovod_sparse.torch as hvd
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression, **arguments
-    )
+    return wrapped("own", model, compression, arguments, lr)
 
 
-def wrapped(front: str, model: LinearModel, compression: Any, arguments: Any = None) -> Any:
+def wrapped(front: str, model: Any, compression: Any, arguments: Any = None, lr: float = 0.5) -> Any:
     """An optimizer of ours ("own"), or of Horovod's with our compressor."""
     import horovod.torch as stock
 
@@ -35,7 +30,7 @@ def wrapped(front: str, model: LinearModel, compression: Any, arguments: Any = N
     if front == "stock" and isinstance(compression, str):
         compression = hvd.Compression.parse(compression)
     return (hvd if front == "own" else stock).DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.optim.SGD(model.parameters(), lr=lr),
         model.named_parameters(),
         compression=compression,
         **(arguments or {}),

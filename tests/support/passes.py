@@ -1,7 +1,5 @@
 """A small net, batches of each rank, and the plainest loop."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import mse_loss
 

@@ -1,7 +1,5 @@
 """Local steps on real ranks, over Horovod and torch.distributed: the same bits, and no gradient travels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -89,22 +89,23 @@ def test_dense_outputs_are_not_copied_and_used_again_only_when_let_go(dtype):
         )()
         return results, places
 
+    def check(found, at, expected):
+        flat = np.concatenate([tensor.numpy().reshape(-1).astype(float) for tensor in found])
+        assert flat[at].tolist() == expected and flat.sum() == 3.5
+
     first, where = tensors([0, 3, 13])
     assert where[0] % 64 == where[1] % 64 == where[2] % 64 == 0
-    flat = np.concatenate([tensor.numpy().reshape(-1).astype(float) for tensor in first])
-    assert flat[[0, 3, 13]].tolist() == [0.5, 1.0, 2.0] and flat.sum() == 3.5
+    check(first, [0, 3, 13], [0.5, 1.0, 2.0])
     second, elsewhere = tensors([2, 2, 13])
     assert elsewhere != where, "memory that is in use was used again"
-    assert np.concatenate([t.numpy().reshape(-1).astype(float) for t in first]).sum() == 3.5
-    flat = np.concatenate([tensor.numpy().reshape(-1).astype(float) for tensor in second])
-    assert flat[[2, 13]].tolist() == [1.5, 2.0] and flat.sum() == 3.5
+    check(first, [0, 3, 13], [0.5, 1.0, 2.0])
+    check(second, [2, 13], [1.5, 2.0])
     del first
     # TensorFlow lets go of arrays at its next call
     tf.function(lambda: tf.numpy_function(_zero, [], tf.float32), autograph=False)()
     third, again = tensors([1, 4, 5])
     assert again == where, "memory was not used again"
-    flat = np.concatenate([tensor.numpy().reshape(-1).astype(float) for tensor in third])
-    assert flat[[1, 4, 5]].tolist() == [0.5, 1.0, 2.0] and flat.sum() == 3.5
+    check(third, [1, 4, 5], [0.5, 1.0, 2.0])
 
 
 def test_choices_are_those_of_pytorch():

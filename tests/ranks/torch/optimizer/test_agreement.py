@@ -1,7 +1,5 @@
 """Ranks that were given different things: an error by name on all of them, whatever each would do next."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """All ranks save to a folder and go on from it: the same bits, other plans, sizes and models."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from pathlib import Path

@@ -1,38 +1,23 @@
 """Ranks that come apart from the beginning, behind Horovod's own optimizer, and among some of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-import torch
 
-import horovod_sparse.torch as hvd
 from horovod_sparse.errors import DriftError
-from support.linear import LinearModel, dyadic
-from support.optimizers import wrapped
+from support.dyadic import gradients_for
+from support.linear import LinearModel
+from support.optimizers import make, wrapped
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
-
-
-def made(**arguments: Any) -> tuple[LinearModel, Any]:
-    model = LinearModel(SHAPES)
-    arguments = {"compression": "topk:density=0.1", "check_every": 3, **arguments}
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), **arguments)
+gradients = gradients_for(SHAPES)
 
 
 def stepped(model: LinearModel, optimizer: Any, rank: int, steps: Any) -> None:
     for step in steps:
-        model.backward({name: dyadic(shape, rank, step, name) for name, shape in SHAPES.items()})
+        model.backward(gradients(rank, step))
         optimizer.step()
         optimizer.zero_grad()
-
-
-def drifted(model: LinearModel) -> None:
-    """Changes one element on the rank that calls."""
-    with torch.no_grad():
-        model.second[1, 2, 3] += 1e-6
 
 
 def test_behind_horovods_own_optimizer_the_environment_asks(rank, size, monkeypatch):
@@ -41,7 +26,7 @@ def test_behind_horovods_own_optimizer_the_environment_asks(rank, size, monkeypa
     optimizer = wrapped("stock", model, "topk:density=0.1")
     stepped(model, optimizer, rank, range(4))
     if rank == size - 1:
-        drifted(model)
+        model.second.data[1, 2, 3] += 1e-6
     stepped(model, optimizer, rank, [4])
     with pytest.raises(DriftError, match="after step 6 second differs"):
         stepped(model, optimizer, rank, [5])
@@ -49,12 +34,14 @@ def test_behind_horovods_own_optimizer_the_environment_asks(rank, size, monkeypa
 
 def test_what_ranks_begin_or_go_on_with_is_compared_after_the_next_step(rank):
     """By default, long before `check_every` steps: a model that nobody has broadcast, a state of one rank."""
-    model, optimizer = made(check_every=None)
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
     if rank:
         model.get_parameter("second").data.add_(1e-3)
     with pytest.raises(DriftError, match="after step 1 second differs"):
         stepped(model, optimizer, rank, [0])
-    model, optimizer = made(check_every=None)
+    model = LinearModel(SHAPES)
+    optimizer = make(model, "topk:density=0.1")
     stepped(model, optimizer, rank, range(3))
     saved = optimizer.state_dict()
     saved["param_groups"][0]["lr"] *= 1 + rank

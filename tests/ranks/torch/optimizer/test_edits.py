@@ -1,7 +1,5 @@
 """Changes of gradients: where they count, and that none is lost without a word."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

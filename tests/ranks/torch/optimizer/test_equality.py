@@ -1,7 +1,5 @@
 """Our DistributedOptimizer, and Horovod's with our compressor: equal to dense training."""
 
-from __future__ import annotations
-
 import horovod.torch as stock
 import numpy as np
 import pytest

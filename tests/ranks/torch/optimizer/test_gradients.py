@@ -1,7 +1,5 @@
 """What stands in a parameter's gradient is what is synchronized, wherever its memory is."""
 
-from __future__ import annotations
-
 import horovod.torch as stock
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Parameters that the optimizer comes to train after it was wrapped: added groups, thawed layers."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

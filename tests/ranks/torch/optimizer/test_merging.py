@@ -1,7 +1,5 @@
 """Plans made by times, under real ranks: the same plan at the same step, and nothing lost on the way."""
 
-from __future__ import annotations
-
 import horovod.torch as stock
 import numpy as np
 import pytest

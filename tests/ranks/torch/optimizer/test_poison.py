@@ -1,7 +1,5 @@
 """Steps that are skipped, or done without a bad rank, in the loops of this optimizer: see conformance."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Loss scaling by torch.amp.GradScaler, in the loops that its users write."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

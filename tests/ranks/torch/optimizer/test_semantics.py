@@ -1,7 +1,5 @@
 """What users of Horovod's DistributedOptimizer rely on, with a sparsifier."""
 
-from __future__ import annotations
-
 import inspect
 
 import horovod.torch as stock
