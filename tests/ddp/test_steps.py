@@ -214,25 +214,16 @@ def test_a_closure_is_run_once_and_its_loss_comes_back(rank):
     assert len(losses) == 5
 
 
-def test_a_parameter_outside_the_model_is_named(rank):
-    net, other = net_of(), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW([*net.parameters(), *other.parameters()])
+def test_what_has_no_exchange_of_steps_is_refused_by_name(rank):
+    net, other, words = net_of(), torch.nn.Linear(2, 2), torch.nn.Embedding(9, 4, sparse=True)
     with pytest.raises(ArgumentError, match=r"parameter 4 of shape \[2, 2\]"):
-        ddp.attach(net, "best", optimizer)
-
-
-@pytest.mark.parametrize("name", ["exdyna", "micro", "oktopk", "gtopk", "spardl", "cltk"])
-def test_selections_that_need_peers_are_refused_by_name_with_a_delay(name, rank):
-    net = net_of()
-    with pytest.raises(ArgumentError, match=f"delay=0 with {name}"):
-        ddp.attach(net, f"{name}:density=0.1,feedback=best", adamw(net), delay=1)
-
-
-def test_an_optimizer_of_sparse_gradients_is_refused_by_name(rank):
-    net = torch.nn.Embedding(9, 4, sparse=True)
+        ddp.attach(net, "best", torch.optim.AdamW([*net.parameters(), *other.parameters()]))
+    for name in ("exdyna", "micro", "oktopk", "gtopk", "spardl", "cltk"):
+        with pytest.raises(ArgumentError, match=f"delay=0 with {name}"):
+            ddp.attach(net, f"{name}:density=0.1,feedback=best", adamw(net), delay=1)
     for text in ("best", "topk:density=0.5"):
         with pytest.raises(ArgumentError, match="optimizer='SparseAdam'"):
-            ddp.attach(net, text, torch.optim.SparseAdam(net.parameters()))
+            ddp.attach(words, text, torch.optim.SparseAdam(words.parameters()))
 
 
 @pytest.mark.parametrize(
