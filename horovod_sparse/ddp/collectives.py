@@ -23,6 +23,7 @@ from horovod_sparse.errors import (
     CollectiveMismatchError,
     DeadlineError,
     EditedGradientError,
+    HorovodSparseError,
     NonFiniteGradientError,
     StateMismatchError,
 )
@@ -90,6 +91,22 @@ class Carrier:
 
     def __call__(self, request: Request) -> Any:
         """Carries out a request, waits for it and returns the answer."""
+        with self._naming("another rank"):
+            return self._carry_out(request)
+
+    @contextlib.contextmanager
+    def _naming(self, who: str) -> Iterator[None]:
+        """Says who is gone, and from what: Gloo tells of an address alone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, HorovodSparseError):
+                raise
+            raise CollectiveMismatchError(
+                f"{who} ended, or left, before {self.name or 'a request'}; its own output says why ({error})"
+            ) from error
+
+    def _carry_out(self, request: Request) -> Any:
         if request.level != "all":
             return self._within(request)
         if isinstance(request, AllReduce):
@@ -163,7 +180,8 @@ class Carrier:
                 sent += self._begin(words, rank)
         messages, following = {}, []
         for rank, tag, head, work in coming:
-            work.wait()
+            with self._naming(f"rank {rank}"):
+                work.wait()
             length, word, room = int(head[0]), int(head[1]), head.numel() - _HEADER
             if word != own:
                 raise self._out_of_step(f"rank {rank}", word)
