@@ -22,7 +22,7 @@ STEPS = [way for way in WAYS if way.endswith("steps")]
 LOOPS: list[Loop] = []
 
 
-@dataclass
+@dataclass(eq=False)
 class Loop:
     """A loop, and what it is refused for; else it comes out as on mean gradients.
 
