@@ -13,7 +13,7 @@ SPARSE = "topk:density=0.1"
 
 def test_broadcast_leaves_local_variables_alone(rank):
     model = make_model(seed=rank)
-    model.compile(keras.optimizers.SGD(0.1 * (rank + 1)), loss="mse")
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * (rank + 1))), loss="mse")
     local = model.layers[1].bias
     local.assign(local + rank)
     before = local.numpy()
