@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from benchmarks.studies.study import Result, Study, launched, load, markdown
 from benchmarks.studies.tasks import Task, digits_task, gpt_task
 from horovod_sparse import ddp
 
-SEEDS, SIZES, LAST = (0, 1, 2), (2, 4, 8), 0.1
+SEEDS, LAST = (0, 1, 2), 0.1
+CELLS = [("gpt", 2), ("gpt", 4), ("gpt", 8), ("cnn", 2), ("resnet", 2)]
 SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 #: task -> steps and rates to try; a best rate at an edge is none
 TASKS = {
@@ -146,10 +147,9 @@ def names() -> list[str]:
             if not math.isnan(rate)
         )
 
-    cells = [("gpt", size) for size in (4, 2, 8)] + [("cnn", 2), ("resnet", 2)]
-    for task, size in cells:
+    for task, size in CELLS:
         ask(task, size, "dense", TASKS[task][1], SEEDS[:1])
-    for seed, (task, size) in itertools.product(SEEDS, cells):
+    for seed, (task, size) in itertools.product(SEEDS, CELLS):
         at_dense = [best_rate(result, task, size, "dense")]
         methods = list(METHODS)[:5] if task == "gpt" else ["dense", *DENSITIES, "1 %, delay=1"]
         for method in methods:
@@ -187,7 +187,7 @@ def table(result: Result) -> str:
     rates = TASKS["gpt"][1]
     common = [
         [f"{task}, P={size}", method, f"{rate:g}", *found]
-        for task, size in _cells()
+        for task, size in CELLS
         for rate in [best_rate(result, task, size, "dense")]
         for method in dict.fromkeys((*METHODS, *DENSITIES))
         if (found := _mean(result, task, size, method, rate)) is not None
@@ -199,11 +199,6 @@ def table(result: Result) -> str:
         if (found := _mean(result, "gpt", 4, method, rate)) is not None
     ]
     return f"{markdown(head, common)}\n\nEach at its own best rate:\n\n{markdown(head, own)}"
-
-
-def _cells() -> Iterator[tuple[str, int]]:
-    yield from (("gpt", size) for size in SIZES)
-    yield from (("cnn", 2), ("resnet", 2))
 
 
 STUDY = Study("passes", names, measure, table, facts={"setting": SETTING})
