@@ -1,4 +1,4 @@
-"""All feedbacks by name, and the rule that makes the steps of each optimizer of PyTorch."""
+"""Finds a feedback by its name, and the rule that makes the steps of an optimizer of PyTorch."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _turn(folder: str | None) -> Iterator[None]:
 
 
 def _leave_locks() -> None:
-    """In a forked process, a worker of a DataLoader: as long as it had the lock, others would wait."""
+    """Closes locks that a forked process (a DataLoader's worker) inherits: others would wait for it."""
     while _held:
         os.close(_held.pop())
 
