@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Memory, Moments, Values
+from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Memory, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.layout import bits_of, float_of
 from horovod_sparse.kernels.quantization import Quantization
@@ -274,19 +274,6 @@ class Accumulator:
         if start == stop:
             return np.empty(0, np.int32)
         return self._kernels.at_least(self._values, self._bounds(), bits, start, stop)
-
-    def count_at_least(self, thresholds: Any) -> NDArray[np.int64]:
-        """How many magnitudes are >= each threshold and not 0, for several thresholds in one read."""
-        self._settle()
-        bits = [bits_of(float(threshold), self.dtype) for threshold in thresholds]
-        if not self.num_elements:
-            return np.zeros(len(bits), np.int64)
-        return self._kernels.count_at_least(self._values, self._bounds(), bits)
-
-    def moments(self, threshold: float = 0.0) -> Moments:
-        """Moments of the magnitudes that are >= threshold and not 0, in one read."""
-        self._settle()
-        return self._kernels.moments(self._values, bits_of(threshold, self.dtype))
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
         """Every stride-th magnitude from offset on."""

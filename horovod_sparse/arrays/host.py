@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import gradients
 from horovod_sparse.arrays.accumulator import Accumulator
-from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Moments, Values
+from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Values
 from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
-from horovod_sparse.kernels.host import scatter, select, statistics
+from horovod_sparse.kernels.host import scatter, select
 from horovod_sparse.kernels.host.kth import Candidates
 from horovod_sparse.kernels.layout import Layout, bits_dtype, block_size
 from horovod_sparse.kernels.quantization import Quantization, encode
@@ -174,17 +174,6 @@ class HostKernels(Kernels):
     def refresh_maxima(self, values: Array, maxima: Array, where: Indices) -> None:
         self._candidates.forget()
         folding.refresh_maxima(values, maxima, self.layout.block, where)
-
-    def count_at_least(self, values: Array, maxima: Array, bits: list[Any]) -> NDArray[np.int64]:
-        counts = np.zeros(len(bits), np.int64)
-        keys = np.array(bits, maxima.dtype)
-        statistics.count_at_least(values, maxima, self.layout.block, keys, counts)
-        return counts
-
-    def moments(self, values: Array, bits: Any) -> Moments:
-        out = np.zeros(4)
-        statistics.moments_at_least(values, bits, out)
-        return Moments(int(out[0]), float(out[1]), float(out[2]), float(out[3]))
 
     def sample(self, values: Array, stride: int, offset: int) -> Values:
         return np.abs(values[offset::stride])

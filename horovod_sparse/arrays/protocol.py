@@ -19,42 +19,6 @@ Values: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Sums over the magnitudes that are >= a threshold and not 0.
-
-    Attributes:
-        count: how many there are.
-        total: sum of |x|.
-        total_squares: sum of x**2.
-        total_logarithms: sum of ln |x|.
-
-    Example:
-        >>> Moments(2, 4.0, 10.0, 1.0986).mean
-        2.0
-    """
-
-    count: int
-    total: float
-    total_squares: float
-    total_logarithms: float
-
-    @property
-    def mean(self) -> float:
-        """Mean |x|; 0 if there is none."""
-        return self.total / self.count if self.count else 0.0
-
-    @property
-    def mean_square(self) -> float:
-        """Mean x**2; 0 if there is none."""
-        return self.total_squares / self.count if self.count else 0.0
-
-    @property
-    def mean_logarithm(self) -> float:
-        """Mean ln |x|; 0 if there is none."""
-        return self.total_logarithms / self.count if self.count else 0.0
-
-
-@dataclass(frozen=True)
 class FoldReport:
     """What one fused pass learned about the gradient and the accumulator.
 
@@ -244,12 +208,6 @@ class Kernels(Protocol):
 
     def at_least(self, values: Memory, maxima: Memory, bits: Any, start: int, stop: int) -> Indices:
         """Of upper bounds: ascending positions whose magnitude bits are >= bits, start < stop."""
-
-    def count_at_least(self, values: Memory, maxima: Memory, bits: list[Any]) -> NDArray[np.int64]:
-        """Of upper bounds: how many magnitudes reach each."""
-
-    def moments(self, values: Memory, bits: Any) -> Moments:
-        """Of the magnitudes that reach it."""
 
     def sample(self, values: Memory, stride: int, offset: int) -> Values:
         """Every stride-th magnitude."""

@@ -52,7 +52,7 @@ class MSTopK(SelectAndGather):
         passes, count = self.num_passes, accumulator.num_elements
         while passes and count > _FEW * k:
             middle = low + (high - low) / 2
-            reached = int(accumulator.count_at_least([middle])[0])
+            reached = accumulator.at_least(middle).size
             passes -= 1
             if reached >= k:
                 low, count = middle, reached

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from horovod_sparse.arrays import Accumulator, Moments
+from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import LARGEST, check_count, check_number, out_of_range
 from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import UnknownNameError
@@ -33,10 +32,12 @@ class Excess:
     mean_logarithm: float = 0.0
 
     @classmethod
-    def of(cls, moments: Moments, threshold: float) -> Excess:
-        """Makes an excess of the moments of magnitudes; there must be at least one."""
-        variance = max(0.0, moments.mean_square - moments.mean**2)
-        return cls(moments.mean - threshold, variance, moments.mean_logarithm)
+    def of(cls, sizes: np.ndarray, threshold: float) -> Excess:
+        """Returns the excess of magnitudes, which all reach the threshold and are not 0; one or more."""
+        mean = float(sizes.mean())
+        with np.errstate(over="ignore"):
+            square = float(np.dot(sizes, sizes)) / sizes.size
+        return cls(mean - threshold, max(0.0, square - mean**2), float(np.log(sizes).mean()))
 
 
 def exponential(excess: Excess, density: float) -> float:
@@ -86,14 +87,6 @@ _NOTHING = 1e-6
 _BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
-def _moments(sample: np.ndarray, threshold: float) -> Moments:
-    """Moments of the magnitudes in a sample that reach a threshold and are not 0."""
-    sizes = sample[(sample >= threshold) & (sample > 0.0)]
-    with np.errstate(over="ignore"):
-        squares = float(np.dot(sizes, sizes))
-    return Moments(sizes.size, float(sizes.sum()), squares, float(np.log(sizes).sum()))
-
-
 @dataclass(frozen=True)
 class SIDCoState(SparsifierState):
     """State of SIDCo on a rank."""
@@ -132,8 +125,7 @@ class SIDCo(SelectAndGather):
         tolerance: of achieved / target around 1.
         adapt_every: steps between changes of M.
         max_stages: most stages.
-        sample_fraction: share of elements that is fitted; 1 fits all of them, at the price of a read of
-            all elements for each stage.
+        sample_fraction: share of elements that is fitted; 1 fits all of them, which are copied for it.
         seed: of the sample's start, which depends on seed, bucket, rank and step alone.
 
     Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departures: fits are made to a strided sample, as
@@ -168,34 +160,32 @@ class SIDCo(SelectAndGather):
         stages = math.floor(math.log(self.density) / math.log(self.first_density))
         return SIDCoState(num_stages=min(max(stages, 1), self.max_stages))
 
-    def threshold(self, moments_above: Callable[[float], Moments], k: int, num_stages: int) -> float:
-        """Returns the threshold after `num_stages` fits; 0 where there is nothing to fit."""
-        moments, threshold = moments_above(0.0), 0.0
+    def threshold(self, sample: np.ndarray, k: int, num_stages: int) -> float:
+        """Returns a threshold for k of the magnitudes, after so many fits; 0 if there is nothing to fit."""
+        sizes, threshold = sample[sample > 0.0], 0.0
         # zeros are not fitted, so the share is one of the others
-        density = k / max(moments.count, 1)
+        density = k / max(sizes.size, 1)
         for stage in range(num_stages):
             last = stage == num_stages - 1 or density >= self.first_density
             wanted = density if last else self.first_density
-            excess = Excess.of(moments, threshold) if moments.count > 1 else Excess(0.0, 0.0)
+            excess = Excess.of(sizes, threshold) if sizes.size > 1 else Excess(0.0, 0.0)
             if excess.mean <= 0.0 or wanted >= 1.0:
                 break
             threshold += FITS[self.distribution][min(stage, 1)](excess, wanted)
             if last:
                 break
             density /= self.first_density
-            moments = moments_above(threshold)
+            sizes = sizes[sizes >= threshold]
         return threshold
 
     def find(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> float:
         if k >= info.num_elements:
             return 0.0
         stride = SampledThreshold(self.sample_fraction).stride(info.num_elements, k)
-        if stride == 1:
-            return self.threshold(accumulator.moments, k, state.num_stages)
         generator = step_generator(self.seed, info.name, state.step, info.rank)
         sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride))).astype(np.float64)
         share = max(1, round(k * sample.size / info.num_elements))
-        return self.threshold(partial(_moments, sample), share, state.num_stages)
+        return self.threshold(sample, share, state.num_stages)
 
     def select(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> Selected:
         threshold = self.find(accumulator, k, state, info)

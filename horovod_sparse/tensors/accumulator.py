@@ -15,7 +15,7 @@ from torch import Tensor
 
 from horovod_sparse.arrays import gradients
 from horovod_sparse.arrays.accumulator import Accumulator
-from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Moments, Values
+from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernels, Values
 from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.scatter import checked
@@ -248,13 +248,6 @@ class TensorKernels(Kernels):
             self._room = max(_ROOM, 2 * int(count))
             if count <= room:
                 return indices[:count]
-
-    def count_at_least(self, values: Tensor, maxima: Tensor, bits: list[Any]) -> NDArray[np.int64]:
-        return to_host(self._bodies.count_at_least(values, maxima, self.layout, [int(key) for key in bits]))
-
-    def moments(self, values: Tensor, bits: Any) -> Moments:
-        count, *sums = (float(number) for number in to_host(self._bodies.moments(values, int(bits))))
-        return Moments(int(count), *sums)
 
     def sample(self, values: Tensor, stride: int, offset: int) -> Values:
         return to_host(values[offset::stride].abs())

@@ -7,8 +7,6 @@ bits without the sign, order like the magnitudes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -262,25 +260,6 @@ def largest_of_each(values: Tensor, chunk: int, quotas: Tensor) -> Tensor:
         chosen.scatter_(1, order, places < quotas[first : first + rows, None])
         found.append(chosen.view(-1).nonzero().view(-1) + first * chunk)
     return torch.cat(found).to(torch.int32)
-
-
-def count_at_least(values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]) -> Tensor:
-    """How many magnitudes reach each threshold."""
-    counts = torch.zeros(len(thresholds), dtype=torch.int64, device=values.device)
-    for piece in values.split(_TILE):
-        keys = magnitudes(piece)
-        counts += torch.stack([(keys >= bits).sum() for bits in thresholds]) if thresholds else 0
-    return counts
-
-
-def moments(values: Tensor, bits: int) -> Tensor:
-    """float64 [4]: number, sum, sum of squares and of logarithms of the magnitudes that reach a threshold."""
-    out = torch.zeros(4, dtype=torch.float64, device=values.device)
-    for piece in values.split(_TILE):
-        size = piece[magnitudes(piece) >= bits].abs().double()
-        number = torch.full((), size.numel(), dtype=torch.float64, device=values.device)
-        out += torch.stack([number, size.sum(), size.square().sum(), size.log().sum()])
-    return out
 
 
 #: elements that are worked on at once: what is made on the way takes a few times their memory

@@ -147,11 +147,5 @@ def check_alike(ours: Any, values: np.ndarray, generator: np.random.Generator) -
             pairs = zip(range(0, n, chunk), quotas.tolist(), strict=True)
             each = [reference.largest(values, k, start, start + chunk) for start, k in pairs]
             np.testing.assert_array_equal(ours.largest_of_each(chunk, quotas), np.concatenate(each))
-    thresholds = [0.0, threshold, float(np.exp(generator.normal()))]
-    counts = ours.count_at_least(thresholds)
-    assert counts.dtype == np.int64
-    np.testing.assert_array_equal(counts, [reference.at_least(values, one, 0, n).size for one in thresholds])
-    for least in thresholds:
-        reference.check_moments(ours.moments(least), values, least)
     stride, offset = int(generator.integers(1, 9)), int(generator.integers(0, 9))
     np.testing.assert_array_equal(ours.sample_magnitudes(stride, offset), sizes[offset::stride])

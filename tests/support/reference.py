@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import FoldRule, Moments
+from horovod_sparse.arrays import FoldRule
 
 Array = np.ndarray
 
@@ -85,16 +85,6 @@ def at_least(values: Array, threshold: float, start: int, stop: int | None) -> A
     """Positions of a window whose magnitude is >= threshold and not 0; no threshold is rounded to float32."""
     sizes = np.abs(values[start:stop].astype(np.float64))
     return (np.flatnonzero((sizes >= threshold) & (sizes > 0)) + start).astype(np.int32)
-
-
-def check_moments(found: Moments, values: Array, threshold: float) -> None:
-    """Of the magnitudes >= threshold and not 0, to the precision of float32 numbers."""
-    sizes = np.abs(values[at_least(values, threshold, 0, values.size)].astype(np.float64))
-    assert found.count == sizes.size
-    np.testing.assert_allclose(found.total, sizes.sum(), rtol=1e-5)
-    np.testing.assert_allclose(found.total_squares, (sizes * sizes).sum(), rtol=1e-5)
-    # logarithms cancel: to the precision of one of them, each
-    np.testing.assert_allclose(found.total_logarithms, np.log(sizes).sum(), 1e-5, 1e-5 * (1 + sizes.size))
 
 
 class Plain:

@@ -30,4 +30,3 @@ scan_maxima, refresh_maxima = _there(_fold.scan_maxima), _there(_fold.refresh_ma
 put, zero = _there(_fold.put), _there(_fold.zero)
 at_least, largest = _there(_select.at_least), _there(_select.largest)
 kth, find_kth = _there(_select.kth), _there(_select.find_kth)
-count_at_least, moments = _there(_select.count_at_least), _there(_select.moments)

@@ -13,9 +13,6 @@ The k-th largest magnitude is that floor, found without reading anything back on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +30,6 @@ from horovod_sparse.tensors.triton.blocks import (
     digits,
     list_blocks,
     look,
-    magnitude,
-    programs,
 )
 
 # Digits of the block maxima that are looked at: they only have to give a good lower bound.
@@ -179,24 +174,6 @@ def _write_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + slot, where, mask=chosen & (slot <= k))
 
 
-def _shape(values: Tensor, layout: Layout, passing: Passing, exact: bool) -> dict[str, Any]:
-    full_mask = torch.iinfo(int_type(values.dtype)).max
-    return {"EXACT": exact, "FULL_MASK": full_mask, "ROWS": passing.rows, "BLOCK": layout.block, **OPTIONS}
-
-
-def count_tiles(
-    values: Tensor, layout: Layout, passing: Passing, floor: Tensor, exact: bool, start: int, stop: int
-) -> Tensor:
-    """Counts the elements of a window in each tile of listed blocks."""
-    tiles = passing.num_tiles
-    counts = torch.empty(tiles, dtype=torch.int64, device=values.device)
-    _count_kernel[(min(tiles, MAX_PROGRAMS),)](
-        values.view(int_type(values.dtype)), passing.blocks, passing.facts, floor, start, stop, counts, tiles,
-        **_shape(values, layout, passing, exact),
-    )  # fmt: skip
-    return counts
-
-
 def _select(
     values: Tensor,
     layout: Layout,
@@ -208,13 +185,14 @@ def _select(
     k: int,
 ) -> Tensor:
     """Count, running sum, write; the first word of the result is the count (if exact, of those above)."""
-    tiles = passing.num_tiles
-    out = torch.empty(k + 1, dtype=torch.int32, device=values.device)
-    sums = count_tiles(values, layout, passing, floor, exact, start, stop).cumsum(0)
-    _write_kernel[(min(tiles, MAX_PROGRAMS),)](
-        values.view(int_type(values.dtype)), passing.blocks, passing.facts, floor, start, stop, sums, tiles,
-        k, out, **_shape(values, layout, passing, exact),
-    )  # fmt: skip
+    tiles, bits, device = passing.num_tiles, values.view(int_type(values.dtype)), values.device
+    counts = torch.empty(tiles, dtype=torch.int64, device=device)
+    out = torch.empty(k + 1, dtype=torch.int32, device=device)
+    full_mask = torch.iinfo(bits.dtype).max
+    shape = {"EXACT": exact, "FULL_MASK": full_mask, "ROWS": passing.rows, "BLOCK": layout.block, **OPTIONS}
+    given, grid = (bits, passing.blocks, passing.facts, floor, start, stop), (min(tiles, MAX_PROGRAMS),)
+    _count_kernel[grid](*given, counts, tiles, **shape)
+    _write_kernel[grid](*given, counts.cumsum(0), tiles, k, out, **shape)
     return out
 
 
@@ -235,44 +213,3 @@ def largest(
         passing = list_blocks(maxima, layout.block, start, stop, 0)
     out = _select(values, layout, passing, report, True, start, stop, k)
     return report, out[1:]
-
-
-_MOMENTS_TILE = 2048
-
-
-def count_at_least(values: Tensor, maxima: Tensor, layout: Layout, thresholds: Sequence[int]) -> Tensor:
-    counts = []
-    for bits in thresholds:
-        passing = list_blocks(maxima, layout.block, 0, layout.num_elements, bits)
-        tiles = count_tiles(values, layout, passing, passing.facts, False, 0, layout.num_elements)
-        counts.append(tiles.sum() >> 32)
-    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=values.device)
-
-
-@triton.jit(do_not_specialize=["n", "threshold"])
-def _moments_kernel(  # type: ignore[no-untyped-def]
-    values, n, threshold, partials, num_programs, TILE: tl.constexpr
-):
-    """Per tile: number, sum, sum of squares and sum of logarithms, each in its row of `partials`."""
-    program = tl.program_id(0)
-    first = program.to(tl.int64) * TILE
-    local = tl.arange(0, TILE)
-    here = tl.load(values + first + local, mask=local < n - first, other=0.0)
-    chosen = magnitude(here) >= tl.cast(threshold, tl.int64).to(magnitude(here).dtype)
-    size = tl.where(chosen, tl.abs(here), 1.0)
-    # The logarithm takes subnormal numbers as 0, so they are made larger first: 2**64 = e**44.36...
-    tiny = size < 1e-30
-    logarithm = tl.log(tl.where(tiny, size * 18446744073709551616.0, size)).to(tl.float64)
-    logarithm = tl.where(tiny, logarithm - 44.3614195558364998, logarithm)
-    size = tl.where(chosen, size, 0.0).to(tl.float64)
-    tl.store(partials + program, tl.sum(chosen.to(tl.int32), axis=0).to(tl.float64))
-    tl.store(partials + num_programs + program, tl.sum(size, axis=0))
-    tl.store(partials + 2 * num_programs + program, tl.sum(size * size, axis=0))
-    tl.store(partials + 3 * num_programs + program, tl.sum(tl.where(chosen, logarithm, 0.0), axis=0))
-
-
-def moments(values: Tensor, bits: int) -> Tensor:
-    grid = programs(values.numel(), _MOMENTS_TILE)
-    partials = torch.empty((4, grid), dtype=torch.float64, device=values.device)
-    _moments_kernel[(grid,)](values, values.numel(), bits, partials, grid, TILE=_MOMENTS_TILE, **OPTIONS)
-    return partials.sum(1)

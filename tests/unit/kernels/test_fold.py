@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse import kernels
-from horovod_sparse.arrays import FoldRule, Moments
+from horovod_sparse.arrays import FoldRule
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host import fold as folding
 from horovod_sparse.kernels.host import scatter, select, sparse_vectors
 from horovod_sparse.kernels.host.scatter import native_bits
-from horovod_sparse.kernels.host.statistics import moments_at_least
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
 from support import reference
 from support.drawing import FLOATS, KINDS, SEEDS, SIZES, bfloat16_bits, make, spoil
@@ -259,19 +258,6 @@ def test_a_threshold_between_two_float32():
     for threshold, expected in ((2.0, [1, 2]), (2.0 + 1e-9, [2]), (2.0000003, []), (1.0 - 1e-12, [0, 1, 2])):
         bits = bits_of(threshold, values.dtype)
         assert select.at_least(values, maxima_of(values, 64), bits, 0, 3, layout).tolist() == expected
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_subnormal_numbers_among_others(dtype, threshold):
-    """They have no 1 before their fraction, and too little weight to be noticed in sum or squares."""
-    values = np.random.default_rng(5).standard_normal(5000).astype(dtype)
-    tiny = np.finfo(dtype).tiny
-    values[[70, 3000]] = tiny / 8
-    values[[71, 4999]] = -tiny, np.nextafter(dtype(0), dtype(1))
-    got = np.zeros(4)
-    moments_at_least(values, bits_of(threshold, dtype), got)
-    reference.check_moments(Moments(*got), values, threshold)
 
 
 @rows_by("kind,num_ranks,factor", [np.float32, np.float64], [1, 3, 40], [1.0, 0.75])
