@@ -46,8 +46,3 @@ def spoil(gradient, generator, share):
     places = generator.random(gradient.size) < share
     gradient[places] = generator.choice(np.array([np.nan, np.inf, -np.inf], gradient.dtype), places.sum())
     return gradient
-
-
-def bfloat16_bits(values):
-    """The bits of float32 values cut to bfloat16."""
-    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)

@@ -16,17 +16,8 @@ from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator
 from support import reference
 from support.accumulators import histories, play
-from support.drawing import SEEDS, bfloat16_bits, make
-
-NAMES = ("float32", "float64", "float16", "bfloat16")
-
-
-def held(name, kind, n, seed):
-    made = make(kind, n, seed, np.float64 if name == "float64" else np.float32)
-    if name == "bfloat16":
-        return bfloat16_bits(made)
-    with np.errstate(all="ignore"):
-        return np.nan_to_num(made.astype(name), posinf=1, neginf=1)
+from support.drawing import SEEDS, make
+from support.gradients import DTYPES, as_gradient
 
 
 def choose(patch, way):
@@ -45,26 +36,6 @@ def test_any_history(way, history):
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, way)
         play(history)
-
-
-def test_assigned_values_are_selected_from_and_stay():
-    given, accumulator = make("gaussian", 1000, 1), HostAccumulator(1000)
-    accumulator.assign(given.reshape(10, 100))
-    np.testing.assert_array_equal(accumulator.largest(9), reference.largest(given, 9, 0, 1000))
-    np.testing.assert_allclose(accumulator.square_norm, (given.astype(np.float64) ** 2).sum())
-    accumulator.clear(np.array([5], np.int32))
-    accumulator.abandon()
-    np.testing.assert_array_equal(accumulator.values(), given)
-
-
-def test_what_an_abandoned_step_has_cleared_is_selected_again():
-    accumulator = HostAccumulator(100_000)
-    accumulator.fold(make("gaussian", 100_000, 1))
-    largest = accumulator.largest(9)
-    accumulator.clear(largest)
-    accumulator.largest(9)  # makes block maxima exact, without what was cleared
-    accumulator.abandon()
-    np.testing.assert_array_equal(accumulator.largest(9), largest)
 
 
 def test_a_refused_gradient_does_not_forget_the_step():
@@ -102,10 +73,10 @@ def test_memory_beyond_residual_and_gradient():
     assert maxima + peak <= 0.05 * 4 * n
 
 
-@given(seed=SEEDS, name=st.sampled_from(NAMES), form=st.integers(0, 6))
+@given(seed=SEEDS, name=st.sampled_from(DTYPES), form=st.integers(0, 6))
 @settings(max_examples=25, deadline=None)
 def test_any_strides(seed, name, form):
-    whole = held(name, "gaussian", 40 * 50 * 3, seed).reshape(40, 50, 3)
+    whole = as_gradient(make("gaussian", 40 * 50 * 3, seed), name).reshape(40, 50, 3)
     if name != "bfloat16":
         whole[-1, ::7, :] = np.nan
     views = [whole, whole[::2], whole[:, ::-1], whole.transpose(2, 0, 1), whole[..., 1], whole[3:4, 5:6]]

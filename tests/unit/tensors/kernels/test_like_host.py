@@ -39,7 +39,20 @@ def test_like_the_host(place: Any) -> None:
 @pytest.mark.parametrize("kind", ["sparse", "cluster"])
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 2305), ("float64", 1157)])
 def test_hard_windows(place: Any, kind: str, dtype: str, n: int) -> None:
-    changes = ["look", "clear", "add", "put", "mask", "look", "abandon", "assign", "clear"]
+    changes = [
+        "look",
+        "clear",
+        "add",
+        "put",
+        "mask",
+        "look",
+        "abandon",
+        "look",
+        "assign",
+        "clear",
+        "look",
+        "abandon",
+    ]
     sizes = {"n": n, "dtype": dtype, "density": 0.02, "companions": 1, "kind": kind, "share": 0.0, "seed": 5}
     play({**sizes, "steps": [(FoldRule(), changes)]}, place.device, kernels=place.kernels)
 
