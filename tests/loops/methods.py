@@ -82,14 +82,14 @@ def stochastic_weight_averaging(on):
 @loop()
 def distillation(on):
     teacher = net_of(7).eval()
-    model, optimizer = on.both(net_of())
-    for inputs, targets in on.batches():
+
+    def loss(model, inputs, targets):
         with torch.no_grad():
             taught = teacher(inputs)
-        optimizer.zero_grad()
         outputs = model(inputs)
-        (mse_loss(outputs, targets) + mse_loss(outputs, taught)).backward()
-        optimizer.step()
+        return mse_loss(outputs, targets) + mse_loss(outputs, taught)
+
+    on.fit(loss=loss)
 
 
 class ActorCritic(torch.nn.Module):
@@ -133,26 +133,24 @@ def one_optimizer_over_two_models(on):
 
 @loop(without=("FSDP2",))
 def gradient_penalty(on):
-    model, optimizer = on.both(net_of())
-    for inputs, targets in on.batches():
-        optimizer.zero_grad()
+    def loss(model, inputs, targets):
         outputs = model(inputs.requires_grad_())
         (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
-        (mse_loss(outputs, targets) + (slope.norm(dim=1) - 1).square().mean()).backward()
-        optimizer.step()
+        return mse_loss(outputs, targets) + (slope.norm(dim=1) - 1).square().mean()
+
+    on.fit(loss=loss)
 
 
 @loop()
 def adversarial_inputs(on):
-    model, optimizer = on.both(net_of())
-    for inputs, targets in on.batches():
+    def loss(model, inputs, targets):
         for _ in range(2):
             inputs = inputs.detach().requires_grad_()
             (slope,) = torch.autograd.grad(mse_loss(model(inputs), targets), inputs)
             inputs = inputs + 0.1 * slope.sign()
-        optimizer.zero_grad()
-        mse_loss(model(inputs.detach()), targets).backward()
-        optimizer.step()
+        return mse_loss(model(inputs.detach()), targets)
+
+    on.fit(loss=loss)
 
 
 @loop(refused=THROWN)
@@ -179,12 +177,11 @@ def two_losses_of_one_graph(on):
 
 @loop()
 def a_model_that_is_called_twice(on):
-    model, optimizer = on.both(net_of())
-    for inputs, targets in on.batches():
-        optimizer.zero_grad()
+    def loss(model, inputs, targets):
         one, other = model(inputs), model(inputs.flip(0))
-        (mse_loss(one, targets) + mse_loss(one, other.detach()) + mse_loss(other, targets.flip(0))).backward()
-        optimizer.step()
+        return mse_loss(one, targets) + mse_loss(one, other.detach()) + mse_loss(other, targets.flip(0))
+
+    on.fit(loss=loss)
 
 
 @loop(refused={"DDP": "create_graph", "Horovod": "create_graph"})

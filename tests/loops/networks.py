@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from loops.way import WAYS, loop
 from support.passes import backward, net_of
-
-
-def fit(on, net, count=5, **more):
-    """The plainest loop."""
-    model, optimizer = on.both(net, **more)
-    for batch in on.batches(count):
-        backward(model, batch)
-        optimizer.step()
 
 
 class Tied(torch.nn.Module):
@@ -37,23 +28,23 @@ class Tied(torch.nn.Module):
 
 @loop()
 def tied_weights(on):
-    fit(on, Tied())
+    on.fit(Tied())
 
 
 @loop()
 def checkpointed_activations(on):
-    fit(on, Tied(reentrant=False))
+    on.fit(Tied(reentrant=False))
 
 
 @loop()
 def checkpointed_activations_by_reentrance(on):
-    fit(on, Tied(reentrant=True))
+    on.fit(Tied(reentrant=True))
 
 
 @loop()
 def batch_norm(on):
     net = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
-    fit(on, net)
+    on.fit(net)
 
 
 @loop()
@@ -61,7 +52,7 @@ def convolutions(on):
     net = torch.nn.Sequential(
         torch.nn.Unflatten(1, (1, 3, 4)), torch.nn.Conv2d(1, 4, 2), torch.nn.Flatten(), torch.nn.Linear(24, 3)
     )
-    fit(on, net.to(memory_format=torch.channels_last))
+    on.fit(net.to(memory_format=torch.channels_last))
 
 
 @loop()
@@ -69,7 +60,7 @@ def normed_weights(on):
     net = net_of()
     parametrizations.weight_norm(net[0])
     parametrizations.spectral_norm(net[2])
-    fit(on, net)
+    on.fit(net)
 
 
 @loop(without=("FSDP2",))
@@ -82,7 +73,7 @@ def one_parameter(on):
         def forward(self, inputs):
             return self.one * inputs[:, :3]
 
-    fit(on, Net())
+    on.fit(Net())
 
 
 class More(torch.nn.Module):
@@ -100,27 +91,27 @@ class More(torch.nn.Module):
 
 @loop(without=("FSDP2",))
 def parameters_of_no_elements(on):
-    fit(on, More(torch.zeros(0, 3)))
+    on.fit(More(torch.zeros(0, 3)))
 
 
 @loop(without=("FSDP2",), refused=dict.fromkeys(WAYS, "complex"))
 def complex_parameters(on):
-    fit(on, More(torch.zeros(4, dtype=torch.complex64)))
+    on.fit(More(torch.zeros(4, dtype=torch.complex64)))
 
 
 @loop(without=("FSDP2",))
 def parameters_of_float64(on):
-    fit(on, More(torch.zeros(4, dtype=torch.float64)))
+    on.fit(More(torch.zeros(4, dtype=torch.float64)))
 
 
 @loop(without=("DDP",))
 def expanded_buffers(on):
-    fit(on, More(None, masks=torch.ones(1, 3).expand(4, 3)))
+    on.fit(More(None, masks=torch.ones(1, 3).expand(4, 3)))
 
 
 @loop(without=("FSDP2",))
 def transposed_parameters(on):
-    fit(on, More(torch.zeros(3, 4).t()))
+    on.fit(More(torch.zeros(3, 4).t()))
 
 
 @loop(without=("DDP", "FSDP2"))
@@ -223,12 +214,12 @@ class Words(torch.nn.Module):
 
 @loop()
 def embeddings(on):
-    fit(on, Words())
+    on.fit(Words())
 
 
 @loop(without=("FSDP2",), refused={"Horovod": "sparse_as_dense"})
 def sparse_embeddings(on):
-    fit(on, Words(sparse=True))
+    on.fit(Words(sparse=True))
 
 
 class Recurrent(torch.nn.Module):
@@ -310,10 +301,8 @@ def adapters_that_are_merged(on):
 
 @loop(conserves=False)
 def bfloat16_parameters(on):
-    net = net_of().bfloat16()
-    model, optimizer = on.both(net)
     on.is_exact = False  # rounded otherwise
-    for inputs, targets in on.batches():
-        optimizer.zero_grad()
-        functional.mse_loss(model(inputs.bfloat16()), targets.bfloat16()).backward()
-        optimizer.step()
+    on.fit(
+        net_of().bfloat16(),
+        loss=lambda model, *batch: mse_loss(model(batch[0].bfloat16()), batch[1].bfloat16()),
+    )

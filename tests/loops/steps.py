@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import torch
 from torch.nn.functional import mse_loss
@@ -17,26 +18,17 @@ THROWN = {"DDP": "thrown away", "Horovod": "zero_grad"}
 
 @loop()
 def plain(on):
-    model, optimizer = on.both(net_of())
-    for batch in on.batches():
-        backward(model, batch)
-        optimizer.step()
+    on.fit()
 
 
 @loop()
 def momentum_and_weight_decay(on):
-    model, optimizer = on.both(net_of(), momentum=0.9, nesterov=True, weight_decay=0.01)
-    for batch in on.batches(8):
-        backward(model, batch)
-        optimizer.step()
+    on.fit(count=8, momentum=0.9, nesterov=True, weight_decay=0.01)
 
 
 @loop()
 def adamw(on):
-    model, optimizer = on.both(net_of(), torch.optim.AdamW, lr=0.01)
-    for batch in on.batches(8):
-        backward(model, batch)
-        optimizer.step()
+    on.fit(count=8, kind=torch.optim.AdamW, lr=0.01)
 
 
 @loop()
@@ -76,97 +68,74 @@ def accumulation_without_no_sync(on):
             optimizer.zero_grad()
 
 
-@loop(conserves=False)
-def gradients_set_to_zeros(on):
-    model, optimizer = on.both(net_of())
+def cleared(on, clear, **more):
+    model, optimizer = on.both(net_of(), **more)
     for inputs, targets in on.batches():
-        optimizer.zero_grad(set_to_none=False)
+        clear(optimizer)
         mse_loss(model(inputs), targets).backward()
         optimizer.step()
+
+
+@loop(conserves=False)
+def gradients_set_to_zeros(on):
+    cleared(on, lambda optimizer: optimizer.zero_grad(set_to_none=False))
 
 
 @loop(conserves=False)
 def gradients_that_are_never_cleared(on):
-    model, optimizer = on.both(net_of(), lr=0.01)
-    for inputs, targets in on.batches():
-        mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+    cleared(on, lambda optimizer: None, lr=0.01)
 
 
 @loop(refused={"Horovod": "synchroniz"}, conserves=False)
 def clipped_norms(on):
-    model, optimizer = on.both(net_of())
-    for batch in on.batches():
-        backward(model, batch)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
+    on.fit(before=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
 @loop(refused={"Horovod": "synchroniz"}, conserves=False)
 def noise_in_gradients(on):
-    model, optimizer = on.both(net_of())
-    for batch in on.batches():
-        backward(model, batch)
-        for one in model.parameters():
-            one.grad.add_(0.01)
-        optimizer.step()
+    on.fit(before=lambda model: [one.grad.add_(0.01) for one in model.parameters()])
 
 
 @loop()
 def logged_gradients(on):
+    on.fit(before=lambda model: sum(float(one.grad.norm()) for one in model.parameters()))
+
+
+def scaled(on, count=5, clips=False, factor=lambda number: 1):
     model, optimizer = on.both(net_of())
-    for batch in on.batches():
-        backward(model, batch)
-        sum(float(one.grad.norm()) for one in model.parameters())
-        optimizer.step()
-        sum(float(one.grad.norm()) for one in model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for number, (inputs, targets) in enumerate(on.batches(count)):
+        optimizer.zero_grad()
+        scaler.scale(mse_loss(model(inputs), targets) * factor(number)).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @loop(conserves=False)
 def loss_scaler(on):
-    model, optimizer = on.both(net_of())
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for inputs, targets in on.batches():
-        optimizer.zero_grad()
-        scaler.scale(mse_loss(model(inputs), targets)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    scaled(on)
 
 
 @loop(conserves=False)
 def loss_scaler_that_clips(on):
-    model, optimizer = on.both(net_of())
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for inputs, targets in on.batches():
-        optimizer.zero_grad()
-        scaler.scale(mse_loss(model(inputs), targets)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
-        scaler.step(optimizer)
-        scaler.update()
+    scaled(on, clips=True)
 
 
 @loop(conserves=False, reference="DDP")
 def overflow_on_one_rank(on):
-    model, optimizer = on.both(net_of())
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for number, (inputs, targets) in enumerate(on.batches(6)):
-        optimizer.zero_grad()
-        loss = mse_loss(model(inputs), targets)
-        scaler.scale(loss * (1e38 if number == 3 and on.rank == 1 else 1)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    scaled(on, 6, factor=lambda number: 1e38 if number == 3 and on.rank == 1 else 1)
 
 
 @loop()
 def bfloat16_autocast(on):
-    model, optimizer = on.both(net_of())
-    for inputs, targets in on.batches():
-        optimizer.zero_grad()
+    def loss(model, inputs, targets):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
+            return mse_loss(model(inputs), targets)
+
+    on.fit(loss=loss)
 
 
 @loop()
@@ -185,12 +154,8 @@ def lbfgs(on):
 
 @loop()
 def one_cycle_made_after_attaching(on):
-    model, optimizer = on.both(net_of(), momentum=0.9)
-    schedule = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
-    for batch in on.batches(9):
-        backward(model, batch)
-        optimizer.step()
-        schedule.step()
+    rates = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=10)
+    on.fit(count=9, momentum=0.9, schedule=lambda optimizer: rates(optimizer).step)
 
 
 @loop()
@@ -220,12 +185,10 @@ def rate_of_zero_in_warmup_and_end(on):
 
 @loop()
 def rate_by_the_loss(on):
-    model, optimizer = on.both(net_of())
-    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    for batch in on.batches():
-        backward(model, batch)
-        optimizer.step()
-        schedule.step(1.0)
+    def schedule(optimizer):
+        return functools.partial(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0).step, 1.0)
+
+    on.fit(schedule=schedule)
 
 
 @loop()

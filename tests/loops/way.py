@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
 from horovod_sparse.tensors.layout import local
+from support.passes import net_of
 
 #: front ends; "steps" exchange a rank's own steps, the others its gradients
 WAYS = [f"{front}{kind}" for front in ("DDP", "FSDP2", "module", "Horovod") for kind in ("", " steps")]
@@ -89,7 +91,7 @@ class Training:
         self.is_exact &= isinstance(optimizer, torch.optim.SGD) or not self.steps
         if self.density is None:
             if self.front != "DDP":
-                optimizer.register_step_pre_hook(_on_mean)
+                optimizer.register_step_pre_hook(where_gradients_are(average))
             return optimizer
         recorder = Recorder(
             optimizer, self.steps, shadows=not self.steps and self.front in ("DDP", "Horovod")
@@ -121,6 +123,27 @@ class Training:
         model = self.model(net)
         return model, self.optimizer(model, kind(model.parameters(), lr=lr, **more))
 
+    def fit(
+        self,
+        net: torch.nn.Module | None = None,
+        count: int = 5,
+        loss: Callable[..., torch.Tensor] | None = None,
+        before: Callable[[Any], Any] | None = None,
+        schedule: Callable[[Any], Callable[[], Any]] | None = None,
+        **more: Any,
+    ) -> None:
+        """The plainest loop; with a loss of its own, a line before each step, or a schedule after it."""
+        model, optimizer = self.both(net_of() if net is None else net, **more)
+        adjust = None if schedule is None else schedule(optimizer)
+        for inputs, targets in self.batches(count):
+            optimizer.zero_grad()
+            (mse_loss(model(inputs), targets) if loss is None else loss(model, inputs, targets)).backward()
+            if before is not None:
+                before(model)
+            optimizer.step()
+            if adjust is not None:
+                adjust()
+
     def no_sync(self, model: Any) -> Any:
         return model.no_sync() if self.front == "DDP" else contextlib.nullcontext()
 
@@ -134,27 +157,32 @@ class Training:
         return [local(one.detach()).clone() for net in self.nets for one in net.parameters()]
 
 
-def _on_mean(optimizer: Any, arguments: Any, named: Any) -> Any:
-    """Steps on mean gradients of all ranks; without a closure those that stand there."""
+def where_gradients_are(then: Callable[[Any], None]) -> Any:
+    """A hook before a step, which is carried out after the closure, if the step has one."""
 
-    def average() -> None:
-        for one in (one for group in optimizer.param_groups for one in group["params"]):
-            mean = torch.zeros_like(one) if one.grad is None else one.grad.detach().to_dense()
-            shared = torch.cat([mean.reshape(-1), torch.tensor([one.grad is not None]).to(mean)])
-            dist.all_reduce(shared)
-            if shared[-1].real:
-                one.grad = (shared[:-1] / dist.get_world_size()).view_as(one)
+    def hook(optimizer: Any, arguments: Any, named: Any) -> Any:
+        given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if given is None:
+            return then(optimizer)
 
-    given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-    if given is None:
-        return average()
+        def closure() -> Any:
+            loss = given()
+            then(optimizer)
+            return loss
 
-    def closure() -> Any:
-        loss = given()
-        average()
-        return loss
+        return (arguments[0], closure), {}
 
-    return (arguments[0], closure), {}
+    return hook
+
+
+def average(optimizer: Any) -> None:
+    """Takes mean gradients of all ranks."""
+    for one in (one for group in optimizer.param_groups for one in group["params"]):
+        mean = torch.zeros_like(one) if one.grad is None else one.grad.detach().to_dense()
+        shared = torch.cat([mean.reshape(-1), torch.tensor([one.grad is not None]).to(mean)])
+        dist.all_reduce(shared)
+        if shared[-1].real:
+            one.grad = (shared[:-1] / dist.get_world_size()).view_as(one)
 
 
 class Recorder:
@@ -179,7 +207,7 @@ class Recorder:
                 if one.requires_grad:
                     one.register_hook(lambda gradient, one=one: self._came(one, gradient))
         else:
-            optimizer.register_step_pre_hook(self._compute)
+            optimizer.register_step_pre_hook(where_gradients_are(self._compute))
 
     def has(self, one: torch.Tensor) -> bool:
         return any(one is other for other in self.parameters)
@@ -189,20 +217,8 @@ class Recorder:
         before = 0 if one.grad is None else self._shadow.get(one, 0)
         self._shadow[one] = gradient.detach().to_dense().clone() + before
 
-    def _compute(self, optimizer: Any, arguments: Any, named: Any) -> Any:
-        given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-        if given is None:
-            return self._note()
-
-        def closure() -> Any:
-            loss = given()
-            self._note()
-            return loss
-
-        return (arguments[0], closure), {}
-
     @torch.no_grad()
-    def _note(self) -> None:
+    def _compute(self, _: Any) -> None:
         for one, rate in ((one, group["lr"]) for group in self.groups for one in group["params"]):
             self._before[one] = local(one.detach()).clone()
             if one.grad is not None and one in self.computed:
