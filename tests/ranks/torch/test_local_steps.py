@@ -1,4 +1,4 @@
-"""Local steps on real ranks, over Horovod and torch.distributed: the same bits, and no gradient travels."""
+"""Horovod and torch.distributed in the same processes: local steps and states are the same, bit for bit."""
 
 from typing import Any
 
@@ -12,6 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 import horovod_sparse.torch as hvd
 from horovod_sparse import ddp
 from horovod_sparse.errors import ArgumentError, DriftError, StateMismatchError, UnsupportedError
+from horovod_sparse.merging import Plan
+from support.dyadic import gradients_for
+from support.linear import LinearModel
+from support.optimizers import make, train_step
+from support.replicas import Replica
 
 pytestmark = pytest.mark.usefixtures("process_group")
 WAYS: dict[str, dict[str, Any]] = {
@@ -119,3 +124,31 @@ def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
         hvd.LocalSteps(wrapped, net, every=2)
     with pytest.raises(DriftError, match=r"0\.weight"):
         Training(kind, seed=rank).train(rank, 1)
+
+
+SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
+PLAN = Plan((("second", "bias"), ("first",)))
+gradients = gradients_for(SHAPES)
+
+
+@pytest.mark.parametrize(
+    "text", ["topk:density=0.1", "exdyna:density=0.1", "dgc:density=0.1,feedback=momentum"]
+)
+def test_each_loads_what_the_other_has_saved(text, rank, size):
+    model, replica = LinearModel(SHAPES), Replica(SHAPES, text, plan=PLAN)
+    optimizer = make(model, text, plan=PLAN)
+    for step in range(3):
+        train_step(model, optimizer, gradients(rank, step))
+    replica.net.load_state_dict(model.state_dict())
+    replica.sync.load_state_dict(optimizer.state_dict()["horovod_sparse"])
+    for step in range(3, 6):
+        one, other = train_step(model, optimizer, gradients(rank, step)), replica.step(gradients(rank, step))
+        assert all(torch.equal(one[name], other[name]) for name in SHAPES), step
+    later = LinearModel(SHAPES)
+    again = make(later, text, plan=PLAN)
+    later.load_state_dict(replica.net.state_dict())
+    again.load_state_dict(again.state_dict() | {"horovod_sparse": replica.sync.state_dict()})
+    for step in range(6, 9):
+        one, other = train_step(later, again, gradients(rank, step)), replica.step(gradients(rank, step))
+        assert all(torch.equal(one[name], other[name]) for name in SHAPES), step
+    assert replica.sync.step == 9

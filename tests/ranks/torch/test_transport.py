@@ -1,5 +1,6 @@
-"""Messages between two ranks, over MPI and over Horovod's all-to-all: sparse all-reduces give one result."""
+"""The driver on real ranks: messages of pairs by MPI and by Horovod's all-to-all, and waiting for ranks."""
 
+import os
 import random
 import time
 
@@ -12,7 +13,7 @@ import horovod_sparse.torch as sparse
 from conformance.engine import given, replicas_agree
 from conformance.engines_torch import ENGINES
 from horovod_sparse.collectives import AllGather, AllReduce, Exchange
-from horovod_sparse.errors import CollectiveMismatchError, NonFiniteGradientError
+from horovod_sparse.errors import CollectiveMismatchError, DeadlineError, NonFiniteGradientError
 from horovod_sparse.torch.driver import HorovodDriver
 from support.linear import LinearModel
 
@@ -217,3 +218,42 @@ def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, n
     for training in (sick, well):
         training.step(given(rank, 3))
         assert replicas_agree(ENGINES[0], training)
+
+
+def one_round():
+    yield AllReduce(np.ones(1))
+
+
+def two_rounds():
+    yield AllReduce(np.ones(1))
+    yield AllReduce(np.ones(1))
+
+
+def test_waiting_is_counted_and_advancing_is_not_waiting(rank, size):
+    driver = HorovodDriver()
+    hvd.barrier()
+    if rank == 0:
+        time.sleep(0.3)  # the others have nothing to do for as long
+    task = driver.start("late", one_round())
+    before = time.perf_counter()
+    driver.advance()
+    assert time.perf_counter() - before < 0.1, "advance blocks"
+    driver.wait([task])
+    assert task.waited_seconds == pytest.approx(driver.idle_seconds)
+    assert (task.waited_seconds > 0.2) == (rank != 0)
+
+
+def test_waiting_for_a_rank_that_does_not_come_is_an_error(rank, size):
+    driver, begun = HorovodDriver(deadline_seconds=1.0), time.perf_counter()
+    if rank < size - 1:
+        task = driver.start("late", two_rounds())
+        with pytest.raises(DeadlineError, match=r"round 1 of late has waited 1 s") as error:
+            driver.wait([task])
+        assert time.perf_counter() - begun < 5 and task.done and not driver.parked
+        known = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+        assert error.value.missing == ({size - 1: ""} if known else None)
+    else:
+        driver.wait([driver.start("late", one_round())])
+        time.sleep(2.5)
+        hvd.allreduce(torch.ones(1, dtype=torch.float64), op=hvd.Sum, name="late.1")
+    hvd.barrier()

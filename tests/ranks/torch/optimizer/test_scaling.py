@@ -1,23 +1,21 @@
-"""Loss scaling by torch.amp.GradScaler, in the loops that its users write."""
+"""Loss scaling in loops that conformance/pytorch.py has not, and steps that are skipped."""
 
-import contextlib
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from horovod_sparse.errors import NonFiniteGradientError
+import horovod_sparse.torch as hvd
+from conformance.engine import SHAPES, given, run
+from conformance.engines_torch import ENGINES
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
 from horovod_sparse.tensors.loss_scale import scaled_by, watch_scalers
-from support.dyadic import gradients_for
 from support.linear import LinearModel, dyadic, same_on_all_ranks
-from support.optimizers import make, residuals_of
-from support.sampling import rows_by
+from support.optimizers import make, train_step
 
-SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11)}
-#: a scale that grows and falls, at the ends of steps
-SCALES = [2.0**10, 2.0**11, 2.0**11, 2.0**9, 2.0**16, 2.0**16, 2.0**8, 2.0**9]
-RECIPES = ["topk:density=0.05", "micro:density=0.05", "hard_threshold:threshold=0.5", "topk:density=1.0"]
-gradients = gradients_for(SHAPES)
+OWN = ENGINES[0]
 
 
 def backward(model, given, scaler=None):
@@ -25,64 +23,8 @@ def backward(model, given, scaler=None):
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
-def unscaling(model, optimizer, given, scaler):
-    backward(model, given, scaler)
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    scaler.step(optimizer)
-
-
-def recipe_of_horovod(model, optimizer, given, scaler):
-    backward(model, given, scaler)
-    optimizer.synchronize()
-    scaler.unscale_(optimizer)
-    with optimizer.skip_synchronize():
-        scaler.step(optimizer)
-
-
-LOOPS = {"unscale_": unscaling, "synchronize": recipe_of_horovod}
-
-
 def own(model, text, **arguments):
     return make(model, text, bucket_bytes=700, **arguments)
-
-
-def train(wrap, text, loop, rank, *, scales=SCALES, bad=(), size=2):
-    """Weights after every step; without a loop, in steps that are not scaled."""
-    model = LinearModel(SHAPES)
-    optimizer = wrap(model, text)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0], growth_interval=10**6)
-    history = []
-    for step, _ in enumerate(scales):
-        optimizer.zero_grad()
-        given = gradients(rank, step)
-        if step in bad and rank == size - 1:
-            given["second"].reshape(-1)[3] = torch.inf
-        if loop is None:
-            with contextlib.suppress(NonFiniteGradientError):
-                backward(model, given)
-                optimizer.step()
-        else:
-            LOOPS[loop](model, optimizer, given, scaler)
-            if step in bad:
-                scaler.update()
-                assert scaler.get_scale() == scales[step] / 2
-            scaler.update(scales[min(step + 1, len(scales) - 1)])
-        history.append(torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()]))
-    return history, optimizer
-
-
-@rows_by("text,loop", RECIPES, LOOPS)
-def test_a_scale_that_changes_changes_no_update(text, loop, rank, size):
-    """And an overflow on one rank skips the step on all, as if it had been refused and caught."""
-    expected, unscaled = train(own, text, None, rank, bad=[3], size=size)
-    scales = [3.0 * scale for scale in SCALES] if text == RECIPES[-1] else SCALES
-    found, optimizer = train(own, text, loop, rank, scales=scales, bad=[3], size=size)
-    assert torch.equal(found[3], found[2])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    for name, values in residuals_of(optimizer).items():
-        torch.testing.assert_close(values, residuals_of(unscaled)[name], rtol=1e-5, atol=1e-5)
-    assert same_on_all_ranks(found[-1])
 
 
 def test_clipping_and_passes_in_true_units(rank):
@@ -94,7 +36,7 @@ def test_clipping_and_passes_in_true_units(rank):
         for step in range(4):
             optimizer.zero_grad()
             for number in range(2):
-                backward(model, gradients(rank, 2 * step + number), scaler)
+                backward(model, given(rank, 2 * step + number), scaler)
             scaler.step(optimizer)
             scaler.update(2.0 ** (8 + step))
         results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
@@ -113,7 +55,7 @@ def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
                 optimizer.zero_grad()
                 if number == 0:
                     loss = checkpoint(
-                        lambda one, model=model, step=step: one * model.loss(gradients(rank, step)),
+                        lambda one, model=model, step=step: one * model.loss(given(rank, step)),
                         torch.ones((), requires_grad=True),
                         use_reentrant=True,
                     )
@@ -121,7 +63,7 @@ def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
                     scaler.step(optimizer)
                     scaler.update()
                 else:
-                    backward(model, gradients(rank, step))
+                    backward(model, given(rank, step))
                     optimizer.step()
         results.append([p.detach().clone() for model in models for p in model.parameters()])
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
@@ -134,14 +76,14 @@ def test_a_rank_without_gradients_takes_part_after_a_step_that_its_scaler_skippe
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
         optimizer.zero_grad()
-        given = gradients(rank, step)
+        mine = given(rank, step)
         if step == 1:
-            given["second"].reshape(-1)[3] = torch.inf
+            mine["second"].reshape(-1)[3] = torch.inf
         used = scaler if step < 2 or later == "scaled" else None
         if step in (0, 2) and rank:
             backward(other, {"other": dyadic((3,), rank, step, "other")}, used)
         else:
-            backward(model, given, used)
+            backward(model, mine, used)
         if used is None:
             optimizer.step()
         else:
@@ -163,3 +105,52 @@ def test_a_scaled_backward_pass_that_fails_leaves_no_scale_behind():
     with pytest.raises(MemoryError):
         scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
     assert scaled_by() is None
+
+
+def poisoned(rank: int, size: int) -> dict[str, np.ndarray]:
+    """The last rank has one element that is not finite."""
+    gradients = given(rank, 2)
+    if rank == size - 1:
+        gradients["first"][3, 7] = np.nan
+    return gradients
+
+
+def test_skip_holds_for_a_step_after_synchronize_and_for_the_next_one_no_more(rank, size):
+    model = LinearModel(SHAPES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.5),
+        model.named_parameters(),
+        "topk:density=0.1",
+        on_nonfinite="skip",
+        max_grad_norm=1.0,
+    )
+    for step in range(2):
+        train_step(model, optimizer, given(rank, step))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.backward(poisoned(rank, size))
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        assert optimizer.step() is None
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    assert [int(state["step"]) for state in optimizer.state.values()] == [2] * len(before)
+    optimizer.zero_grad()
+    train_step(model, optimizer, given(rank, 3))
+    assert not all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+def test_a_closure_that_cannot_be_skipped_raises_and_so_does_dense_training(rank, size):
+    for argument in ({"on_nonfinite": "skip"}, {"check_every": 3}):
+        with pytest.raises(ArgumentError, match=next(iter(argument))):
+            make(LinearModel(SHAPES), "none", **argument)
+    training = OWN.train("topk:density=0.1", on_nonfinite="skip")
+    run(training, OWN, range(2))
+
+    def closure() -> Any:
+        training.optimizer.zero_grad()
+        loss = training.loss(poisoned(rank, size))
+        loss.backward()
+        return loss
+
+    with pytest.raises(NonFiniteGradientError):
+        training.optimizer.step(closure)
