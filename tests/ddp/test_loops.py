@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse import ddp
 from horovod_sparse.errors import UnsupportedError
 from support.passes import adamw, backward, batches, begun, flat, net_of, train
-from support.replicas import same_on_all_replicas
+from support.replicas import common_are_equal, same_on_all_replicas
 from support.sampling import rows_by
 
 schedules = pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 0)])
@@ -44,8 +44,7 @@ def test_a_scale_that_is_too_large_on_one_rank_alone_gives_an_exchange_up(every,
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        with sync.common():
-            assert same_on_all_replicas(*net.parameters())
+        common_are_equal(net, sync)
     sync.finish()
     assert scaler.get_scale() == (128.0 if rank == 1 else 256.0)
     assert torch.isfinite(flat(net)).all()
@@ -61,8 +60,7 @@ def test_parameters_that_are_edited_between_steps_are_an_error(every, delay, ran
         for one in net.parameters():
             one.data.clamp_(-0.1, 0.1)
     train(net, optimizer, rank, 1)
-    with sync.common():
-        assert same_on_all_replicas(*net.parameters())
+    common_are_equal(net, sync)
     for one in net.parameters():
         one.data.mul_(0.5)
     with pytest.raises(UnsupportedError, match=r"within `with sync.common\(\):`"):
@@ -143,14 +141,9 @@ def test_what_is_compiled_steps_as_what_is_not(how, rank):
         model = torch.compile(net, backend="eager") if compiles and how == "the model" else net
         optimizer = adamw(net)
         ddp.attach(model, TEXT, optimizer)
-        step = (
-            torch.compile(optimizer.step, backend="eager")
-            if compiles and how == "the step"
-            else optimizer.step
-        )
-        for batch in batches(rank):
-            backward(model, batch)
-            step()
+        if compiles and how == "the step":
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        train(model, optimizer, rank)
         ends.append(flat(net))
     assert torch.equal(*ends)
 

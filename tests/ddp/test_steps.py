@@ -18,8 +18,8 @@ from horovod_sparse.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from support.passes import STEPS, adamw, backward, batches, begun, flat, net_of, train
-from support.replicas import same_on_all_replicas
+from support.passes import STEPS, adamw, backward, batches, begun, flat, net_of, sick, train
+from support.replicas import common_are_equal, same_on_all_replicas
 
 SCHEDULES = [(1, 0), (1, 1), (1, 3), (4, 0), (3, 1)]
 schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
@@ -27,16 +27,21 @@ schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
 
 @schedules
 @pytest.mark.parametrize("text", ["best:density=0.05", "chunk_topk:density=0.05,feedback=best,chunk=64"])
-def test_common_parameters_are_equal_bit_for_bit_after_every_pass(every, delay, text, rank):
+@pytest.mark.parametrize("missing", [False, True])
+def test_common_parameters_are_equal_bit_for_bit_after_every_pass(every, delay, text, missing, rank):
+    """Also where one rank has no gradient of a parameter in some passes."""
     net, optimizer, sync = begun(every, delay, text, weight_decay=0.1)
+
+    def between(step: int) -> None:
+        if missing and step % 3 == 1 and rank == 0:
+            net[0].weight.grad = None
 
     def look(step: int) -> None:
         own = flat(net)
-        with sync.common():
-            assert same_on_all_replicas(*net.parameters())
+        common_are_equal(net, sync)
         assert torch.equal(flat(net), own)  # this rank's own moves are back, bit for bit
 
-    train(net, optimizer, rank, each=look)
+    train(net, optimizer, rank, between=between, each=look)
     sync.finish()
     assert same_on_all_replicas(*net.parameters())
 
@@ -60,31 +65,6 @@ def test_what_ranks_computed_is_applied_or_held_back(every, delay, values, rank,
     left = sums - torch.cat([held[name].reshape(-1) for name in names])
     dist.all_reduce(left)
     torch.testing.assert_close(flat(net), start - left / size, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"momentum": 0.9, "weight_decay": 0.01},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.9, "dampening": 0.5},
-    ],
-)
-def test_sgd_at_density_1_is_sgd_of_the_mean_gradient(settings, rank, size):
-    net, plain = net_of(), net_of()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, **settings)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.05, **settings)
-    ddp.attach(net, "topk:density=1.0,feedback=best", optimizer)
-    for batch in batches(rank):
-        backward(net, batch)
-        optimizer.step()
-        backward(plain, batch)
-        for one in plain.parameters():
-            dist.all_reduce(one.grad)
-            one.grad /= size
-        reference.step()
-    torch.testing.assert_close(flat(net), flat(plain), rtol=1e-5, atol=1e-6)
 
 
 def test_muon_at_density_1_takes_the_mean_of_the_ranks_own_steps(rank, size):
@@ -117,13 +97,7 @@ def test_muon_steps_sparsely_and_a_nan_leaves_nothing(every, delay, rank):
     matrices = [one for one in net.parameters() if one.ndim == 2]
     optimizer = torch.optim.Muon(matrices, lr=0.02)
     sync = ddp.attach(net, "best", optimizer, every=every, delay=delay, on_nonfinite="skip")
-    for step, batch in enumerate(batches(rank)):
-        if step == 6 and rank == 1:
-            batch = batch[0] * float("nan"), batch[1]
-        backward(net, batch)
-        optimizer.step()
-        with sync.common():
-            assert same_on_all_replicas(*net.parameters())
+    train(net, optimizer, rank, before=sick(6, rank), each=lambda _: common_are_equal(net, sync))
     sync.finish()
     assert not torch.equal(net[0].weight, net_of()[0].weight)
     assert all(
@@ -138,16 +112,13 @@ def test_a_nan_on_one_rank_leaves_nothing_on_any(every, delay, rank):
     net, optimizer, sync = begun(every, delay)
     raised = 0
     for step, batch in enumerate(batches(rank, 20)):
-        if step == 6 and rank == 1:
-            batch = batch[0] * float("nan"), batch[1]
-        backward(net, batch)
+        backward(net, sick(6, rank)(step, batch))
         try:
             optimizer.step()
         except NonFiniteGradientError as error:
             raised += 1
             assert list(error.where) == [1]
-        with sync.common():
-            assert same_on_all_replicas(*net.parameters())
+        common_are_equal(net, sync)
     sync.finish()
     assert raised == 1
     assert torch.isfinite(flat(net)).all()
@@ -191,18 +162,6 @@ def test_what_has_no_gradient_or_no_rate_does_not_move(every, delay, how, rank):
     assert torch.equal(net[0].weight, before)
     assert torch.equal(sync.state_dict()["residuals"]["0.weight"], held)
     assert not torch.equal(net[2].weight, moved)
-
-
-@schedules
-def test_a_gradient_that_is_missing_on_one_rank_alone(every, delay, rank):
-    net, optimizer, sync = begun(every, delay, weight_decay=0.1)
-    for step, batch in enumerate(batches(rank)):
-        backward(net, batch)
-        if step % 3 == 1 and rank == 0:
-            net[0].weight.grad = None
-        optimizer.step()
-        with sync.common():
-            assert same_on_all_replicas(*net.parameters())
 
 
 def test_a_closure_is_run_once_and_its_loss_comes_back(rank):
@@ -325,9 +284,7 @@ def test_parameters_of_every_float_type_train(every, delay, dtype, rank):
     net = net_of().to(dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
-    for batch in batches(rank):
-        backward(net, [one.to(dtype) for one in batch])
-        optimizer.step()
+    train(net, optimizer, rank, before=lambda _, batch: [one.to(dtype) for one in batch])
     sync.finish()
     assert same_on_all_replicas(*(one.detach().double() for one in net.parameters()))
     assert not torch.equal(net[0].weight, net_of().to(dtype)[0].weight)
@@ -341,15 +298,15 @@ def test_parameters_join_while_moves_are_under_way(every, delay, how, rank):
     optimizer = torch.optim.AdamW((net[0] if how == "added" else net).parameters(), lr=1e-2)
     sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
     before = net[2].weight.detach().clone()
-    for step, batch in enumerate(batches(rank)):
+
+    def join(step: int, batch):
         if step == 6:
             net[2].requires_grad_(True)
             if how == "added":
                 optimizer.add_param_group({"params": net[2].parameters()})
-        backward(net, batch)
-        optimizer.step()
-        with sync.common():
-            assert same_on_all_replicas(*net.parameters())
+        return batch
+
+    train(net, optimizer, rank, before=join, each=lambda _: common_are_equal(net, sync))
     sync.finish()
     assert same_on_all_replicas(*net.parameters())
     assert not torch.equal(net[2].weight, before)
@@ -404,9 +361,7 @@ def test_an_interrupt_on_one_rank_alone_is_named_by_the_next_step(delay, rank, m
     else:
         optimizer.step()
     with pytest.raises(StateMismatchError, match=r"not at the same (exchange|step)"):
-        for batch in batches(rank, 3):
-            backward(net, batch)
-            optimizer.step()
+        train(net, optimizer, rank, 3)
 
 
 @pytest.mark.controllers

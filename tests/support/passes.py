@@ -25,11 +25,20 @@ def backward(net, batch) -> torch.Tensor:
     return loss
 
 
-def train(net, optimizer, rank, count: int = STEPS, each=lambda step: None) -> None:
+def train(net, optimizer, rank, count: int = STEPS, *, before=None, between=None, each=None) -> None:
+    """Of a step, what is changed in its batch, in its gradients, and what is looked at behind it."""
     for step, batch in enumerate(batches(rank, count)):
-        backward(net, batch)
+        backward(net, batch if before is None else before(step, batch))
+        if between is not None:
+            between(step)
         optimizer.step()
-        each(step)
+        if each is not None:
+            each(step)
+
+
+def sick(at: int, rank: int):
+    """Spoils rank 1's batch of one step."""
+    return lambda step, batch: (batch[0] * (float("nan") if (step, rank) == (at, 1) else 1.0), batch[1])
 
 
 def flat(net) -> torch.Tensor:

@@ -75,3 +75,8 @@ def same_on_all_replicas(*tensors: torch.Tensor) -> bool:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sums)
     return all(item == everyone[0] for item in everyone)
+
+
+def common_are_equal(net: torch.nn.Module, sync: Any) -> None:
+    with sync.common():
+        assert same_on_all_replicas(*net.parameters())
