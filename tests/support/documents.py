@@ -172,6 +172,8 @@ PRELUDES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "torch trained": ("torch", _torch_trained),
     "ddp": ("torch", _ddp),
     "torchrun": ("torch", _torchrun),
+    "horovodrun": ("torch", dict),
+    "horovodrun keras": ("tensorflow", dict),
     "tensorflow": ("tensorflow", _tensorflow),
     "keras": ("tensorflow", _keras),
 }

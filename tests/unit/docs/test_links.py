@@ -213,7 +213,8 @@ OTHERWISE = {
     "tuning.md": set(),
     # the fixed number below which a bucket stays dense
     "merging.md": {"65,536"},
-    "README.md": set(),
+    # losses that its script prints, which are no measurement
+    "README.md": {"0.72", "0.77"},
 }
 
 
