@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from horovod_sparse.collectives import AllToAll
 from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
+from horovod_sparse.tensorflow.task import Task, held_by_graph
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesTraining
-from horovod_sparse.tensorflow.waiting import Awaited, Waiting, Watch
 
 #: of gradients: what a batch of small parts comes to. Folding so many takes about as long as calling Python.
 _BATCH_BYTES = 1 << 20
@@ -31,9 +31,8 @@ _BATCH_BYTES = 1 << 20
 class Driver:
     """Builds the operations of synchronizations, in the graph that is being traced; runs nothing."""
 
-    def __init__(self, training: VariablesTraining, watch: Watch) -> None:
-        self._training, self._process_set, self._watch = training, training.process_set, watch
-        self.host = HostFunctions()
+    def __init__(self, training: VariablesTraining) -> None:
+        self._training, self._process_set, self.host = training, training.process_set, HostFunctions()
 
     def start(
         self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
@@ -44,80 +43,41 @@ class Driver:
             for batch in _batches(parts)
             for own in ([[part] for part in batch] if batch[0].task.looped else [batch])
         ]
-        waiting = self._watch.waiting(len(batches), self._awaited(parts))
         tokens = []
-        for number, batch in enumerate(batches):
+        for batch in batches:
             given = [gradients[parts.index(part)] for part in batch]
             if batch[0].task.looped:
-                tokens += self._looped(batch[0], given[0], rate, waiting, number)
+                tokens += self._looped(batch[0].task, given[0], rate)
             else:
-                tokens += self._unrolled(batch, given, rate, waiting, number)
+                tokens += self._unrolled([part.task for part in batch], given, rate)
         return tokens
 
-    def _awaited(self, parts: Sequence[Part]) -> Callable[[], Awaited | None]:
-        """Tells what comes first among what the others have not sent."""
-        label = self._training.engine.label
-        tasks = [(f"{label}.{part.name}", part.task) for part in parts]
-
-        def awaited() -> Awaited | None:
-            found = ((name, task.awaited) for name, task in tasks)
-            return next(((name, number) for name, number in found if number is not None), None)
-
-        return awaited
-
-    def settle(
-        self,
-        tokens: Sequence[tf.Tensor],
-        finish: Callable[..., list[np.ndarray]],
-        like: Sequence[tuple[tf.DType, Any]],
-    ) -> list[tf.Tensor]:
-        """Returns the results of several synchronizations at their end, or raises their errors."""
-        with tf.device(HOST):
-            results = self.host.run(finish, list(tokens), [dtype for dtype, _ in like])
-        return _shaped(results, [shape for _, shape in like])
-
-    def _beginning(self, part: Part) -> Callable[..., Wire]:
-        """Returns the host function that begins a part's step."""
-        # by its position: a graph shall not keep the memory of buckets that there are no more
-        version, position, task = self._training.version, self._training.parts.index(part), part.task
-
-        def begin(rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
-            here = self._training.rank_and_size
-            task.legs.clear()
-            with task.working():
-                try:
-                    self._training.agree()
-                    (part,) = self._training.at(version, [position])
-                    known = float(rate[0]) if rate.size else None
-                    coroutine = part.begin(known, arrays)
-                except Exception as error:
-                    return task.fail(error, here)
-                return task.start(coroutine, here)
-
-        return begin
+    def _begin(self, task: Task, rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
+        """Begins the step of the part that has a task now."""
+        here = self._training.rank_and_size
+        task.legs.clear()
+        with task.working():
+            try:
+                self._training.agree()
+                coroutine = self._training.part_of(task).begin(float(rate[0]) if rate.size else None, arrays)
+            except Exception as error:
+                return task.fail(error, here)
+            return task.start(coroutine, here)
 
     def _unrolled(
-        self,
-        parts: Sequence[Part],
-        gradients: Sequence[Sequence[tf.Tensor]],
-        rate: tf.Tensor,
-        waiting: Waiting,
-        batch: int,
+        self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Makes the operations of parts with the same kinds of requests: one host call between two rounds."""
-        tasks, kinds = [part.task for part in parts], parts[0].task.kinds
-        sizes = [len(tensors) for tensors in gradients]
+        """Makes the operations of tasks with the same kinds of requests: one host call between two rounds."""
+        kinds, sizes = tasks[0].kinds, [len(tensors) for tensors in gradients]
         inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
-        beginnings = [self._beginning(part) for part in parts]
 
         def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
             ends = itertools.accumulate(sizes)
             own = [arrays[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-            wires = [begin(rate, mine) for begin, mine in zip(beginnings, own, strict=True)]
-            return [waiting.begun(batch), *given(wires, 0)]
+            wires = [self._begin(task, rate, mine) for task, mine in zip(tasks, own, strict=True)]
+            return [held_by_graph(tasks), *given(wires, 0)]
 
         def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
-            waiting.moved()
             wires = []
             for i, task in enumerate(tasks):
                 with task.working():
@@ -138,29 +98,25 @@ class Driver:
             for number, kind in enumerate(kinds):
                 answers = [tf.constant(number, tf.int32)]
                 for i, task in enumerate(tasks):
-                    buffer, splits = _shaped(messages[2 * i : 2 * i + 2], ([None], [None]))
+                    buffer, splits = shaped(messages[2 * i : 2 * i + 2], ([None], [None]))
                     answers += carry_out(kind, buffer, splits, f"{task.name}.{number}", self._process_set)
                 messages = self.host.run(resume, answers, types(number + 1))
-            return [held, *_shaped(messages[:1], ([],))]
+            return [held, *shaped(messages[:1], ([],))]
 
-    def _looped(
-        self, part: Part, gradients: Sequence[tf.Tensor], rate: tf.Tensor, waiting: Waiting, batch: int
-    ) -> list[tf.Tensor]:
-        """Makes the operations of a part, of as many rounds as `task.kinds` has when the graph runs.
+    def _looped(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> list[tf.Tensor]:
+        """Makes the operations of a task, of as many rounds as `task.kinds` has when the graph runs.
 
         In elastic training a function is traced once, and ranks come and go: the host says after every round
         whether there is another one. All requests are all-to-alls then.
         """
-        task, begin = part.task, self._beginning(part)
         types = [tf.int32, tf.int32, tf.bool]
         shapes: list[Any] = [[None], [None], []]
 
         def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            wire = begin(rate, arrays)
-            return [waiting.begun(batch), *given(wire)]
+            wire = self._begin(task, rate, arrays)
+            return [held_by_graph([task]), *given(wire)]
 
         def resume(output: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
-            waiting.moved()
             with task.working():
                 return given(task.resume(output, splits))
 
@@ -171,16 +127,16 @@ class Driver:
             with tf.device(HOST):
                 name = f"{task.name}.rounds"
                 output, received = carry_out(AllToAll, buffer, splits, name, self._process_set)
-                return _shaped(self.host.run(resume, [output, received], types), shapes)
+                return shaped(self.host.run(resume, [output, received], types), shapes)
 
         with tf.device(HOST):
             held, *first = self.host.run(start, [rate, *gradients], [tf.int32, *types])
-            message = _shaped(first, shapes)
+            message = shaped(first, shapes)
             ended = tf.while_loop(lambda _buffer, _splits, more: more, turn, message, parallel_iterations=1)
             return [held, tf.cast(ended[2], tf.int32)]
 
 
-def _shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
+def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
     """Gives results of a host function their shapes, of which a graph knows nothing."""
     for tensor, shape in zip(tensors, shapes, strict=True):
         tensor.set_shape(shape)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic
-from horovod_sparse.tensorflow.collectives import carry_out_together, known_to_elastic, label_of, not_folded
+from horovod_sparse.collectives import AllGather
+from horovod_sparse.tensorflow._horovod import is_elastic
+from horovod_sparse.tensorflow.collectives import carry_out, carry_out_together, label_of, not_folded
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
-from horovod_sparse.tensorflow.replanning import Replanning
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_variable, is_comparable, numpy_dtype, scaled_locally, times
 from horovod_sparse.tensorflow.training import VariablesTraining
@@ -26,36 +26,23 @@ from horovod_sparse.training.drift import DriftCheck, HostEntry
 class Ending:
     """Takes what the coroutines of a step have returned, when all of them have ended."""
 
-    def __init__(
-        self, training: VariablesTraining, replanning: Replanning, average: bool, leaves_one_alone: bool
-    ) -> None:
-        self._training, self._replanning, self._average = training, replanning, average
+    def __init__(self, training: VariablesTraining, average: bool, leaves_one_alone: bool) -> None:
+        self._training, self._average = training, average
         #: with one rank gradients are applied as they are: of the step nothing stays
         self._leaves_one_alone = leaves_one_alone
         self._lock = threading.Lock()
 
     def finish(
-        self, parts: Sequence[Part], found: Sequence[BaseException] = ()
+        self, parts: Sequence[Part], found: Sequence[BaseException], scaled: bool
     ) -> tuple[list[np.ndarray], Outcome]:
-        """Sums or averages by variable, or zeros; raises the step's error here, and the next may follow.
+        """Returns sums or averages by variable; zeros in a skipped step, NaN in one that has overflowed.
 
-        Errors that were found beside the parts are of all ranks alike.
+        Raises the step's error, and the next step may follow. `found` are errors that all ranks have alike.
         """
-        try:
-            arrays, outcome = self._finished(parts, found)
-        except BaseException:
-            self._replanning.after_step(went_well=False)
-            raise
-        self._replanning.after_step(went_well=outcome == Outcome.APPLIED)
-        return arrays, outcome
-
-    def _finished(
-        self, parts: Sequence[Part], found: Sequence[BaseException]
-    ) -> tuple[list[np.ndarray], Outcome]:
         now, training = time.perf_counter(), self._training
         with self._lock:
             errors = [*found, *(part.task.error for part in parts if part.task.error is not None)]
-            verdict = training.policy.judge(errors)
+            verdict = training.policy.judge(errors, scaled=scaled)
             training.last_error = verdict.error
             if self._leaves_one_alone and training.size == 1:
                 verdict = Verdict(Outcome.SKIPPED, drop=True)
@@ -64,8 +51,9 @@ class Ending:
                     part.abandon(drop=verdict.drop)
                 if verdict.outcome == Outcome.RAISE and verdict.error is not None:
                     raise verdict.error
+                value = float("nan") if verdict.outcome == Outcome.OVERFLOW else 0.0
                 shapes = [(shape, numpy_dtype(part.dtype)) for part in parts for shape in part.shapes]
-                return [np.zeros(shape, dtype) for shape, dtype in shapes], verdict.outcome
+                return [np.full(shape, value, dtype) for shape, dtype in shapes], verdict.outcome
             scale = 1.0 / training.size if self._average else 1.0
             applied = [part.apply(scale) for part in parts]
             training.step += 1
@@ -131,74 +119,12 @@ class Replicas:
         return tf.cond(due, checked, lambda: tf.zeros([], tf.int32))
 
 
-class ScaledReduction:
-    """Reduces gradients of a scaled loss, NaN on all where not finite on one; the scale is a power of two."""
-
-    def __init__(self, process_set: Any, watch: Watch | None = None) -> None:
-        self._process_set, self._name = process_set, ""
-        self._watch = watch or Watch(None, process_set)
-
-    def __call__(
-        self,
-        reduce: Callable[[list[Any]], list[Any]],
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        scale: Any,
-        skips: bool = True,
-    ) -> list[Any]:
-        """Reduced gradients, of the loss times the scale."""
-
-        def reduced() -> list[Any]:
-            sums = reduce([times(gradient, 1.0 / scale) for gradient in gradients])
-            return [times(gradient, scale) for gradient in sums]
-
-        def skipped() -> list[Any]:
-            return [times(gradient, float("nan")) for gradient in gradients]
-
-        if not skips:
-            return reduced()
-        num_bad = self._num_bad(gradients, variables)
-        if tf.executing_eagerly():
-            return skipped() if int(num_bad) else reduced()
-        # both branches give the same ones; which ones a reduction gives is known when it is traced
-        given: list[int] = []
-
-        def reduced_ones() -> list[Any]:
-            sums = reduced()
-            given[:] = [i for i, gradient in enumerate(sums) if gradient is not None]
-            return [sums[i] for i in given]
-
-        def skipped_ones() -> list[Any]:
-            zeros = [tf.zeros_like(as_variable(variable)) for variable in variables]
-            every = [zeros[i] if gradient is None else gradient for i, gradient in enumerate(gradients)]
-            return [times(every[i], float("nan")) for i in given]
-
-        results = iter(tf.cond(tf.equal(num_bad, 0), reduced_ones, skipped_ones))
-        return [next(results) if i in given else None for i in range(len(gradients))]
-
-    def _num_bad(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
-        """Counts the ranks on which a gradient is not finite."""
-        if not self._name:
-            every = [as_variable(variable) for variable in variables]
-            self._name = label_of("horovod_sparse.finite", self._process_set, every)
-        present = [gradient for gradient in gradients if gradient is not None]
-        bad = [tf.reduce_any(~tf.math.is_finite(_values(gradient))) for gradient in present]
-
-        def summed(number: tf.Tensor) -> tf.Tensor:
-            with known_to_elastic():
-                return hvd.allreduce(
-                    not_folded(number),
-                    op=hvd.Sum,
-                    name=self._name,
-                    ignore_name_scope=True,
-                    process_set=self._process_set,
-                )
-
-        return self._watch.around(tf.cast(tf.reduce_any(bad), tf.int32), self._name, summed)
-
-
-def _values(gradient: Any) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+def marks_of(gradients: Sequence[Any], name: str, process_set: Any) -> tf.Tensor:
+    """Gathers from all ranks which gradients are not finite: one number each, by rank."""
+    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
+    marks = tf.cast(tf.stack([tf.reduce_any(~tf.math.is_finite(one)) for one in values]), tf.int32)
+    with tf.device(HOST):
+        return carry_out(AllGather, not_folded(marks), tf.zeros([0], tf.int32), name, process_set)[0]
 
 
 class Reduction:
@@ -208,7 +134,7 @@ class Reduction:
         self.reducer, self._scale_local = reducer, scale_local
         #: variables that are each rank's own, and so their optimizer's state
         self.local: set[Any] = set()
-        self._scaled = getattr(reducer, "scaled", None) or ScaledReduction(reducer.process_set)
+        self._name = ""
 
     def keep_local(self, variable: Any) -> None:
         """Leaves a variable's gradient to this rank."""
@@ -218,15 +144,14 @@ class Reduction:
         return as_variable(variable).ref() in self.local
 
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor | None]:
         """Returns a gradient per variable, reduced or local, and whether all ranks skip the step."""
         results, skipped = list(gradients), None
         shared = [i for i, variable in enumerate(variables) if not self.is_local(variable)]
         if shared:
-            reduced, skipped = self.reducer.synchronize_or_skip(
-                [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
-            )
+            given = [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
+            reduced, skipped = self.reducer.synchronize_or_skip(*given, scaled=scaled)
             for i, gradient in zip(shared, reduced, strict=True):
                 results[i] = gradient
         if self._scale_local and self.reducer.is_needed:
@@ -242,15 +167,20 @@ class Reduction:
         scale: Any,
         skips: bool = True,
     ) -> list[Any]:
-        """Reduces gradients of a scaled loss: see `ScaledReduction`."""
+        """Reduces gradients of a loss times the scale, a power of two.
+
+        They are NaN on all ranks where one is not finite on some rank: by these a scaler skips the step.
+        """
         if not self.reducer.is_needed:
             return list(gradients)
-
-        def reduced(unscaled: Sequence[Any]) -> list[Any]:
-            results, skipped = self.reduce(unscaled, variables, learning_rate)
-            if skipped is None:
-                return results
-            # by these a LossScaleOptimizer skips a step that all ranks are to skip
-            return [times(gradient, tf.where(skipped, float("nan"), 1.0)) for gradient in results]
-
-        return self._scaled(reduced, gradients, variables, scale, skips)
+        scale = tf.convert_to_tensor(scale)
+        unscaled = [times(gradient, 1.0 / scale) for gradient in gradients]
+        results, skipped = self.reduce(unscaled, variables, learning_rate, scaled=skips)
+        bad = [] if skipped is None else [skipped]
+        local = [one for i, one in enumerate(gradients) if one is not None and self.is_local(variables[i])]
+        if skips and local:
+            ranks, every = self.reducer.process_set, [as_variable(variable) for variable in variables]
+            self._name = self._name or label_of("horovod_sparse.finite", ranks, every)
+            bad.append(tf.reduce_any(marks_of(local, self._name, ranks) > 0))
+        factor = tf.where(tf.reduce_any(bad), tf.cast(float("nan"), scale.dtype), scale) if bad else scale
+        return [times(gradient, factor) for gradient in results]

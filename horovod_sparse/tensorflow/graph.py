@@ -88,21 +88,23 @@ class HostFunctions:
 class EagerCalls:
     """Functions that do eagerly what a graph would do; one for each list of variables."""
 
-    def __init__(self, build: Callable[[list[Any], list[Any], tf.Tensor], list[Any]]) -> None:
+    def __init__(self, build: Callable[..., list[Any]]) -> None:
         self._build = build
         self._functions: dict[Any, Any] = {}
 
-    def __call__(self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor, *fixed: Any
+    ) -> list[Any]:
         missing = tuple(gradient is None for gradient in gradients)
         # a tensor is another one in every step, and only its place among the others counts
         ids = tuple(None if isinstance(variable, tf.Tensor) else id(variable) for variable in variables)
-        key = (ids, missing)
+        key = (ids, missing, fixed)
         if key not in self._functions:
 
             def call(given: list[Any], scalar: tf.Tensor) -> list[Any]:
                 waiting = iter(given)
                 every = [None if absent else next(waiting) for absent in missing]
-                return self._build(every, variables, scalar)
+                return self._build(every, variables, scalar, *fixed)
 
             self._functions[key] = tf.function(call, autograph=False, reduce_retracing=True)
         given, function = [item for item in gradients if item is not None], self._functions[key]

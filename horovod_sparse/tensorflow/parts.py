@@ -63,7 +63,7 @@ class Part(common.BucketPart):
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
         looped = is_looped(recipe.sparsifier, whole.num_elements, topology is not None)
         collective = _collective(label, name, self.names)
-        self.task = Task(collective, kinds, accumulator_dtype(self.dtype), looped)
+        self.task = Task(collective, kinds, accumulator_dtype(self.dtype), looped, f"{label}.{name}")
         self._output = DenseOutput(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.collectives import AllGather
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
-from horovod_sparse.tensorflow.collectives import carry_out, not_folded, reduce_densely
-from horovod_sparse.tensorflow.driver import Driver
-from horovod_sparse.tensorflow.ending import Ending, Replicas, ScaledReduction
+from horovod_sparse.tensorflow.collectives import reduce_densely
+from horovod_sparse.tensorflow.driver import Driver, shaped
+from horovod_sparse.tensorflow.ending import Ending, Replicas, marks_of
 from horovod_sparse.tensorflow.graph import (
     HOST,
     WAITING,
@@ -69,13 +68,8 @@ class GradientSynchronizer(VariablesTraining):
         engine = VariablesEngine(ranks, settings.levels, op=op, sparse_as_dense=sparse_as_dense)
         super().__init__(engine, recipe, settings, groups)
         self._averages, self.sparse_as_dense = average, sparse_as_dense
-        self.replanning = Replanning(self)
-        self.watch = Watch(settings.deadline_seconds, ranks, self._noted)
-        self.scaled = ScaledReduction(ranks, self.watch)
-        self._driver, self._ending = (
-            Driver(self, self.watch),
-            Ending(self, self.replanning, average, leaves_one_alone),
-        )
+        self.replanning, self.watch = Replanning(self), Watch(settings.deadline_seconds, ranks, self)
+        self._driver, self._ending = Driver(self), Ending(self, average, leaves_one_alone)
         self._order, self.host = Order(), self._driver.host
         self._replicas = Replicas(self, self.host, self.watch)
         self._eagerly, self._agreeing = EagerCalls(self._build), threading.Lock()
@@ -93,8 +87,7 @@ class GradientSynchronizer(VariablesTraining):
         if self.is_needed:
             self.replanning.replan(plan, measure_steps)
 
-    def refuse_graphs(self) -> None:
-        super().refuse_graphs()
+    def _retire(self) -> None:
         self._eagerly = EagerCalls(self._build)  # our own functions
 
     def agree(self) -> None:
@@ -117,9 +110,6 @@ class GradientSynchronizer(VariablesTraining):
         super().start_anew(start)
         self.replanning.stop()
 
-    def _noted(self, error: BaseException) -> None:
-        self.last_error = error
-
     @tf.autograph.experimental.do_not_convert
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
@@ -129,9 +119,17 @@ class GradientSynchronizer(VariablesTraining):
 
     @tf.autograph.experimental.do_not_convert
     def synchronize_or_skip(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        learning_rate: Any = None,
+        *,
+        scaled: bool = False,
     ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """Returns the sums (or averages) over ranks, and whether all ranks skip the step."""
+        """Returns the sums (or averages) over ranks, and whether all ranks skip the step.
+
+        With `scaled`, sums are NaN where a gradient is not finite on some rank, and nothing is raised.
+        """
         refuse_graphs()
         variables = [as_variable(variable) for variable in variables]
         if len({variable.ref() for variable in variables}) < len(variables):
@@ -141,58 +139,59 @@ class GradientSynchronizer(VariablesTraining):
             return gradients, None
         if self.sparse_as_dense:
             gradients = [as_dense(gradient) for gradient in gradients]
-        rate = as_rate(learning_rate)
-        if not tf.executing_eagerly():
-            return self._apart(self._build(gradients, variables, rate))
-        self.replanning.refuse("eager steps")  # a tape gives all gradients at once
+        build: Callable[..., list[Any]] = self._build
+        if tf.executing_eagerly():
+            self.replanning.refuse("eager steps")  # a tape gives all gradients at once
+            build = self._eagerly
         try:
-            return self._apart(self._eagerly(gradients, variables, rate))
+            *results, skipped = build(gradients, variables, as_rate(learning_rate), scaled)
         except tf.errors.OpError as error:
             if self.last_error is not None and type(self.last_error).__name__ in str(error):
                 raise self.last_error from None
             raise
+        return results, None if self.settings.on_nonfinite == RAISE else skipped
 
-    def _apart(self, results: list[Any]) -> tuple[list[Gradient], tf.Tensor | None]:
-        """Splits what `_build` returns into gradients, and whether to skip."""
-        return (results, None) if self.settings.on_nonfinite == RAISE else (results[:-1], results[-1])
-
-    def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor) -> list[Any]:
+    def _build(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
+    ) -> list[Any]:
         """Makes the operations of one synchronization, in the graph that is being traced."""
         with ungated():
-            results, end = self._ended(gradients, variables, rate)
+            results, end, skipped = self._ended(gradients, variables, rate, scaled)
         if end is not None:
             gate(end)
-        return results
+        return [*results, skipped]
 
     def _ended(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
-    ) -> tuple[list[Any], tf.Tensor | None]:
-        """Returns what `_build` returns, and a tensor of its end; None without any part."""
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
+    ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
+        """Returns the sums, a tensor of their end (None without any part), and whether to skip."""
         absent = self.absent(variables)
         every = [*gradients, *(None for _ in absent)]
         results, by_name, parts, tokens = self._started(every, [*variables, *absent.values()], rate)
-        policy, check = self.settings.on_nonfinite, self._replicas.check_of(variables)
+        check = self._replicas.check_of(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
         if not parts and not slices:
-            return results[: len(gradients)] + [tf.constant(False)] * (policy != RAISE), None
+            return results[: len(gradients)], None, tf.constant(False)
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         like += [(tf.int32, ()), (tf.bool, ())]
-        absent_names = frozenset(absent)
-        # by their positions: a graph shall not keep the memory of buckets that there are no more
-        version, positions = self.version, [self.parts.index(part) for part in parts]
+        absent_names, tasks = frozenset(absent), [part.task for part in parts]
         gathered = [str(getattr(variables[i], "name", f"gradient {i}")).split(":")[0] for i in slices]
         if slices:
-            tokens.append(self._marks([gradients[i] for i in slices]))
+            label = f"{self.engine.label}.finite"
+            tokens.append(marks_of([gradients[i] for i in slices], label, self.process_set))
 
         def finish(*given: np.ndarray) -> list[np.ndarray]:
-            parts = self.at(version, positions)
             before, found = self.step, list[BaseException]()
-            for name, marks in zip(
-                gathered, given[-1].reshape(-1, len(gathered)).T if gathered else (), strict=True
-            ):
-                if ranks := np.flatnonzero(marks).tolist():
+            marks = given[-1].reshape(-1, len(gathered)).T if gathered else ()
+            for name, marked in zip(gathered, marks, strict=True):
+                if ranks := np.flatnonzero(marked).tolist():
                     found.append(NonFiniteGradientError(name, dict.fromkeys(ranks, name)))
-            arrays, outcome = self._ending.finish(parts, found)
+            outcome = None
+            try:
+                parts = list(map(self.part_of, tasks))
+                arrays, outcome = self._ending.finish(parts, found, scaled)
+            finally:
+                self.replanning.after_step(went_well=outcome == Outcome.APPLIED)
             for part in parts:
                 if not part.dense and outcome == Outcome.APPLIED:
                     part.take_back(absent_names)
@@ -200,8 +199,9 @@ class GradientSynchronizer(VariablesTraining):
             return [*arrays, np.array(outcome, np.int32), np.array(is_due)]
 
         waits = is_elastic() or check is not None
-        with WAITING.behind() if waits else contextlib.nullcontext():
-            *sums, outcome, due = self._driver.settle(tokens, finish, like)
+        with WAITING.behind() if waits else contextlib.nullcontext(), tf.device(HOST):
+            ended = self.host.run(finish, tokens, [dtype for dtype, _ in like])
+            *sums, outcome, due = shaped(ended, [shape for _, shape in like])
             end = outcome
             if check is not None:
                 end = self._replicas.compared(due, check, variables, self.also_equal())
@@ -211,7 +211,10 @@ class GradientSynchronizer(VariablesTraining):
             self.watch.disarm(end)
         for i in slices:
             values = results[i].values
-            kept = tf.where(tf.equal(outcome, int(Outcome.APPLIED)), values, tf.zeros_like(values))
+            refused = tf.cast(
+                tf.where(tf.equal(outcome, int(Outcome.OVERFLOW)), float("nan"), 0.0), values.dtype
+            )
+            kept = tf.where(tf.equal(outcome, int(Outcome.APPLIED)), values, refused)
             results[i] = tf.IndexedSlices(kept, results[i].indices, results[i].dense_shape)
         names = [name for part in parts for name in part.names]
         given = [every[by_name[name]] for name in names if every[by_name[name]] is not None]
@@ -219,15 +222,7 @@ class GradientSynchronizer(VariablesTraining):
             sums = refuse_differentiation(sums, given)
         for name, sum_ in zip(names, sums, strict=True):
             results[by_name[name]] = sum_
-        results = results[: len(gradients)]
-        return results + ([] if policy == RAISE else [tf.equal(outcome, int(Outcome.SKIPPED))]), end
-
-    def _marks(self, slices: Sequence[tf.IndexedSlices]) -> tf.Tensor:
-        """Gathers from all ranks which of these are not finite: one number each, by rank."""
-        bad = [tf.reduce_any(~tf.math.is_finite(one.values)) for one in slices]
-        marks, none = not_folded(tf.cast(tf.stack(bad), tf.int32)), tf.zeros([0], tf.int32)
-        with tf.device(HOST):
-            return carry_out(AllGather, marks, none, f"{self.engine.label}.finite", self.process_set)[0]
+        return results[: len(gradients)], end, tf.equal(outcome, int(Outcome.SKIPPED))
 
     def _started(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor

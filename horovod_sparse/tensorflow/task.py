@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
+from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros
+from horovod_sparse.tensorflow.waiting import Wait
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -30,10 +33,15 @@ class Task:
     """
 
     def __init__(
-        self, name: str, kinds: tuple[type[Request], ...], value_dtype: np.dtype[Any], looped: bool = False
+        self,
+        name: str,
+        kinds: tuple[type[Request], ...],
+        value_dtype: np.dtype[Any],
+        looped: bool = False,
+        title: str = "",
     ) -> None:
-        #: round r communicates as ``{name}.{r}``
-        self.name, self.kinds, self.value_dtype = name, kinds, value_dtype
+        #: round r communicates as ``{name}.{r}``; an error calls it by its title
+        self.name, self.kinds, self.value_dtype, self.title = name, kinds, value_dtype, title or name
         #: whether all kinds go through one operation (`is_looped`)
         self.looped = looped
         self.place = (0, 1)
@@ -47,16 +55,17 @@ class Task:
         self.legs: list[tuple[float, float]] = []
         #: whether the last synchronization's result was used, or taken back; set to True by who does so
         self.settled = True
+        self._held: weakref.ref[np.ndarray] | None = None
 
     @property
     def under_way(self) -> bool:
         """True while a coroutine waits for a collective, also one of a failed step."""
         return self._coroutine is not None
 
-    @property
-    def awaited(self) -> int | None:
-        """The number of the round that Horovod has; None if it has none."""
-        return None if self.settled or not self.has_rounds else self._round
+    def waited(self, now: float) -> Wait | None:
+        """Returns since when this rank waits for a round, and for which; None if its graph has ended, too."""
+        is_over = self.settled or not self.has_rounds or self._held is None or self._held() is None
+        return None if is_over else (now - self.legs[-1][1], self.title, self._round)
 
     @property
     def has_rounds(self) -> bool:
@@ -146,6 +155,14 @@ class Task:
         if self.looped:
             kind = AllToAll
         return nothing(kind, self.value_dtype, self.place[1])
+
+
+def held_by_graph(tasks: Iterable[Task]) -> np.ndarray:
+    """Returns an array that a graph holds until its end: while it is there, the tasks may be waiting."""
+    held = aligned_zeros(ALIGNMENT).view(np.int32)
+    for task in tasks:
+        task._held = weakref.ref(held)
+    return held
 
 
 def idle_seconds(tasks: Sequence[Task], now: float) -> float:

@@ -20,6 +20,7 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together
 from horovod_sparse.tensorflow.parts import Part
+from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.topology import ClusterFacts, Placement, Topology, launched_hosts
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
@@ -90,7 +91,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class VariablesTraining(Training):
-    """Variables get their bucket with their first gradient; graphs know parts by plan version and place."""
+    """Variables get their bucket with their first gradient; graphs know parts by their tasks."""
 
     engine: VariablesEngine
     parts: list[Part]
@@ -110,8 +111,8 @@ class VariablesTraining(Training):
         self.decision: Decision | None = None
         #: why variables stay dense, see `FirstPlan.selection`
         self.selection = ""
-        #: of the plan: graphs that were traced for another one are refused
-        self.version = 0
+        #: those of the present plan; graphs that were traced for another one are refused
+        self._by_task: dict[Task, Part] = {}
         self._names: dict[Any, str] = {}
         #: of the last step, raised on the host; in a graph TensorFlow raises one of its own, which quotes it
         self.last_error: BaseException | None = None
@@ -124,6 +125,10 @@ class VariablesTraining(Training):
     def names(self) -> tuple[str, ...]:
         """Names of the variables that have a bucket, in the order in which they came."""
         return tuple(self._names.values())
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [part.task for part in self.parts]
 
     @property
     def under_way(self) -> bool:
@@ -154,15 +159,16 @@ class VariablesTraining(Training):
                 )
         return parts
 
-    def at(self, version: int, positions: Sequence[int]) -> list[Part]:
-        """Parts by their positions in `parts`."""
-        if version != self.version:
+    def part_of(self, task: Task) -> Part:
+        """Returns the part that a task belongs to now."""
+        part = self._by_task.get(task)
+        if part is None:
             raise UnsupportedError(
                 "this function was traced before the plan changed: trace it again, by "
                 "step = tf.function(step.python_function), or by model.make_train_function(force=True) "
                 "where Keras has made it (hvd.callbacks.ReplanCallback does so)"
             )
-        return [self.parts[position] for position in positions]
+        return part
 
     # variables that come
 
@@ -184,7 +190,9 @@ class VariablesTraining(Training):
             _warn_of_short_lives(new[0], self.telemetry)
             return True
         before, self.facts = self.plan, {**self.facts, **facts}
-        self.parts += self._made(plan, facts, first=len(before.buckets))
+        parts = self._made(plan, facts, first=len(before.buckets))
+        self.parts += parts
+        self._by_task |= {part.task: part for part in parts}
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
         return True
@@ -232,21 +240,24 @@ class VariablesTraining(Training):
 
     def build(self, plan: Plan) -> None:
         """Fresh parts: graphs go on with those of an equal plan, if what they send is of the same kinds."""
-        before = self.parts if plan == self.plan else []
+        former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
-        if len(before) == len(self.parts) and all(map(_goes_on, before, self.parts)):
-            for former, part in zip(before, self.parts, strict=True):
-                former.task.kinds, part.task = part.task.kinds, former.task
-        else:
-            self.refuse_graphs()
+        goes_on = known and len(former) == len(self.parts) and all(map(_goes_on, former, self.parts))
+        if goes_on:
+            for before, part in zip(former, self.parts, strict=True):
+                before.task.kinds, part.task = part.task.kinds, before.task
+        self._by_task = {part.task: part for part in self.parts}
+        if former and not goes_on:
+            self._retire()
 
-    def refuse_graphs(self) -> None:
-        self.version += 1
+    def _retire(self) -> None:
+        """Called when functions that were traced so far cannot go on."""
 
     def change_plan(self, plan: Plan, decision: Decision | None = None) -> None:
         """Other buckets, the residuals kept; functions have to be traced again, also for an equal plan."""
+        plan.check(self.parameters)
+        self._by_task.clear()
         self.replan(plan)
-        self.refuse_graphs()
         self.decision = decision
 
 

@@ -1,9 +1,9 @@
 """A graph that waits too long for other ranks ends with an error, where Horovod would wait for ever.
 
 No thread waits for a collective in a graph, so none can give up. The host function with which a step begins
-gives the graph a small array to hold until the step's end. A thread looks at what is held. At the deadline it
-puts the error's text into a queue that an assertion in the graph waits for, and shuts Horovod down: then all
-that is under way fails, on all ranks.
+gives the graph a small array to hold until the step's end. A thread looks at tasks whose graph holds one. At
+the deadline it puts the error's text into a queue that an assertion in the graph waits for, and shuts Horovod
+down: then all that is under way fails, on all ranks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import DeadlineError, warn_once
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.graph import HOST, HostFunctions, run_independently
-from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros
+from horovod_sparse.tensorflow.graph import HOST, run_independently
 from horovod_sparse.training.deadline import Deadline
 
 _log = logging.getLogger("horovod_sparse")
 
-#: name and round of a collective
-Awaited = tuple[str, int]
+#: the seconds so far, and name and round of the collective that is waited for
+Wait = tuple[float, str, int]
 
 #: between two looks, as a share of the deadline, and in seconds
 _LOOK_SHARE, _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 0.05, 1.0
@@ -44,61 +42,25 @@ ENDS_SECONDS = 45.0
 _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
-class Waiting:
-    """Watches one synchronization of a graph, in every step anew."""
-
-    def __init__(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> None:
-        self._begun: list[weakref.ref[np.ndarray] | None] = [None] * num_begins
-        self._awaited, self._since = awaited, 0.0
-
-    def begun(self, number: int) -> np.ndarray:
-        """What the graph holds until the end: int32 zeros."""
-        held = aligned_zeros(ALIGNMENT).view(np.int32)
-        self._begun[number] = weakref.ref(held)
-        self.moved()
-        return held
-
-    def moved(self) -> None:
-        self._since = time.perf_counter()
-
-    def waited(self, now: float) -> tuple[float, Awaited] | None:
-        """Seconds, and for what; None while this rank still has something to do, and after the end."""
-        if any(reference is None or reference() is None for reference in self._begun):
-            return None
-        awaited = self._awaited()
-        return None if awaited is None else (now - self._since, awaited)
-
-
 class Watch:
-    """Looks after what one synchronizer waits for."""
+    """Looks after the `tasks` of an owner, who gets an error as `last_error`, and after eager collectives."""
 
-    def __init__(
-        self,
-        deadline_seconds: float | None,
-        process_set: Any,
-        on_error: Callable[[DeadlineError], None] | None = None,
-    ) -> None:
+    def __init__(self, deadline_seconds: float | None, process_set: Any, owner: Any = None) -> None:
         def place() -> tuple[int, list[int]]:
             return int(process_set.rank()), list(process_set.ranks)
 
         self.deadline = Deadline(deadline_seconds, place)
-        self._on_error = None if on_error is None else weakref.WeakMethod(on_error)
+        self._owner = None if owner is None else weakref.ref(owner)
         self._queue: Any = None
-        self._host = HostFunctions()
-        self._waiting: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        #: begin, and name, of collectives that run eagerly now
+        self._eager: list[tuple[float, str]] = []
         self._error: DeadlineError | None = None
-
-    def waiting(self, num_begins: int, awaited: Callable[[], Awaited | None]) -> Waiting:
-        """Watches a synchronization as long as the caller keeps what this returns."""
-        made = Waiting(num_begins, awaited)
-        self._waiting.add(made)
-        _thread.look_after(self)
-        return made
 
     def arm(self) -> None:
         """Puts the assertion into the graph that is being traced; `disarm` has to follow, in the same one."""
         if self.deadline.seconds == math.inf:
             return
+        _thread.look_after(self)
         queue = self._made_queue()
         graph: Any = tf.compat.v1.get_default_graph()
         while hasattr(graph, "outer_graph"):  # which may outlive all else
@@ -122,9 +84,8 @@ class Watch:
     def sound(self, error: DeadlineError) -> None:
         """Lets a graph that runs fail with an error."""
         self._error = error
-        tell = None if self._on_error is None else self._on_error()
-        if tell is not None:
-            tell(error)
+        if (owner := self._alive()) is not None:
+            owner.last_error = error
         if self._queue is not None:
             with tf.device(HOST):
                 self._queue.enqueue(f"{type(error).__name__}: {error}")
@@ -132,8 +93,9 @@ class Watch:
     @contextlib.contextmanager
     def together(self, name: str) -> Iterator[None]:
         """Watches collectives that this thread runs eagerly in this context."""
-        self._error, waiting = None, self.waiting(1, lambda: (name, 0))
-        held = waiting.begun(0)
+        self._error, wait = None, (time.perf_counter(), name)
+        self._eager.append(wait)
+        _thread.look_after(self)
         try:
             yield
         except Exception as error:
@@ -141,37 +103,23 @@ class Watch:
                 raise self._error from error
             raise
         finally:
-            del held
+            self._eager.remove(wait)
 
-    def around(self, given: tf.Tensor, name: str, collective: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """Watches one collective of a number, in a graph or eagerly."""
-        if tf.executing_eagerly():
-            with self.together(name):
-                return collective(given)
-        waiting = self.waiting(1, lambda: (name, 0))
-
-        def begin(number: np.ndarray) -> list[np.ndarray]:
-            return [number, waiting.begun(0)]
-
-        self.arm()
-        with tf.device(HOST):
-            begun, held = self._host.run(begin, [given], [tf.int32, tf.int32])
-            begun.set_shape([])
-            result = collective(begun)
-            # which needs what is held to be there until then
-            result = tf.reduce_sum(tf.concat([tf.reshape(result, [1]), held], 0))
-        self.disarm(result)
-        return result
+    def _alive(self) -> Any:
+        return None if self._owner is None else self._owner()
 
     def look(self, now: float) -> DeadlineError | None:
         """Returns an error if something has waited for too long."""
         if not hvd.is_initialized():
             return None
-        overdue = [found for one in list(self._waiting) if (found := one.waited(now)) is not None]
-        if not overdue:
+        waits: list[Wait] = [(now - begun, name, 0) for begun, name in self._eager]
+        if (owner := self._alive()) is not None:
+            waits += [wait for task in owner.tasks if (wait := task.waited(now)) is not None]
+        if not waits:
             self.deadline.moved()
             return None
-        waited, (name, number) = max(overdue)
+        # the first one is the same on all ranks that wait for the same rank
+        waited, (_, name, number) = min(seconds for seconds, *_ in waits), waits[0]
         try:
             self.deadline.check(waited, name, number)
         except DeadlineError as error:
@@ -179,8 +127,7 @@ class Watch:
         return None
 
     def forget(self) -> None:
-        """Nothing is under way any more, and nobody is there to be told."""
-        self._waiting.clear()
+        """Drops what nobody has read: the graphs that it was for have ended with Horovod."""
         while self._queue is not None and int(self._queue.size()):
             self._queue.dequeue()
 

@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks, for Keras 3 and for tf-keras; Horovod's own fail with Keras 3."""
+"""Horovod's Keras callbacks for Keras 3, where its own fail, and for tf-keras; and callbacks of ours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from horovod.tensorflow.keras import callbacks as stock
 
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError
@@ -145,78 +146,24 @@ class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
             super()._save_model(*args, **arguments)
 
 
-class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` to `end_epoch`.
+class _Rates:
+    """Reads and sets the learning rate for Horovod's two callbacks, which know no optimizer of Keras 3.
 
     Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
     multiplied by ``rate / rate_before`` when the rate changes. Horovod changes the momentum for one step
     instead, which comes to the same; in Keras 3 momentum is a number that was traced into the graph. With
     `scale_residual` error feedback scales residuals then, too.
-
-    Args:
-        initial_lr: learning rate of the optimizer when training starts.
-        multiplier: a function of the epoch, or a constant c for ``c ** (epoch - start_epoch)``.
-        start_epoch: first epoch in which it acts.
-        end_epoch: first one in which it does no more; None for never.
-        staircase: whether it acts once per epoch, with whole numbers; otherwise in every batch, with
-            ``epoch + batch / steps_per_epoch``.
-        momentum_correction: see above.
-        steps_per_epoch: read from the training's parameters if left out.
     """
 
-    def __init__(
-        self,
-        initial_lr: float,
-        multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__()
-        allowed = "the optimizer's learning rate at the start"
-        check_number("initial_lr", initial_lr, allowed, low=0.0, high=math.inf)
-        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction = staircase, momentum_correction
-        self.steps_per_epoch = steps_per_epoch
-        self.current_epoch = 0
-        if callable(multiplier):
-            self.multiplier: Callable[[float], float] = multiplier
-        else:
-            allowed, factor = "a function of the epoch, or a number", multiplier
-            check_number("multiplier", factor, allowed, low=0.0, high=math.inf)
-            self.multiplier = lambda epoch: factor ** (epoch - start_epoch)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self.steps_per_epoch is None and not self.staircase:
-            self.steps_per_epoch = self.params.get("steps")
-            if not self.steps_per_epoch:
-                raise ArgumentError(
-                    "steps_per_epoch", None, "their number: this training does not know how many it does"
-                )
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.current_epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        epoch = self.current_epoch
-        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
-            return
-        if self.staircase:
-            if batch == 0:
-                self._adjust(epoch)
-        elif self.steps_per_epoch:
-            self._adjust(epoch + batch / self.steps_per_epoch)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs["lr"] = self._rate()
+    model: Any
+    initial_lr: float
+    multiplier: Callable[[float], float]
+    momentum_correction: bool
 
     def _rate(self) -> float:
         return float(tf.keras.backend.get_value(self.model.optimizer.learning_rate))
 
-    def _adjust(self, epoch: float) -> None:
+    def _adjust_learning_rate(self, epoch: float) -> None:
         before, now = self._rate(), self.initial_lr * self.multiplier(epoch)
         optimizer = self.model.optimizer
         if hasattr(optimizer.learning_rate, "assign"):
@@ -231,37 +178,45 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             for velocity in _velocities(inner):
                 velocity.assign(velocity * (now / before))
 
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = self._rate()
 
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size`` to `initial_lr` over the first epochs.
 
-    ``lr(epoch) = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)``, with the epoch's fraction
-    counted at the end of a batch, as in Horovod (Goyal et al. 2017, Section 2.2). `verbose`
-    prints a line on rank 0 when warm-up ends; the others are `LearningRateScheduleCallback`'s.
+class LearningRateScheduleCallback(_Rates, stock.LearningRateScheduleCallback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` to `end_epoch`.
+
+    Arguments are those of ``horovod.tensorflow.keras.callbacks.LearningRateScheduleCallback``; `multiplier`
+    is a function of the epoch, or a constant c for ``c ** (epoch - start_epoch)``.
     """
 
     def __init__(
-        self,
-        initial_lr: float,
-        warmup_epochs: int = 5,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-        verbose: int = 0,
+        self, initial_lr: float, multiplier: float | Callable[[float], float], *more: Any, **named: Any
     ) -> None:
+        allowed = "the optimizer's learning rate at the start"
+        check_number("initial_lr", initial_lr, allowed, low=0.0, high=math.inf)
+        if not callable(multiplier):
+            allowed = "a function of the epoch, or a number"
+            check_number("multiplier", multiplier, allowed, low=0.0, high=math.inf)
+        super().__init__(initial_lr, multiplier, *more, **named)
+
+
+class LearningRateWarmupCallback(_Rates, stock.LearningRateWarmupCallback):
+    """Raises the learning rate from ``initial_lr / size`` to `initial_lr` over the first epochs.
+
+    Arguments are those of ``horovod.tensorflow.keras.callbacks.LearningRateWarmupCallback``.
+    """
+
+    verbose: int
+    end_epoch: int
+
+    def __init__(self, initial_lr: float, warmup_epochs: float = 5, *more: Any, **named: Any) -> None:
         check_number("warmup_epochs", warmup_epochs, "a number of epochs above 0", low=0.0, high=math.inf)
-
-        def multiplier(epoch: float) -> float:
-            at_end = epoch + 1.0 / (self.steps_per_epoch or 1)
-            return (at_end * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
-
-        super().__init__(
-            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
-        )
-        self.verbose = verbose
+        super().__init__(initial_lr, warmup_epochs, *more, **named)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1 and hvd.rank() == 0:
+        if self.verbose and epoch == self.end_epoch - 1 and hvd.rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")
 
 

@@ -266,9 +266,9 @@ class DenseReducer:
         return takes_part(self.process_set) and (is_elastic() or self.process_set.size() > 1)
 
     def synchronize_or_skip(
-        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any = None
+        self, gradients: Sequence[Any], variables: Sequence[Any], _rate: Any = None, *, scaled: bool = False
     ) -> tuple[list[Any], None]:
-        """Reduced gradients; None stays None. No step is skipped."""
+        """Reduced gradients; None stays None. No step is skipped, and a sum with NaN is NaN on all ranks."""
         refuse_graphs()
         if not self.is_needed:
             return list(gradients), None

@@ -12,14 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.arrays.gradients import GradientParts, WeightedParts
-from horovod_sparse.collectives import Synchronization
+from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Bucket, Member, OwnStep, Progress, Recipe
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, ranks_of
-from horovod_sparse.tensorflow.ending import ScaledReduction
 from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.keras.host import Exchanges, HostParameters
 from horovod_sparse.tensorflow.keras.local_steps import by_name
@@ -172,7 +171,7 @@ class KerasSteps(Steps):
         self.optimizer, self.process_set, self._groups = optimizer, process_set, groups
         self._rule: Any = recipe.feedback
         self._exchanges = Exchanges(process_set, settings.deadline_seconds)
-        self._rate, self.scaled = 0.0, ScaledReduction(process_set)
+        self._rate = 0.0
         #: iterations when the optimizer was bound or loaded
         self._began = 0
         #: an entry that was loaded before there were variables
@@ -203,7 +202,7 @@ class KerasSteps(Steps):
             return [None if one is None else tf.identity(as_dense(one)) for one in gradients]
 
     def synchronize_or_skip(
-        self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any
+        self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any, *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor]:
         """Carries out a pass, in a graph or eagerly; returns the gradients, and whether all ranks skip it."""
         refuse_graphs()
@@ -225,7 +224,7 @@ class KerasSteps(Steps):
                 for number, (_, one) in zip(present, pairs, strict=True)
             ]
             inputs = [as_rate(rate), *dense, *(one.read_value() for one in own)]
-            host, kinds = _host(weakref.ref(self), present), [tf.bool, *(one.dtype for one in own)]
+            host, kinds = _host(weakref.ref(self), present, scaled), [tf.bool, *(one.dtype for one in own)]
             if tf.executing_eagerly():
                 skipped, *values = host(*(one.numpy() for one in inputs))
             else:
@@ -242,10 +241,18 @@ class KerasSteps(Steps):
             self.take_slots()
 
     def run(
-        self, gradients: Mapping[int, np.ndarray], values: Sequence[np.ndarray], rate: float
+        self, gradients: Mapping[int, np.ndarray], values: Sequence[np.ndarray], rate: float, scaled: bool
     ) -> list[Any]:
-        """Carries out a pass on the host: returns whether it is skipped, and the variables' new values."""
+        """Carries out a pass on the host: returns whether it is skipped, and the variables' new values.
+
+        Where a loss is scaled, no rank enters a pass in which a gradient of some rank is not finite.
+        """
         self.meet()
+        if scaled:
+            bad = shared_lines(any(not np.isfinite(one).all() for one in gradients.values()))
+            name, seconds = f"{self.label}.finite", self.settings.deadline_seconds
+            if any(carry_out_together(bad, self.process_set, name, deadline_seconds=seconds)):
+                return [np.bool_(True), *values]
         self._rate = rate
         numbers = {name: number for number, name in enumerate(self.facts)}
         for part in self.parts:
@@ -370,7 +377,7 @@ class KerasSteps(Steps):
             check_entry(entry, self.recipe, _ADVICE)
 
 
-def _host(steps: weakref.ref[KerasSteps], present: Sequence[int]) -> Any:
+def _host(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) -> Any:
     """Returns the host function of a graph, which TensorFlow keeps for ever and the training not."""
 
     def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
@@ -378,6 +385,6 @@ def _host(steps: weakref.ref[KerasSteps], present: Sequence[int]) -> Any:
         if own is None:
             raise UnsupportedError("the optimizer of this function is gone")
         gradients = dict(zip(present, arrays, strict=False))
-        return own.run(gradients, arrays[len(present) :], float(rate[0]))
+        return own.run(gradients, arrays[len(present) :], float(rate[0]), scaled)
 
     return run
