@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.tensorflow.elastic import TensorFlowKerasState as _StockKerasState
@@ -19,26 +18,35 @@ from horovod_sparse.tensorflow.state import distributed_in
 from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
 
-class _Variables:
-    """Variables, and the values that they had when they were saved last."""
+class _Kept:
+    """What Horovod's states do with variables, those of Keras 3, too; Horovod broadcasts all else.
 
-    def __init__(self, variables: Iterable[Any]) -> None:
-        self.variables = [as_variable(variable) for variable in variables]
-        self.save()
+    Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
+    ranks, and not when a state is made, which a worker that joins does alone.
+    """
 
-    def save(self) -> None:
-        self._values: Sequence[np.ndarray] = [variable.numpy() for variable in self.variables]
-
-    def restore(self) -> None:
-        for variable, value in zip(self.variables, self._values, strict=True):
-            variable.assign(value)
+    def _begin(self, attributes: dict[str, Any]) -> None:
+        self._save_model()
+        ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
 
     def sync(self) -> None:
-        broadcast_variables(self.variables, 0)
-        self.save()
+        """Gives all ranks what rank 0 has, and saves it."""
+        broadcast_variables(self._every(), 0)
+        self._save_model()
+        ObjectState.sync(self)
+
+    def _every(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def _save_model(self) -> None:
+        self._values = [(variable, variable.numpy()) for variable in map(as_variable, self._every())]
+
+    def _load_model(self) -> None:
+        for variable, value in self._values:
+            variable.assign(value)
 
 
-class TensorFlowKerasState(_StockKerasState):
+class TensorFlowKerasState(_Kept, _StockKerasState):
     """Holds a model and its optimizer for ``hvd.elastic.run``.
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
@@ -60,36 +68,25 @@ class TensorFlowKerasState(_StockKerasState):
         if self.optimizer is None:
             raise ArgumentError("optimizer", None, "an optimizer, or compile the model with one")
         build(self.optimizer, model.trainable_variables)
-        self._kept = _Variables([])
-        self._save_model()
-        ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
+        self._begin(attributes)
 
-    def sync(self) -> None:
-        """Gives all ranks what rank 0 has, and saves it."""
-        _Variables(self._variables()).sync()
-        self._save_model()
-        ObjectState.sync(self)
-
-    def _variables(self) -> list[Any]:
+    def _every(self) -> Sequence[Any]:
         return [*self.model.weights, *variables_of(self.optimizer)]
 
     def _save_model(self) -> None:
-        self._kept = _Variables(self._variables())
+        super()._save_model()
         ours = distributed_in(self.optimizer)
         self._residuals = None if ours is None else ours.state_dict()
 
     def _load_model(self) -> None:
-        self._kept.restore()
+        super()._load_model()
         ours = distributed_in(self.optimizer)
         if ours is not None:  # a step that has failed is given up so
             ours.load_state_dict(self._residuals)
 
 
-class TensorFlowState(_StockState):
+class TensorFlowState(_Kept, _StockState):
     """Variables, as a state for ``hvd.elastic.run``; those of Keras 3 are taken, too.
-
-    Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
-    ranks, and not when this object is made, which a worker that joins does alone.
 
     Args:
         variables: to be kept.
@@ -104,19 +101,10 @@ class TensorFlowState(_StockState):
         self.variables, self.session = list(variables or ()), session
         if not self.variables:
             raise ArgumentError("variables", variables, "variables: eagerly there are no global ones")
-        self._kept = _Variables(self.variables)
-        ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
+        self._begin(attributes)
 
-    def sync(self) -> None:
-        """Gives all ranks what rank 0 has, and saves it."""
-        self._kept.sync()
-        ObjectState.sync(self)
-
-    def _save_model(self) -> None:
-        self._kept.save()
-
-    def _load_model(self) -> None:
-        self._kept.restore()
+    def _every(self) -> Sequence[Any]:
+        return self.variables
 
 
 def _refuse_graphs() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from horovod_sparse.errors import UnsupportedError
@@ -113,23 +112,34 @@ class EagerCalls:
         return list(function(given, scalar))
 
 
-#: of operations that pass tensors on, to look their gradients up by
-_SUMS, _GRADIENTS = "HorovodSparseSums", "HorovodSparseGradients"
-
-
 def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the sums, which raise an error where a gradient goes through them."""
-    sources = list(gradients)
-    graph = tf.compat.v1.get_default_graph()
-    smallest = min(range(len(sources)), key=lambda i: sources[i].shape.num_elements() or 0)
-    with record.stop_recording():
-        # one operation that all gradients go into, and of which a small tensor is kept
-        with graph.gradient_override_map({"IdentityN": _GRADIENTS}):
-            anchor = tf.identity_n(sources)[smallest]
-        with graph.gradient_override_map({"IdentityN": _SUMS}):
-            linked: list[tf.Tensor] = tf.identity_n([*sums, anchor])[:-1]
-    # tapes in this graph do not look at the operation's gradient
-    record.record_operation(_SUMS, linked, sources, _refuse)
+    """Returns the sums, which raise an error where a gradient goes through them.
+
+    A number that comes out of the gradients stands between: they are not kept until the sums are there.
+    """
+
+    def raises() -> Any:
+        # by a kind that TensorFlow gives on, and by its name
+        raise ValueError(
+            "UnsupportedError: the gradient of a sparsely synchronized gradient is asked for: there is none, "
+            "since what is sent is selected. Differentiate before synchronizing (tf.GradientTape inside, the "
+            "distributed one outside), or use compression=Compression.none"
+        )
+
+    @tf.custom_gradient
+    def number_of(*given: tf.Tensor) -> Any:
+        def refused(_slope: tf.Tensor) -> list[tf.Tensor]:
+            # run, not built: a gradient is built whenever a function is called under a tape
+            zero = tf.ensure_shape(tf.numpy_function(raises, [], tf.float32), [])
+            return [tf.zeros_like(one) + tf.cast(zero, one.dtype) for one in given]
+
+        return tf.zeros([]), refused
+
+    @tf.custom_gradient
+    def behind(number: tf.Tensor, *given: tf.Tensor) -> Any:
+        return list(given), lambda *_slopes: [tf.ones_like(number), *[None] * len(given)]
+
+    linked: list[tf.Tensor] = behind(number_of(*gradients), *sums)
     return linked
 
 
@@ -176,37 +186,6 @@ def is_synchronized(gradient: Any) -> bool:
         if tensor.op.type in _PASSING:
             waiting += tensor.op.inputs
     return False
-
-
-def _refuse(*_gradients: Any) -> Any:
-    raise UnsupportedError(
-        "the gradient of a sparsely synchronized gradient is asked for: there is none, since what is sent is "
-        "selected. Differentiate before synchronizing (tf.GradientTape inside, the distributed one outside), "
-        "or use compression=Compression.none"
-    )
-
-
-def _from_sums(operation: tf.Operation, *_gradients: tf.Tensor) -> list[Any]:
-    return [*[None] * (len(operation.inputs) - 1), tf.zeros_like(operation.inputs[-1])]
-
-
-def _from_gradients(operation: tf.Operation, *_gradients: tf.Tensor) -> list[tf.Tensor]:
-    """Raises when it is run: it is built whenever a function is called under a tape."""
-
-    def refuse() -> Any:
-        try:
-            _refuse()
-        except UnsupportedError as error:  # by a kind that TensorFlow gives on, and by its name
-            raise ValueError(f"UnsupportedError: {error}") from None
-
-    refusal = tf.numpy_function(refuse, [], tf.float32)
-    refusal.set_shape([])
-    return [tf.zeros_like(tensor) + tf.cast(refusal, tensor.dtype) for tensor in operation.inputs]
-
-
-with contextlib.suppress(KeyError):  # where this module is imported a second time, by doctests
-    tf.RegisterGradient(_SUMS)(_from_sums)
-    tf.RegisterGradient(_GRADIENTS)(_from_gradients)
 
 
 class Order:

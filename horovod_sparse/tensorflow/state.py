@@ -234,7 +234,18 @@ def save(
     Returns:
         The step: synchronizations done so far.
     """
-    return save_more(directory, source, keep, variables, {})
+    keeper, process_set = _keeper_of(source)
+
+    def entry() -> dict[str, Any]:
+        if not (own := keeper.state_dict()):
+            raise UnsupportedError("nothing can be saved before the first step: there are no residuals yet")
+        return {**own, "training": {"variables": [_saved(variable) for variable in variables]}}
+
+    together = checkpoint.save_together(
+        directory, entry, rank=int(process_set.rank()), keep=keep, owner=keeper, world_rank=int(hvd.rank())
+    )
+    step: int = carry_out_together(together, process_set, _NAME)
+    return step
 
 
 def load(
@@ -254,43 +265,6 @@ def load(
     Returns:
         The step that `save` returned.
     """
-    loaded, _ = load_more(directory, source, step, variables)
-    return loaded
-
-
-def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
-    """True if any rank sees a checkpoint; all ranks of the source ask together."""
-    _, process_set = _keeper_of(source)
-    found: bool = carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME)
-    return found
-
-
-def save_more(
-    directory: str | os.PathLike[str],
-    source: Any,
-    keep: int,
-    variables: Sequence[Any],
-    more: Mapping[str, Any],
-) -> int:
-    """Saves as `save` does, with further numbers and strings."""
-    keeper, process_set = _keeper_of(source)
-
-    def entry() -> dict[str, Any]:
-        if not (own := keeper.state_dict()):
-            raise UnsupportedError("nothing can be saved before the first step: there are no residuals yet")
-        return {**own, "training": {"variables": [_saved(variable) for variable in variables], **more}}
-
-    together = checkpoint.save_together(
-        directory, entry, rank=int(process_set.rank()), keep=keep, owner=keeper, world_rank=int(hvd.rank())
-    )
-    step: int = carry_out_together(together, process_set, _NAME)
-    return step
-
-
-def load_more(
-    directory: str | os.PathLike[str], source: Any, step: int | None, variables: Sequence[Any]
-) -> tuple[int, dict[str, Any]]:
-    """Loads as `load` does, and returns what `save_more` saved besides."""
     keeper, process_set = _keeper_of(source)
 
     def check(entry: Mapping[str, Any]) -> None:
@@ -306,10 +280,17 @@ def load_more(
     together = checkpoint.load_together(directory, check, **place, step=step, owner=keeper, loaded=loaded)
     entry = carry_out_together(together, process_set, _NAME)
     training = entry.pop("training")
-    for variable, saved in zip(variables, training.pop("variables") if variables else (), strict=True):
+    for variable, saved in zip(variables, training["variables"] if variables else (), strict=True):
         as_variable(variable).assign(_restored(saved))
     keeper.load_state_dict(entry)
-    return int(entry["step"]), training
+    return int(entry["step"])
+
+
+def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
+    """True if any rank sees a checkpoint; all ranks of the source ask together."""
+    _, process_set = _keeper_of(source)
+    found: bool = carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME)
+    return found
 
 
 def _keeper_of(source: Any) -> tuple[Any, Any]:

@@ -131,15 +131,8 @@ class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
         filepath: str | None = None,
     ) -> None:
         default = "best.weights.h5" if save_weights_only else "best.keras"
-        super().__init__(
-            filepath or default,
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
+        given = monitor, verbose, True, save_weights_only, mode, save_freq
+        super().__init__(filepath or default, *given)
 
     def _save_model(self, *args: Any, **arguments: Any) -> None:
         if hvd.rank() == 0:
@@ -295,7 +288,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         self.directory, self.save_freq, self.keep, self._local = directory, save_freq, keep, local
         #: of the checkpoint that the training goes on from; None without one
         self.loaded_step: int | None = None
-        self._epoch = self._num_batches = 0
+        self._num_batches, self._epoch = 0, tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Goes on from the newest checkpoint, if there is any on some rank."""
@@ -305,13 +298,13 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
         optimizer = self.model.optimizer
         build(optimizer, self.model.trainable_variables)
-        source = self._local or optimizer
-        self.loaded_step, more = state.load_more(self.directory, source, None, self._variables())
-        self._epoch = int(more["epoch"])
+        source, variables = self._local or optimizer, self._variables()
+        self.loaded_step = state.load(self.directory, source, variables=variables)
+        epoch = int(self._epoch.numpy())
         if hasattr(self.model, "_initial_epoch"):
-            self.model._initial_epoch = self._epoch  # where Keras' BackupAndRestore puts it
+            self.model._initial_epoch = epoch  # where Keras' BackupAndRestore puts it
         else:
-            self.model._training_state = _Resumed(self._epoch)
+            self.model._training_state = _Resumed(epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
         if hasattr(self.model, "_initial_epoch"):
@@ -320,24 +313,25 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
             self.model._training_state = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
+        self._epoch.assign(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self.save_freq == "epoch":
-            self._save(epoch + 1)
+            self._epoch.assign(epoch + 1)
+            self._save()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches += 1
         if self.save_freq != "epoch" and self._num_batches % int(self.save_freq) == 0:
-            self._save(self._epoch)
+            self._save()
 
-    def _save(self, epoch: int) -> None:
-        variables, more = self._variables(), {"epoch": epoch}
-        state.save_more(self.directory, self._local or self.model.optimizer, self.keep, variables, more)
+    def _save(self) -> None:
+        source = self._local or self.model.optimizer
+        state.save(self.directory, source, self.keep, variables=self._variables())
 
     def _variables(self) -> list[Any]:
         # with states of random generators, where they are variables: they are this rank's own
-        every = [*self.model.variables, *variables_of(self.model.optimizer)]
+        every = [self._epoch, *self.model.variables, *variables_of(self.model.optimizer)]
         return list({as_variable(variable).ref(): variable for variable in every}.values())
 
 
