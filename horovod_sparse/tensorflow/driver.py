@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.collectives import AllToAll
-from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
-from horovod_sparse.tensorflow.graph import HOST, HostFunctions
+from horovod_sparse.tensorflow.collectives import Wire, carry_out, in_own_graph, wire_dtype
+from horovod_sparse.tensorflow.graph import HOST, WAITING, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.task import Task, held_by_graph
 from horovod_sparse.tensorflow.tensors import numpy_dtype
@@ -33,21 +32,17 @@ class Driver:
 
     def __init__(self, training: VariablesTraining) -> None:
         self._training, self._process_set, self.host = training, training.process_set, HostFunctions()
+        self._graphs: dict[Any, Any] = {}
 
     def start(
         self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
         """Everything up to the end of the last round."""
-        batches = [
-            own
-            for batch in _batches(parts)
-            for own in ([[part] for part in batch] if batch[0].task.looped else [batch])
-        ]
         tokens = []
-        for batch in batches:
+        for batch in _batches(parts):
             given = [gradients[parts.index(part)] for part in batch]
-            if batch[0].task.looped:
-                tokens += self._looped(batch[0].task, given[0], rate)
+            if batch[0].task.waits:
+                tokens.append(self._waiting(batch[0].task, given[0], rate))
             else:
                 tokens += self._unrolled([part.task for part in batch], given, rate)
         return tokens
@@ -103,37 +98,25 @@ class Driver:
                 messages = self.host.run(resume, answers, types(number + 1))
             return [held, *shaped(messages[:1], ([],))]
 
-    def _looped(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> list[tf.Tensor]:
-        """Makes the operations of a task, of as many rounds as `task.kinds` has when the graph runs.
+    def _waiting(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
+        """Makes a host function that waits for all rounds of a task, in one order on all ranks.
 
-        In elastic training a function is traced once, and ranks come and go: the host says after every round
-        whether there is another one. All requests are all-to-alls then.
+        In elastic training a function is traced once, and ranks come and go: `task.kinds` has as many rounds
+        as there are when the graph runs.
         """
-        types = [tf.int32, tf.int32, tf.bool]
-        shapes: list[Any] = [[None], [None], []]
 
-        def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            wire = self._begin(task, rate, arrays)
-            return [held_by_graph([task]), *given(wire)]
+        def run(rate: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+            wire, held = self._begin(task, rate, arrays), held_by_graph([task])
+            while (kind := task.next_kind) is not None:
+                answer = in_own_graph(kind, wire, task.name, self._process_set, self._graphs)
+                with task.working():
+                    wire = task.resume(*answer)
+            return held
 
-        def resume(output: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
-            with task.working():
-                return given(task.resume(output, splits))
-
-        def given(wire: Wire) -> list[np.ndarray]:
-            return [*wire, np.array(task.has_rounds)]
-
-        def turn(buffer: tf.Tensor, splits: tf.Tensor, _more: tf.Tensor) -> list[tf.Tensor]:
-            with tf.device(HOST):
-                name = f"{task.name}.rounds"
-                output, received = carry_out(AllToAll, buffer, splits, name, self._process_set)
-                return shaped(self.host.run(resume, [output, received], types), shapes)
-
-        with tf.device(HOST):
-            held, *first = self.host.run(start, [rate, *gradients], [tf.int32, *types])
-            message = shaped(first, shapes)
-            ended = tf.while_loop(lambda _buffer, _splits, more: more, turn, message, parallel_iterations=1)
-            return [held, tf.cast(ended[2], tf.int32)]
+        with tf.device(HOST), WAITING.behind():
+            (token,) = self.host.run(run, [rate, *gradients], [tf.int32])
+        WAITING.note(token)
+        return token
 
 
 def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
@@ -148,15 +131,15 @@ def _batches(parts: Sequence[Part]) -> list[list[Part]]:
     batches: list[list[Part]] = []
     filling: dict[Any, list[Part]] = {}  # by the requests that they make
     for part in parts:
-        requests = part.task.looped, part.task.kinds
-        batch = filling.get(requests) if _num_bytes(part) < _BATCH_BYTES else None
-        if batch is None:
-            batches.append(batch := [])
-        batch.append(part)
-        if _num_bytes(part) < _BATCH_BYTES:
-            filling[requests] = batch
-            if sum(map(_num_bytes, batch)) >= _BATCH_BYTES:
-                del filling[requests]
+        if part.task.waits or _num_bytes(part) >= _BATCH_BYTES:
+            batches.append([part])
+            continue
+        kinds = part.task.kinds
+        if kinds not in filling:
+            batches.append(filling.setdefault(kinds, []))
+        filling[kinds].append(part)
+        if sum(map(_num_bytes, filling[kinds])) >= _BATCH_BYTES:
+            del filling[kinds]
     return batches
 
 

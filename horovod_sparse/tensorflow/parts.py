@@ -20,7 +20,7 @@ from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensorflow.task import Task, is_looped
+from horovod_sparse.tensorflow.task import Task, has_open_rounds
 from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros, numpy_dtype
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
@@ -61,9 +61,9 @@ class Part(common.BucketPart):
             self.bucket = TwoLevelBucket(whole, recipe, memory, members, topology)
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
-        looped = is_looped(recipe.sparsifier, whole.num_elements, topology is not None)
+        waits = has_open_rounds(recipe.sparsifier, whole.num_elements, topology is not None)
         collective = _collective(label, name, self.names)
-        self.task = Task(collective, kinds, accumulator_dtype(self.dtype), looped, f"{label}.{name}")
+        self.task = Task(collective, kinds, accumulator_dtype(self.dtype), waits, f"{label}.{name}")
         self._output = DenseOutput(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:

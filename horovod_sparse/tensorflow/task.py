@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import AllGather, AllToAll, Exchange, Request, Synchronization
+from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
@@ -37,13 +37,13 @@ class Task:
         name: str,
         kinds: tuple[type[Request], ...],
         value_dtype: np.dtype[Any],
-        looped: bool = False,
+        waits: bool = False,
         title: str = "",
     ) -> None:
         #: round r communicates as ``{name}.{r}``; an error calls it by its title
         self.name, self.kinds, self.value_dtype, self.title = name, kinds, value_dtype, title or name
-        #: whether all kinds go through one operation (`is_looped`)
-        self.looped = looped
+        #: whether one host function waits for all rounds, see `has_open_rounds`
+        self.waits = waits
         self.place = (0, 1)
         #: what the coroutine returned, or raised
         self.result: Any = None
@@ -64,13 +64,13 @@ class Task:
 
     def waited(self, now: float) -> Wait | None:
         """Returns since when this rank waits for a round, and for which; None if its graph has ended, too."""
-        is_over = self.settled or not self.has_rounds or self._held is None or self._held() is None
+        is_over = self.settled or self.next_kind is None or self._held is None or self._held() is None
         return None if is_over else (now - self.legs[-1][1], self.title, self._round)
 
     @property
-    def has_rounds(self) -> bool:
-        """True if a round is left, also where the coroutine has failed, since the others go on."""
-        return self._round < len(self.kinds)
+    def next_kind(self) -> type[Request] | None:
+        """Returns the next round's; None if none is left. One that has failed goes on with the others."""
+        return self.kinds[self._round] if self._round < len(self.kinds) else None
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
         self._begin(place)
@@ -125,13 +125,10 @@ class Task:
             return self._nothing()
         except Exception as error:
             return self._give_up(error)
-        expected = self.kinds[self._round] if self._round < len(self.kinds) else None
-        if type(request) is not expected:
+        if type(request) is not self.next_kind:
             return self._give_up(self._mismatch(f"asks for {type(request).__name__}"))
         try:
             self._request = request
-            if self.looped and isinstance(request, AllGather):
-                request = AllToAll((request.buffer,) * self.place[1])
             return to_wire(request, self.value_dtype, self.place)
         except Exception as error:
             return self._give_up(error)
@@ -152,8 +149,6 @@ class Task:
     def _nothing(self) -> Wire:
         # a rank alone may have no rounds
         kind = self.kinds[min(self._round, len(self.kinds) - 1)] if self.kinds else AllGather
-        if self.looped:
-            kind = AllToAll
         return nothing(kind, self.value_dtype, self.place[1])
 
 
@@ -173,15 +168,12 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
     return max(0.0, now - since - busy)
 
 
-def is_looped(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
-    """True if a bucket's rounds have to be a loop: in elastic training their number may change."""
+def has_open_rounds(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
+    """True if a graph cannot fix a bucket's rounds: in elastic training their number may change."""
     if not is_elastic() or two_levels:
         return is_elastic()
     kinds = set()
     for size in _SIZES:
-        try:
-            resolved = sparsifier.resolved(BucketInfo("any", num_elements, 0, size))
-            kinds.add(resolved.rounds(size))
-        except ArgumentError:  # its arguments do not go with this size
-            continue
-    return len(kinds) > 1 and {kind for rounds in kinds for kind in rounds} <= {Exchange, AllGather, AllToAll}
+        with contextlib.suppress(ArgumentError):  # its arguments do not go with this size
+            kinds.add(sparsifier.resolved(BucketInfo("any", num_elements, 0, size)).rounds(size))
+    return len(kinds) > 1

@@ -281,7 +281,7 @@ def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
 
 
 def _goes_on(former: Part, part: Part) -> bool:
-    return former.task.looped or former.task.kinds == part.task.kinds
+    return former.task.waits or former.task.kinds == part.task.kinds
 
 
 def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
