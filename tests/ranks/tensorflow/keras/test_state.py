@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
-from conformance.keras import SPARSE, check_resumed, distributed, halfway, residuals
+from conformance.keras import SPARSE, Interruption, check_resumed, distributed, halfway, residuals
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.training.checkpoint import write_checkpoint
@@ -89,3 +90,39 @@ def test_save_and_load_on_all_ranks(folder, rank, size, everywhere):
     assert hvd.load(folder / "more", other) == 12
     expected = np.mean([everywhere(residuals(optimizer))[0] * (one + 1) for one in range(size + 1)], axis=0)
     np.testing.assert_allclose(everywhere(residuals(other)).mean(axis=0), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["BackupAndRestore", "ModelCheckpoint", "tf.train.Checkpoint"])
+@pytest.mark.parametrize("schedule", [{}, {"every": 2, "delay": 1}], ids=["every step", "late"])
+def test_own_steps_go_on_bit_for_bit(schedule, way, tmp_path, rank, size):
+    """With second moments, this rank's own moves, and what is in flight."""
+    arguments = {"compression": "best:density=0.1", **schedule}
+
+    def made():
+        return hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **arguments)
+
+    def trained(model, optimizer, epochs, **more):
+        fit(model, optimizer, rank, size, epochs=epochs, **more)
+        return model, optimizer
+
+    expected = trained(make_model(), made(), 4)
+    path = str(tmp_path / f"rank-{rank}.keras")
+    if way == "BackupAndRestore":
+        saves = [keras.callbacks.BackupAndRestore(path)]
+        with pytest.raises(KeyboardInterrupt):
+            trained(make_model(), made(), 4, callbacks=[*saves, Interruption()])
+        again = trained(make_model(seed=2), made(), 4, callbacks=saves)
+    elif way == "ModelCheckpoint":
+        trained(make_model(), made(), 2, callbacks=[keras.callbacks.ModelCheckpoint(path)])
+        model = hvd.load_model(path, **arguments)
+        again = trained(model, model.optimizer, 2)
+    else:
+        model, optimizer = trained(make_model(), made(), 2)
+        path = tf.train.Checkpoint(model=model, optimizer=optimizer).write(path)
+        model, optimizer = make_model(seed=2), made()
+        optimizer.build(model.trainable_weights)
+        tf.train.Checkpoint(model=model, optimizer=optimizer).read(path).assert_existing_objects_matched()
+        again = trained(model, optimizer, 2)
+    np.testing.assert_array_equal(flat(again[0]), flat(expected[0]))
+    np.testing.assert_array_equal(residuals(again[1]), residuals(expected[1]))
+    assert again[1].state_dict()["step"] == expected[1].state_dict()["step"] > 0
