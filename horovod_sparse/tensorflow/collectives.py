@@ -142,6 +142,16 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) ->
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
+def marks_of(gradients: Sequence[Any], name: str, process_set: Any) -> tf.Tensor:
+    """Gathers from all ranks which gradients are not finite: one number each, by rank."""
+    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
+    marks = tf.cast(tf.stack([tf.reduce_any(~tf.math.is_finite(one)) for one in values]), tf.int32)
+    with tf.device("/cpu:0"):
+        return carry_out(
+            collectives.AllGather, not_folded(marks), tf.zeros([0], tf.int32), name, process_set
+        )[0]
+
+
 # what ranks agree upon: eagerly, also while a function is traced
 
 #: of optimizers, tapes and compressors

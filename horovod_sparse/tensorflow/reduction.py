@@ -1,7 +1,8 @@
-"""`allreduce` of TensorFlow's tensors that sends sparsely: Horovod's, with a sparsifier as compression."""
+"""What is reduced: a tensor, by an `allreduce` that sends sparsely; gradients of shared variables alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import tensorflow as tf
 
 from horovod_sparse.tensorflow import sums
 from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.collectives import carry_out_together
+from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, marks_of
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.graph import refuse_graphs
-from horovod_sparse.tensorflow.tensors import dtype_name, times
+from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, scaled_locally, times
 from horovod_sparse.training import allreduce as common
 from horovod_sparse.training.agreement import compared
 
@@ -98,3 +99,62 @@ def allreduce(
         return total
 
     return sums.on_host(together, tensor if prescale_factor == 1.0 else times(tensor, prescale_factor))
+
+
+class Reduction:
+    """Keeps local variables apart, and reduces the others' gradients. Keras does not look in here."""
+
+    def __init__(self, reducer: Any, scale_local: bool) -> None:
+        self.reducer, self._scale_local = reducer, scale_local
+        #: variables that are each rank's own, and so their optimizer's state
+        self.local: set[Any] = set()
+        self._name = ""
+
+    def keep_local(self, variable: Any) -> None:
+        """Leaves a variable's gradient to this rank."""
+        self.local.add(as_variable(variable).ref())
+
+    def is_local(self, variable: Any) -> bool:
+        return as_variable(variable).ref() in self.local
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, *, scaled: bool = False
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """Returns a gradient per variable, reduced or local, and whether all ranks skip the step."""
+        results, skipped = list(gradients), None
+        shared = [i for i, variable in enumerate(variables) if not self.is_local(variable)]
+        if shared:
+            given = [gradients[i] for i in shared], [variables[i] for i in shared], learning_rate
+            reduced, skipped = self.reducer.synchronize_or_skip(*given, scaled=scaled)
+            for i, gradient in zip(shared, reduced, strict=True):
+                results[i] = gradient
+        if self._scale_local and self.reducer.is_needed:
+            for i in set(range(len(results))).difference(shared):
+                results[i] = scaled_locally(results[i], self.reducer.process_set)
+        return results, skipped
+
+    def reduce_if_finite(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        learning_rate: Any,
+        scale: Any,
+        skips: bool = True,
+    ) -> list[Any]:
+        """Reduces gradients of a loss times the scale, a power of two.
+
+        They are NaN on all ranks where one is not finite on some rank: by these a scaler skips the step.
+        """
+        if not self.reducer.is_needed:
+            return list(gradients)
+        scale = tf.convert_to_tensor(scale)
+        unscaled = [times(gradient, 1.0 / scale) for gradient in gradients]
+        results, skipped = self.reduce(unscaled, variables, learning_rate, scaled=skips)
+        bad = [] if skipped is None else [skipped]
+        local = [one for i, one in enumerate(gradients) if one is not None and self.is_local(variables[i])]
+        if skips and local:
+            ranks, every = self.reducer.process_set, [as_variable(variable) for variable in variables]
+            self._name = self._name or label_of("horovod_sparse.finite", ranks, every)
+            bad.append(tf.reduce_any(marks_of(local, self._name, ranks) > 0))
+        factor = tf.where(tf.reduce_any(bad), tf.cast(float("nan"), scale.dtype), scale) if bad else scale
+        return [times(gradient, factor) for gradient in results]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,27 +14,19 @@ import tensorflow as tf
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
+from horovod_sparse.tensorflow import graph
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
-from horovod_sparse.tensorflow.collectives import reduce_densely
+from horovod_sparse.tensorflow.collectives import carry_out_together, marks_of, reduce_densely
 from horovod_sparse.tensorflow.driver import Driver, shaped
-from horovod_sparse.tensorflow.ending import Ending, Replicas, marks_of
-from horovod_sparse.tensorflow.graph import (
-    HOST,
-    WAITING,
-    EagerCalls,
-    Order,
-    gate,
-    refuse_differentiation,
-    refuse_graphs,
-    ungated,
-)
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.replanning import Replanning
-from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
+from horovod_sparse.tensorflow.task import idle_seconds
+from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.agreement import AgreedStatus
-from horovod_sparse.training.collective_errors import Outcome
+from horovod_sparse.training.collective_errors import Outcome, Verdict
+from horovod_sparse.training.drift import DriftCheck, HostEntry
 from horovod_sparse.training.settings import RAISE, PlannedOptions, Settings
 
 if TYPE_CHECKING:
@@ -69,10 +62,12 @@ class GradientSynchronizer(VariablesTraining):
         super().__init__(engine, recipe, settings, groups)
         self._averages, self.sparse_as_dense = average, sparse_as_dense
         self.replanning, self.watch = Replanning(self), Watch(settings.deadline_seconds, ranks, self)
-        self._driver, self._ending = Driver(self), Ending(self, average, leaves_one_alone)
-        self._order, self.host = Order(), self._driver.host
+        #: with one rank gradients are applied as they are: of the step nothing stays
+        self._leaves_one_alone, self._ending = leaves_one_alone, threading.Lock()
+        self._driver, self._order = Driver(self), graph.Order()
+        self.host = self._driver.host
         self._replicas = Replicas(self, self.host, self.watch)
-        self._eagerly, self._agreeing = EagerCalls(self._build), threading.Lock()
+        self._eagerly, self._agreeing = graph.EagerCalls(self._build), threading.Lock()
         #: gives further variables that have to be equal on all ranks, in one order: the optimizer's
         self.also_equal: Callable[[], Sequence[Any]] = lambda: ()
         #: called when variables have got their buckets, for saved state to be put into them
@@ -88,7 +83,7 @@ class GradientSynchronizer(VariablesTraining):
             self.replanning.replan(plan, measure_steps)
 
     def _retire(self) -> None:
-        self._eagerly = EagerCalls(self._build)  # our own functions
+        self._eagerly = graph.EagerCalls(self._build)  # our own functions
 
     def agree(self) -> None:
         """After every start of Horovod: all ranks say where they stand, and go on alike. A collective then.
@@ -130,7 +125,7 @@ class GradientSynchronizer(VariablesTraining):
 
         With `scaled`, sums are NaN where a gradient is not finite on some rank, and nothing is raised.
         """
-        refuse_graphs()
+        graph.refuse_graphs()
         variables = [as_variable(variable) for variable in variables]
         if len({variable.ref() for variable in variables}) < len(variables):
             raise UnsupportedError("a variable is given twice: give it once, with the sum of its gradients")
@@ -155,10 +150,10 @@ class GradientSynchronizer(VariablesTraining):
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
     ) -> list[Any]:
         """Makes the operations of one synchronization, in the graph that is being traced."""
-        with ungated():
+        with graph.ungated():
             results, end, skipped = self._ended(gradients, variables, rate, scaled)
         if end is not None:
-            gate(end)
+            graph.gate(end)
         return [*results, skipped]
 
     def _ended(
@@ -189,7 +184,7 @@ class GradientSynchronizer(VariablesTraining):
             outcome = None
             try:
                 parts = list(map(self.part_of, tasks))
-                arrays, outcome = self._ending.finish(parts, found, scaled)
+                arrays, outcome = self._finished(parts, found, scaled)
             finally:
                 self.replanning.after_step(went_well=outcome == Outcome.APPLIED)
             for part in parts:
@@ -199,30 +194,57 @@ class GradientSynchronizer(VariablesTraining):
             return [*arrays, np.array(outcome, np.int32), np.array(is_due)]
 
         waits = is_elastic() or check is not None
-        with WAITING.behind() if waits else contextlib.nullcontext(), tf.device(HOST):
+        with graph.WAITING.behind() if waits else contextlib.nullcontext(), tf.device(graph.HOST):
             ended = self.host.run(finish, tokens, [dtype for dtype, _ in like])
             *sums, outcome, due = shaped(ended, [shape for _, shape in like])
             end = outcome
             if check is not None:
                 end = self._replicas.compared(due, check, variables, self.also_equal())
-        for order in (self._order, WAITING) if waits else (self._order,):
+        for order in (self._order, graph.WAITING) if waits else (self._order,):
             order.note(end)
         if parts:
             self.watch.disarm(end)
-        for i in slices:
-            values = results[i].values
-            refused = tf.cast(
-                tf.where(tf.equal(outcome, int(Outcome.OVERFLOW)), float("nan"), 0.0), values.dtype
-            )
-            kept = tf.where(tf.equal(outcome, int(Outcome.APPLIED)), values, refused)
+        skipped = tf.equal(outcome, int(Outcome.SKIPPED))
+        for i in slices:  # with a loss that is scaled, NaN stays what it is
+            kept = tf.where(skipped, tf.zeros_like(results[i].values), results[i].values)
             results[i] = tf.IndexedSlices(kept, results[i].indices, results[i].dense_shape)
         names = [name for part in parts for name in part.names]
         given = [every[by_name[name]] for name in names if every[by_name[name]] is not None]
         if given:
-            sums = refuse_differentiation(sums, given)
+            sums = graph.refuse_differentiation(sums, given)
         for name, sum_ in zip(names, sums, strict=True):
             results[by_name[name]] = sum_
-        return results[: len(gradients)], end, tf.equal(outcome, int(Outcome.SKIPPED))
+        return results[: len(gradients)], end, skipped
+
+    def _finished(
+        self, parts: Sequence[Part], found: Sequence[BaseException], scaled: bool
+    ) -> tuple[list[np.ndarray], Outcome]:
+        """Returns sums or averages by variable; zeros in a skipped step, NaN in one that has overflowed.
+
+        Raises the step's error, and the next step may follow. `found` are errors that all ranks have alike.
+        """
+        now = time.perf_counter()
+        with self._ending:
+            errors = [*found, *(part.task.error for part in parts if part.task.error is not None)]
+            verdict = self.policy.judge(errors, scaled=scaled)
+            self.last_error = verdict.error
+            if self._leaves_one_alone and self.size == 1:
+                verdict = Verdict(Outcome.SKIPPED, drop=True)
+            if verdict.outcome != Outcome.APPLIED:
+                for part in parts:
+                    part.abandon(drop=verdict.drop)
+                if verdict.outcome == Outcome.RAISE and verdict.error is not None:
+                    raise verdict.error
+                value = float("nan") if verdict.outcome == Outcome.OVERFLOW else 0.0
+                shapes = [(shape, numpy_dtype(part.dtype)) for part in parts for shape in part.shapes]
+                return [np.full(shape, value, dtype) for shape, dtype in shapes], verdict.outcome
+            scale = 1.0 / self.size if self._averages else 1.0
+            applied = [part.apply(scale) for part in parts]
+            self.step += 1
+            self.telemetry.selection = self.selection
+            waited = idle_seconds([part.task for part in parts], now)
+            self.telemetry.record(self.step, [report for _, report in applied], waited)
+            return [array for arrays, _ in applied for array in arrays], verdict.outcome
 
     def _started(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
@@ -238,7 +260,7 @@ class GradientSynchronizer(VariablesTraining):
         results, by_name = list(gradients), {}
         makes_steps = self.recipe.feedback.applies_rate
         # where ranks come and go a first bucket may wait for the other ranks
-        with self._order.behind(), WAITING.behind() if is_elastic() else contextlib.nullcontext():
+        with self._order.behind(), graph.WAITING.behind() if is_elastic() else contextlib.nullcontext():
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
                 name = self.name_of(variable)
                 if name is not None and not isinstance(gradient, tf.IndexedSlices):
@@ -263,3 +285,58 @@ class GradientSynchronizer(VariablesTraining):
         if parts:
             self.watch.arm()
         return results, by_name, parts, tokens
+
+
+class Replicas:
+    """Compares variables with those of the other ranks, within the graph of a step."""
+
+    def __init__(self, training: VariablesTraining, host: graph.HostFunctions, watch: Watch) -> None:
+        self._training, self._host, self._watch = training, host, watch
+        #: by names of the variables that are synchronized together: others may be changed meanwhile
+        self._checks: dict[frozenset[str], DriftCheck] = {}
+
+    def check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
+        """Returns the check of these variables; None without one, or with nobody to compare with."""
+        known = map(self._training.name_of, variables)
+        names = frozenset(name for name in known if name is not None)
+        check = self._checks.get(names)
+        if check is None:
+            check = DriftCheck(self._training.settings)
+            check.restart(self._training.step)
+            self._checks[names] = check
+        alone = self._training.size == 1 and not is_elastic()
+        return None if alone or not check.every else check
+
+    def restart(self) -> None:
+        """Restarts comparisons after all ranks have agreed on a step."""
+        for check in self._checks.values():
+            check.restart(self._training.step)
+
+    def compared(
+        self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any], also_equal: Sequence[Any]
+    ) -> tf.Tensor:
+        """Compares variables where that is due, before they change again: they are read in the graph."""
+        every = {self._training.name_of(one) or f"variable {i}": one for i, one in enumerate(variables)}
+        every |= {f"variable {i} of the optimizer": one for i, one in enumerate(also_equal)}
+        named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
+
+        def compare(*arrays: np.ndarray) -> np.ndarray:
+            entries = [HostEntry(*one) for one in zip(named, arrays, strict=True)]
+            check_them = check.run(self._training.step - 1, entries)
+            name = f"{self._training.engine.label}.drift"
+            try:
+                with self._watch.together(name):
+                    carry_out_together(check_them, self._training.process_set, name)
+            except Exception as error:
+                self._training.last_error = error
+                raise
+            return np.zeros((), np.int32)
+
+        def checked() -> tf.Tensor:
+            with tf.device(graph.HOST):
+                values = [variable.read_value() for variable in named.values()]
+                done = self._host.run(compare, values, [tf.int32])[0]
+            done.set_shape([])
+            return done
+
+        return tf.cond(due, checked, lambda: tf.zeros([], tf.int32))

@@ -13,8 +13,8 @@ from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
 from horovod_sparse.tensorflow.compression import Compression
-from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
+from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable, checked_variable
 from horovod_sparse.training.settings import PlannedOptions

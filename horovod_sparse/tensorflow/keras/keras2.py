@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow.arguments import Again
-from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.graph import is_synchronized
 from horovod_sparse.tensorflow.keras.stepping import no_local_variables, own_class
 from horovod_sparse.tensorflow.private import refuse_copies, scaler_of
+from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 

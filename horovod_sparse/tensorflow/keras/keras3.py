@@ -15,10 +15,10 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Again, Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
-from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs, refuse_synchronized
 from horovod_sparse.tensorflow.keras.stepping import no_local_variables, own_class
 from horovod_sparse.tensorflow.private import refuse_copies
+from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, checked_variable, times

@@ -15,9 +15,9 @@ from horovod_sparse.tensorflow._horovod import hvd, takes_part
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
-from horovod_sparse.tensorflow.ending import Reduction
 from horovod_sparse.tensorflow.keras import keras2
 from horovod_sparse.tensorflow.keras.stepping import bound
+from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.compression import refuse_double_momentum
