@@ -179,68 +179,27 @@ class KerasTraining(TapeTraining):
         self.optimizer.load_state_dict(saved[1])
 
 
-def _engine(name: str, train: Any, *has: str, **cases: tuple[str, ...]) -> Engine:
+def _engine(name: str, train: Any, *has: str, share: float = 1.0, **cases: tuple[str, ...]) -> Engine:
     features = frozenset({"buckets", "models", *has})
-    return Engine(name, train, features, hvd.rank(), hvd.size(), hvd.allgather_object, **cases)
+    return Engine(name, train, features, hvd.rank(), hvd.size(), hvd.allgather_object, share, **cases)
 
 
 def _tape(wrap: Any, graph: bool, **more: Any) -> Any:
     return functools.partial(TapeTraining, wrap=wrap, graph=graph, **more)
 
 
-OWN, STOCK = hvd.DistributedGradientTape, stock.DistributedGradientTape
-COMMON = (
-    "horovod",
-    "absent",
-    "members",
-    "types",
-    "saved",
-    "levels",
-    "nonfinite",
-    "drift",
-    "plans",
-    "merging",
+OWN, STOCK, SHARED = (
+    hvd.DistributedGradientTape,
+    stock.DistributedGradientTape,
+    ("members", "types", "horovod"),
 )
-GRAPH_BY_NIGHT = (
-    "test_a_bad_gradient_of_one_rank_is_an_error_on_all[topk:density=0.1,feedback",
-    "test_it_equals_the_simulator[cltk",
-    "test_feedback_equals_the_simulators[dgc:density=0.1,feedback=momentum(momentum=0.5,nesterov",
-    "test_two_levels_equal_the_simulators[oktopk",
-    "test_two_levels_equal_the_simulators[qsgd",
-    "test_what_was_saved_loads_at_other_levels[host-host",
-    "test_a_bad_rank_is_left_out_or_the_step_is_skipped[topk:density=0.1,dense_below",
-    "test_other_types_lose_no_more_than_their_last_unit[float",
-    "test_a_bad_rank_is_left_out_or_the_step_is_skipped[topk:density=0.1]",
-    "test_resume_is_invisible[randomk",
-    "test_resume_is_invisible[cltk",
-    "test_replicas_that_come_apart_are_found[warn]",
-    "test_a_sum_that_is_not_finite_is_applied_by_nobody[oktopk]",
-    "test_a_bad_rank_is_left_out_or_the_step_is_skipped[gtopk",
-    "test_ranks_that_stand_at_different_steps_start_alike[exdyna",
-)
-STOCK_BY_DAY = (
-    "test_it_equals_the_simulator[topk]",
-    "test_it_equals_the_simulator[spardl]",
-    "test_everything_sent_is_dense_training[exdyna",
-    "test_nothing_is_lost_in_any_order[topk:density=0.2,dense",
-    "test_a_bad_dense_gradient_names_its_rank",
-)
-KERAS_BY_DAY = (
-    "test_one_made_on_one_rank_alone",
-    "test_it_equals_the_simulator[exdyna]",
-    "test_resume_is_invisible[exdyna",
-    "test_ranks_that_stand_at_different_steps_start_alike[cltk",
-    "test_a_bad_rank_is_left_out_or_the_step_is_skipped[topk:density=0.1]",
-    "test_a_sum_that_is_not_finite_is_applied_by_nobody[gtopk]",
-    "test_another_version_is_told_to_all",
-    "test_some_of_the_ranks_train_alone",
-)
+ALL = (*SHARED, "absent", "saved", "levels", "nonfinite", "drift", "plans", "merging")
 TAPES = [
-    _engine("graph", _tape(OWN, True), *COMMON, by_night=GRAPH_BY_NIGHT),
-    _engine("eager", _tape(OWN, False), *COMMON, by_day=()),
+    _engine("graph", _tape(OWN, True), *ALL, share=0.75),
+    _engine("eager", _tape(OWN, False), *ALL, share=0.0),
     _engine("some", _tape(OWN, True, asks_for_all=False), "levels", "absent", only=("test_what_waits_for",)),
-    _engine("stock", _tape(STOCK, True), "members", "types", "horovod", by_day=STOCK_BY_DAY),
-    _engine("stock-eager", _tape(STOCK, False), "members", "types", "horovod", by_day=()),
+    _engine("stock", _tape(STOCK, True), *SHARED, share=0.15),
+    _engine("stock-eager", _tape(STOCK, False), *SHARED, share=0.0),
 ]
 KERAS_HAS = ("members", "saved", *(() if IS_KERAS_2 else ("levels", "nonfinite", "drift")))
-KERAS = [_engine("keras", KerasTraining, *KERAS_HAS, by_day=KERAS_BY_DAY)]
+KERAS = [_engine("keras", KerasTraining, *KERAS_HAS, share=0.2)]

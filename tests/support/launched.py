@@ -33,10 +33,9 @@ def measure_little() -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Leaves to nights what one engine shows as well as another; see `conformance.engine.Engine`."""
     engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-    if hasattr(engine, "is_by_day"):  # no engine has what some tests need
-        case = item.name.replace(f"[{engine.name}-", "[").replace(f"[{engine.name}]", "")
-        if not engine.is_by_day(case):
-            item.add_marker(pytest.mark.nightly)
+    # no engine has what some tests need
+    if hasattr(engine, "is_by_day") and not engine.is_by_day(item.name):
+        item.add_marker(pytest.mark.nightly)
 
 
 def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[BaseException], ...]) -> Any:
