@@ -1,30 +1,23 @@
 """A job of torchrun whose worker dies: all start again, and go on from the last checkpoint."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from support.jobs import ran
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 #: one host, and a rendezvous that takes workers in again after a restart
 OPTIONS = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
 #: a store of its own for every attempt: PyTorch 2.13 leaves addresses of the dead in the launcher's, which
 #: init_process_group then tries to reach
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("torchrun")), *OPTIONS, str(WORKER), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=200,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    torchrun = Path(sys.executable).with_name("torchrun")
+    ran(torchrun, *OPTIONS, WORKER, tmp_path, **ENVIRONMENT)
     assert (tmp_path / "ended").exists()
     names = ("whole-0", "whole-1", "restarted-0", "restarted-1")
     ends = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names]

@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.jobs import ran
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KERAS = pytest.param("tensorflow2_keras_mnist", marks=[pytest.mark.tensorflow, pytest.mark.nightly])
@@ -24,16 +24,9 @@ def launched(
     if example in WITHOUT_HOROVOD:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", str(size)]
     launcher[0] = str(Path(sys.executable).with_name(launcher[0]))
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / f"{example}.py"), *arguments, "--json", str(file)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-        # these models are small, and would stay dense
-        env={**os.environ, "HOROVOD_SPARSE_TENSOR_SELECTION": selection, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    # these models are small, and would stay dense
+    more = {"HOROVOD_SPARSE_TENSOR_SELECTION": selection}
+    ran(*launcher, EXAMPLES / f"{example}.py", *arguments, "--json", file, **more)
     told: dict[str, Any] = json.loads(file.read_text())
     return told
 
@@ -92,15 +85,9 @@ def test_the_demo_trains_by_every_method(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "example", ["imagenet_resnet50", pytest.param("ddp_digits", marks=pytest.mark.nightly)]
 )
-def test_what_torchrun_has_to_start_says_so(example: str) -> None:
+def test_what_torchrun_has_to_start_says_so(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = [] if example == "ddp_digits" else ["--dry-run"]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{example}.py"), *needed],
-        capture_output=True,
-        text=True,
-        env={**environment, "HOROVOD_RANK": "0"},
-        timeout=120,
-    )
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("start it by torchrun")
+    monkeypatch.delenv("RANK", raising=False)
+    done = ran(sys.executable, EXAMPLES / f"{example}.py", *needed, status=1, HOROVOD_RANK="0")
+    assert done.stderr.splitlines()[-1].startswith("start it by torchrun")
     assert "Traceback" not in done.stderr

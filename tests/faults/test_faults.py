@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.jobs import HOROVODRUN, Job, of, started
+from support.jobs import HOROVODRUN, Job, of, ran, started
 from support.sampling import rest_nightly
 
 WORKER, TF_WORKER = (Path(__file__).with_name(name) for name in ("worker.py", "tf_worker.py"))
@@ -156,15 +155,11 @@ def test_a_graph_that_waits_for_a_stopped_rank_ends(tmp_path):
 @pytest.mark.nightly
 def test_a_short_soak(tmp_path):
     soak = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "checks" / "soak.py"
-    command = [sys.executable, str(soak), "--steps", "300", "--ranks", "2", "--kills", "1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = ran(sys.executable, soak, "--steps", "300", "--ranks", "2", "--kills", "1")
     assert "1 kills" in ended.stdout and "missing 0, different 0" in ended.stdout
 
 
 def test_a_short_fuzzing():
     fuzz = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "checks" / "fuzz.py"
-    command = [sys.executable, str(fuzz), "--seconds", "1"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = ran(sys.executable, fuzz, "--seconds", "1")
     assert ended.stdout.count("refused by name") == 4

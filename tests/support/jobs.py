@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["HOROVODRUN", "Diary", "Job", "entries_in", "of", "started", "until_told", "without_dynamo"]
+__all__ = ["HOROVODRUN", "Diary", "Job", "entries_in", "of", "ran", "started", "until_told", "without_dynamo"]
 
 HOROVODRUN = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "lib" / "horovodrun.py"), "--gloo")
 
@@ -44,6 +44,20 @@ def without_dynamo() -> None:
     stub.disable = lambda function, *_, **__: function
     stub.graph_break = stub.add = lambda *_: None
     sys.modules |= {"torch._dynamo": stub, "torch._dynamo.trace_rules": stub}
+
+
+def ran(*command: object, status: int | None = 0, timeout: float = 300.0, **environment: str) -> Any:
+    """A command that has ended as expected, with what it said; None: in any way."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert status is None or done.returncode == status, (done.stdout + done.stderr)[-3000:]
+    return done
 
 
 class Diary:

@@ -1,7 +1,6 @@
 """The command's arguments: what is refused, how it is said, and the exit code."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import horovod_sparse
 from horovod_sparse.cli import calibrate
 from horovod_sparse.cli.main import main
+from support.jobs import ran
 
 WORTH = ["worth-it", "--params", "1M", "--step-ms", "100", "--nodes", "4", "--bandwidth", "1gbit"]
 
@@ -82,7 +82,5 @@ def test_nothing_but_thread_counts_and_logging():
         # what only the ranks of a launch import has a process of its own
         if path.stem != "__init__" and not path.stem.endswith("rank")
     ]
-    found = subprocess.run([sys.executable, "-c", _SCRIPT, *names], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    changed = json.loads(found.stdout.splitlines()[-1])
+    changed = json.loads(ran(sys.executable, "-c", _SCRIPT, *names).stdout.splitlines()[-1])
     assert not [key for key in changed if not key.endswith("_NUM_THREADS") and key != "TF_CPP_MIN_LOG_LEVEL"]

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from functools import cache
 
@@ -14,6 +13,7 @@ import yaml
 
 from horovod_sparse.cli.main import main as horovod_sparse_command
 from support.documents import PRELUDES, ROOT, Block, blocks
+from support.jobs import ran
 
 BLOCKS = list(blocks())
 #: programs that are not ours, and whose options are not looked at
@@ -45,15 +45,7 @@ def test_python_runs(process: str) -> None:
     if process == "tensorflow":
         pytest.importorskip("tensorflow")
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "support.documents", process],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT / "tests",
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(sys.executable, "-m", "support.documents", process, PYTHONPATH=path)
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert len(outcome) >= 4
     skipped = [place for place, text in outcome.items() if text == "skipped"]
@@ -84,8 +76,7 @@ def help_of(*command: str) -> str:
     elif command[0].endswith("bench") and len(command) > 1:
         module = f"benchmarks.{command[1]}" + ".main" * (ROOT / "benchmarks" / command[1]).is_dir()
         words = [sys.executable, "-m", module]
-    done = subprocess.run([*words, "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-1000:]
+    done = ran(*words, "--help", PYTHONPATH=str(ROOT))
     return done.stdout + done.stderr
 
 

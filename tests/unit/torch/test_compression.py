@@ -3,9 +3,7 @@
 import copy
 import importlib
 import inspect
-import os
 import pickle
-import subprocess
 import sys
 
 import horovod.torch
@@ -16,6 +14,7 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 from horovod_sparse.torch import Compression, SparseCompressor
+from support.jobs import ran
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -52,24 +51,33 @@ def test_a_compressor_travels_as_its_recipe_and_hashes_by_identity():
     assert len({compressor, Compression.exdyna(density=0.02)}) == 2
 
 
-@pytest.mark.parametrize("broken", ["raise ImportError('no module')", "pass"])
-def test_without_horovod_the_error_says_how_to_get_it(broken, tmp_path):
-    package = tmp_path / "horovod" / "torch"
-    package.mkdir(parents=True)
-    (tmp_path / "horovod" / "__init__.py").write_text("")
-    (package / "__init__.py").write_text(broken)
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import horovod_sparse.torch"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "HorovodMissingError" in done.stderr
-    assert "scripts/setup" in done.stderr and "docs/install.md" in done.stderr
+def test_without_horovod_the_error_says_how_to_get_it(tmp_path):
+    program = "import sys\n"
+    for name, broken in (("raises", "raise ImportError('no module')"), ("empty", "pass")):
+        package = tmp_path / name / "horovod" / "torch"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").write_text("")
+        (package / "__init__.py").write_text(broken)
+        program += f"sys.path.insert(0, {str(tmp_path / name)!r})\n"
+        program += (
+            "try:\n    import horovod_sparse.torch\nexcept Exception as error:\n    print(repr(error))\n"
+        )
+        program += (
+            "for name in ('horovod', 'horovod.torch', 'horovod_sparse.torch'): sys.modules.pop(name, None)\n"
+        )
+    done = ran(sys.executable, "-c", program)
+    told = done.stdout.splitlines()
+    assert len(told) == 2, done.stderr
+    for line in told:
+        assert "HorovodMissingError" in line and "scripts/setup" in line and "docs/install.md" in line
 
 
-def test_starting_horovod_gives_its_own_collectives_a_deadline_and_importing_us_does_not():
+def test_starting_horovod_gives_its_own_collectives_a_deadline_and_importing_us_does_not(monkeypatch):
     name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     found = f"print(os.environ.get({name!r}))"
     program = f"import os, horovod_sparse.torch; {found}; import horovod.torch as hvd; hvd.init(); {found}"
-    given = {key: value for key, value in os.environ.items() if key != name}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=given)
+    monkeypatch.delenv(name, raising=False)
+    done = ran(sys.executable, "-c", program)
     assert done.stdout.split() == ["None", "330"], done.stderr
 
 
