@@ -1,5 +1,6 @@
 """What our allreduce, and Horovod's with our compressor, promise in every framework."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +36,10 @@ class Front:
 
     def sums(self, module: Any, recipe: Recipe, given: np.ndarray, **more: Any) -> list[np.ndarray]:
         """Of all ranks, in every way."""
-        compression, found = self.hvd.SparseCompressor(recipe), []
+        found = []
         for way in self.ways:
-            operation = way(
-                lambda tensor: module.allreduce(
-                    tensor, name="law", op=self.stock.Sum, compression=compression, **more
-                )
-            )
+            more |= {"name": "law", "op": self.stock.Sum, "compression": self.hvd.SparseCompressor(recipe)}
+            operation = way(functools.partial(module.allreduce, **more))
             found.append(self.array(operation(self.tensor(given))))
         return found
 

@@ -19,36 +19,27 @@ from support.memories import choose_memory
 # What is computed
 
 
+FEEDBACKS = [
+    "dgc:density=0.1,feedback=momentum(momentum=0.5,nesterov=true)",
+    "dgc:density=0.1,feedback=momentum(momentum=0.5,masking=false,clip_norm=2.0)",
+    "dgc:density=0.1,feedback=momentum(momentum=0.5),dense=('bias','scalar'),densities={'first':0.02}",
+]
+
+
 @pytest.mark.controllers
-@pytest.mark.parametrize("case", on_ranks())
+@pytest.mark.parametrize("case", [*on_ranks(), *FEEDBACKS])
 def test_it_equals_the_simulator(engine: Engine, case: Any) -> None:
     """So every law that holds there holds here."""
-    training, simulated = engine.train(case.at(0.1)), Simulated(engine, case.at(0.1))
+    recipe = parse_recipe(case) if isinstance(case, str) else case.at(0.1)
+    training, simulated = engine.train(recipe), Simulated(engine, recipe)
     for step in range(5):
         run(training, engine, [step])
         simulated.step(training, [given(rank, step) for rank in range(engine.size)])
     simulated.check_held(training, engine.rank)
     assert replicas_agree(engine, training)
     assert training.telemetry.last.step == training.telemetry.num_steps == 5
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dgc:density=0.1,feedback=momentum(momentum=0.5,nesterov=true)",
-        "dgc:density=0.1,feedback=momentum(momentum=0.5,masking=false,clip_norm=2.0)",
-        "dgc:density=0.1,feedback=momentum(momentum=0.5),dense=('bias','scalar'),densities={'first':0.02}",
-    ],
-)
-def test_feedback_equals_the_simulators(engine: Engine, text: str) -> None:
-    training, simulated = engine.train(text), Simulated(engine, parse_recipe(text))
-    for step in range(4):
-        run(training, engine, [step])
-        simulated.step(training, [given(rank, step) for rank in range(engine.size)])
-    assert replicas_agree(engine, training)
-    assert "dense" not in text or not any(
-        np.any(training.held().get(name, 0.0)) for name in ("bias", "scalar")
-    )
+    kept = recipe.rules.dense
+    assert not any(np.any(training.held().get(name, 0.0)) for name in kept)
 
 
 @pytest.mark.needs("plans")
@@ -185,45 +176,41 @@ def test_everything_sent_is_dense_training(engine: Engine, text: str) -> None:
         assert replicas_agree(engine, training)
 
 
-@pytest.mark.needs("types")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_types_lose_no_more_than_their_last_unit(engine: Engine, dtype: str) -> None:
-    training, ledger = engine.train("topk:density=0.2", dtype=dtype), Ledger(engine)
-    for step in range(4):
-        gradients = given(engine.rank, step)
+def left_out(rank: int, step: int) -> list[str]:
+    """Of the first step nothing, and later what only some ranks have, or none."""
+    return [] if step == 0 else ["bias"] * ((rank + step) % 2) + ["second"] * (step > 5)
+
+
+#: options of a training, what an engine has that takes them, and by how much its ledger may be off
+KEPT: dict[str, tuple[str, dict[str, Any], str, float]] = {
+    **{text: (text, {}, "", 1e-4) for text in ("topk:density=0.1", "exdyna:density=0.1")},
+    "dense": ("topk:density=0.2,dense=('*bias','scalar')", {}, "", 1e-4),
+    "absent": ("topk:density=0.1", {"absent": True}, "absent", 1e-4),
+    **{
+        dtype: ("topk:density=0.2", {"dtype": dtype}, "types", atol)
+        for dtype, atol in (("float16", 0.03), ("bfloat16", 0.25), ("float64", 1e-9))
+    },
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_nothing_is_lost_in_any_order(engine: Engine, what: str) -> None:
+    """Gradients of other types lose no more than their last unit."""
+    text, options, needed, atol = KEPT[what]
+    if needed and needed not in engine.has:
+        pytest.skip("no such training")
+    training, ledger = engine.train(text, **options), Ledger(engine)
+    for step in range(4 if "dtype" in options else 10):
+        gradients, left = given(engine.rank, step), left_out(engine.rank, step) if what == "absent" else []
+        order = np.random.default_rng([engine.rank, step]).permutation(list(SHAPES))
+        gradients = {str(name): gradients[str(name)] for name in order if name not in left}
         ledger.enter(gradients)
         training.step(gradients)
-    ledger.balance(training, atol={"float16": 0.03, "bfloat16": 0.25}.get(dtype, 1e-9))
-    assert replicas_agree(engine, training)
-
-
-@pytest.mark.parametrize(
-    "text", ["topk:density=0.1", "exdyna:density=0.1", "topk:density=0.2,dense=('*bias','scalar')"]
-)
-def test_nothing_is_lost_in_any_order(engine: Engine, text: str) -> None:
-    training, ledger = engine.train(text), Ledger(engine)
-    for step in range(10):
-        gradients = given(engine.rank, step)
-        ledger.enter(gradients)
-        order = np.random.default_rng([engine.rank, step]).permutation(list(SHAPES))
-        training.step({str(name): gradients[str(name)] for name in order})
-    ledger.balance(training)
+    ledger.balance(training, atol)
     assert replicas_agree(engine, training)
     held = training.held()
     assert all(np.any(held[name]) for name in ("first", "second"))
     assert not any(np.any(held.get(name, 0.0)) for name in ("bias", "scalar") if "dense" in text)
-
-
-@pytest.mark.needs("absent")
-def test_gradients_that_some_ranks_do_not_have(engine: Engine) -> None:
-    training, ledger = engine.train("topk:density=0.1", absent=True), Ledger(engine)
-    for step in range(10):
-        left = [] if step == 0 else ["bias"] * ((engine.rank + step) % 2) + ["second"] * (step > 5)
-        gradients = {name: one for name, one in given(engine.rank, step).items() if name not in left}
-        ledger.enter(gradients)
-        training.step(gradients)
-    ledger.balance(training)
-    assert replicas_agree(engine, training)
 
 
 def test_telemetry_counts_what_was_sent(engine: Engine) -> None:

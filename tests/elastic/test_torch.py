@@ -1,13 +1,16 @@
-"""Elastic training in PyTorch, by `horovodrun`: workers that die, and others that join or replace them."""
+"""Elastic training in PyTorch: workers that die, join or are replaced, alone or by hosts of two."""
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic.job import HOSTS, elastic_job, of
+from support.jobs import ran
 
 WORKER, LOCAL_WORKER = (Path(__file__).with_name(name) for name in ("torch_worker.py", "local_worker.py"))
 
@@ -93,3 +96,59 @@ def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
     # each of the undisturbed trainings is a new one in a job that was started again, and says so, too
     assert log.count("begins at step 0") > len(undisturbed) * ranks or not anew
     assert ended[0]["loss"] < 1.5 * max(undisturbed), (ended[0], undisturbed)
+
+
+THREE = [[0, 1], [2, 3], [4, 5]]
+
+
+def hosts_in(entries: list[dict[str, Any]], batch: int, size: int = 4) -> list[str]:
+    """The hosts that did a batch last, in the order of their ranks, which is not that of their names."""
+    of_ranks = {entry["rank"]: entry["host"] for entry in of(entries, "batch", batch=batch, size=size)}
+    return list(dict.fromkeys(of_ranks[rank] for rank in sorted(of_ranks)))
+
+
+def test_hosts_join_and_leave_and_one_of_two_ranks_is_refused(tmp_path: Path) -> None:
+    """Nothing is lost of what survivors hold; at unequal hosts all ranks end with the error's name.
+
+    It is the first host that is lost: the others' ranks are renumbered, and no shard stays where it was.
+    """
+    trained = [f"own {name}:density=0.2" for name in ("topk", "exdyna")]
+    task = {"trained": trained, "batches": 100, "until": {"3": 6, "8": 4}, "killed": [(0, 6, "before")]}
+    task["more"] = {"levels": "host"}
+    with elastic_job(tmp_path, WORKER, json.dumps(task), least=2, most=6, each=2) as job:
+        job.wait_for(lambda entries: len(of(entries, "batch", batch=3)) >= 4)
+        job.set_hosts(HOSTS[:3])
+        job.wait_for(lambda entries: len(of(entries, "batch", batch=10, size=4)) >= 4)
+        left = hosts_in(job.entries, 10)
+        job.set_hosts(left, **{left[1]: 1})
+        assert job.wait() != 0
+        entries, log = job.entries, job.log
+    assert "UnsupportedError: two levels need as many ranks on every host" in log
+    steps = [(entry["size"], step) for entry in of(entries, "batch") for step in entry["steps"]]
+    for size, step in steps:
+        assert step["hosts"] == THREE[: size // 2] and step["lost"] < 1e-5, (size, step)
+    assert {size for size, _ in steps} == {4, 6}
+    assert max(step["held"] for _, step in steps) > 0
+    after = of(entries, "batch", batch=10, size=4)[-4:]
+    for which in range(len(trained)):
+        assert len({entry["steps"][which]["digest"] for entry in after}) == 1
+
+
+DDP_WORKER = Path(__file__).with_name("ddp_worker.py")
+#: one host, and a rendezvous that takes workers in again after a restart
+OPTIONS = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+#: a store of its own for every attempt: PyTorch 2.13 leaves addresses of the dead in the launcher's, which
+#: init_process_group then tries to reach
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    ran(torchrun, *OPTIONS, DDP_WORKER, tmp_path, **ENVIRONMENT)
+    assert (tmp_path / "ended").exists()
+    names = ("whole-0", "whole-1", "restarted-0", "restarted-1")
+    ends = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names]
+    assert [first for first, _ in ends] == [0, 0, 10, 10]
+    for states in zip(*(states for _, states in ends), strict=True):
+        for weights in zip(*(state.values() for state in states), strict=True):
+            assert all(torch.equal(weight, weights[0]) for weight in weights)

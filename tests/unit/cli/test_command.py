@@ -1,4 +1,4 @@
-"""The command's arguments: what is refused, how it is said, and the exit code."""
+"""The command: arguments that are refused, its exit code, and what `worth-it` answers."""
 
 import json
 import sys
@@ -9,6 +9,8 @@ import pytest
 import horovod_sparse
 from horovod_sparse.cli import calibrate
 from horovod_sparse.cli.main import main
+from horovod_sparse.cli.worth_it import Case, recommended, rows_of
+from support.documents import ROOT
 from support.jobs import ran
 
 WORTH = ["worth-it", "--params", "1M", "--step-ms", "100", "--nodes", "4", "--bandwidth", "1gbit"]
@@ -84,3 +86,52 @@ def test_nothing_but_thread_counts_and_logging():
     ]
     changed = json.loads(ran(sys.executable, "-c", _SCRIPT, *names).stdout.splitlines()[-1])
     assert not [key for key in changed if not key.endswith("_NUM_THREADS") and key != "TF_CPP_MIN_LOG_LEVEL"]
+
+
+ROUND = ["--params", "1M", "--step-ms", "100", "--nodes", "4", "--bandwidth", "1gbit", "--latency", "1ms"]
+
+
+def added(case: Case) -> dict[str, float]:
+    return {row.name: row.added_seconds for row in rows_of(case)}
+
+
+def test_seconds_are_those_calculated_by_hand():
+    """4 nodes: 6 rounds of a quarter of the bytes; or three messages of 10,000 elements of 8 bytes."""
+    found = added(Case(1_000_000, 0.1, 4, 1e9, 1e-3))
+    assert found["dense"] == pytest.approx(1.5 * 4e6 * 8 / 1e9 + 6e-3)
+    assert found["fp16"] == pytest.approx(1.5 * 2e6 * 8 / 1e9 + 6e-3)
+    assert found["sparse"] == pytest.approx(3 * 80_000 * 8 / 1e9 + 1e-3)
+    assert found["sparse, every=4"] == pytest.approx(3 * 80_000 * 8 / 1e9 + 0.25e-3)
+    assert found["sparse, delay=1"] == 0.0
+    two = added(Case(1_000_000, 0.1, 2, 1e6, 0.02))
+    late = {"sparse, every=4": 0.64 + 0.005, "sparse, delay=1": 0.64 + 0.02 - 0.1}
+    assert two == pytest.approx({"dense": 32 + 0.04, "fp16": 16 + 0.04, "sparse": 0.64 + 0.02, **late})
+
+
+def test_the_demo_s_passes_are_within_15_percent():
+    demo = json.loads((ROOT / "docs" / "measurements" / "demo.json").read_text())
+    step = demo["compute_seconds"]
+    found = added(Case(demo["num_elements"], step, 4, 100e6, 50e-6))
+    for name in ("dense", "fp16"):
+        assert step + found[name] == pytest.approx(demo["runs"][name]["seconds_per_pass"], rel=0.15), name
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bits_per_second", "name"),
+    [(4, 1e8, "sparse, delay=1"), (4, 2e9, "sparse"), (4, 1e11, "dense"), (400, 1e8, "fp16")],
+)
+def test_what_saves_nothing_is_not_recommended(nodes, bits_per_second, name):
+    case = Case(1_000_000, 0.05, nodes, bits_per_second, 1e-6)
+    assert recommended(case, rows_of(case)).name == name
+
+
+def test_the_answer_has_code_to_paste_and_a_link(capsys):
+    assert main(["worth-it", *ROUND, "--optimizer", "sgd"]) == 0
+    dense, fp16, sparse, every, delay, paste, accuracy, assumed = capsys.readouterr().out.splitlines()
+    assert every.startswith("sparse, every=4: 0.102 s") and delay.startswith("sparse, delay=1: 0.1 s")
+    assert dense == "dense: 0.154 s a step, 0.054 s (54 %) longer than the step alone"
+    assert fp16.startswith("fp16: 0.13 s") and sparse.startswith("sparse: 0.103 s")
+    assert "docs/results.md" in accuracy and assumed.startswith("assumed: ")
+    line = paste.removeprefix("paste: ")
+    compile(line, "paste", "exec")
+    assert "torch.optim.SGD" in line and 'attach(model, "best:density=0.01", optimizer)' in line

@@ -26,7 +26,7 @@ from horovod_sparse.training.parts import progress_of, resumed
 from horovod_sparse.training.state import redistributed
 from support.cases import REPRESENTATIVES, Case, case_id
 from support.gradients import DTYPES, as_gradient, dyadic, gaussian, wide
-from support.history import Scenario, run
+from support.laws import Scenario, run
 from support.sampling import rows_by
 
 _P, _N, _K = 3, 40, 4

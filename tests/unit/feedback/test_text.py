@@ -27,7 +27,7 @@ from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES, dyadic, layered
-from support.history import Scenario, random_gradients, run
+from support.laws import Scenario, random_gradients, run
 from support.sampling import rows_by
 
 

@@ -18,7 +18,7 @@ from horovod_sparse.training.state import redistributed
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import dyadic, layered
-from support.history import Scenario, random_gradients, run
+from support.laws import Scenario, random_gradients, run
 from support.sampling import rows_by
 
 _KEEPING = [case for case in CASES if not case.loses_mass]

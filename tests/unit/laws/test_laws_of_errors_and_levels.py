@@ -14,7 +14,7 @@ from horovod_sparse.topology import Topology
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES, dyadic, layered
-from support.history import History, Scenario, random_gradients, run
+from support.laws import History, Scenario, random_gradients, run
 from support.sampling import rows_by
 
 rows = pytest.mark.parametrize("case", CASES, ids=case_id)

@@ -17,8 +17,7 @@ from horovod_sparse.sparsifiers.spardl.teams import TeamLayout
 from support import laws
 from support.cases import CASES, Case, CountBand, case_id
 from support.gradients import DTYPES, gaussian, laplace, layered
-from support.history import Scenario, random_gradients, run
-from support.laws import rounding
+from support.laws import Scenario, random_gradients, rounding, run
 from support.sampling import rows_by
 
 

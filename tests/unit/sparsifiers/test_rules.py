@@ -18,7 +18,7 @@ from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import layered
-from support.history import Scenario, random_gradients, run
+from support.laws import Scenario, random_gradients, run
 
 
 @pytest.mark.parametrize(

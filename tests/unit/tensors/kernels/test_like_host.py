@@ -1,4 +1,4 @@
-"""A tensor's accumulator does what the host's does, bit for bit, whatever it is asked."""
+"""A tensor's accumulator and quantizers do what the host's do, bit for bit, whatever they are asked."""
 
 from typing import Any
 
@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from horovod_sparse import kernels
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.errors import MessageError
+from horovod_sparse.kernels import quantization
+from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.tensors import plain_kernels
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 from horovod_sparse.tensors.device_memory import apply_scaled_sum
 from support.accumulators import as_tensor, histories, play
-from support.gradients import DTYPES, as_gradient
+from support.gradients import DTYPES, as_gradient, layered
 from support.sampling import rows_by
 
 #: an example in the interpreter takes a second: it is not made smaller, only shown
@@ -126,3 +129,19 @@ def test_damaged_messages_write_nothing(place: Any) -> None:
     with pytest.raises(MessageError, match="index -1"):
         apply_scaled_sum(dense, np.array([-1]), np.ones(1), 1.0, place.kernels)
     assert torch.count_nonzero(dense) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("num_elements", [1, 33, 3001, 70_000])
+@pytest.mark.parametrize(
+    "code", [(0, 0, "mean"), (0, 64, "mean"), (1, 96, "max"), (7, 512, "max"), (127, 0, "l2")]
+)
+def test_torch_is_numpy(code: tuple[int, int, str], num_elements: int, dtype: type) -> None:
+    how, key = Quantization(*code), 0x9123456789ABCDEF
+    values = layered(np.random.default_rng(num_elements), (num_elements,)).astype(dtype)
+    values[::7] = 0.0
+    words = np.empty(how.num_words(num_elements, values.dtype), np.int32)
+    rest = quantization.encode(values, how, key, words)
+    written, left = plain_kernels.encode(torch.from_numpy(values), how, key)
+    np.testing.assert_array_equal(written.numpy(), words)
+    np.testing.assert_array_equal(left.numpy(), rest)
