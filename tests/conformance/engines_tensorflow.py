@@ -195,7 +195,7 @@ OWN, STOCK, SHARED = (
 )
 ALL = (*SHARED, "absent", "saved", "levels", "nonfinite", "drift", "plans", "merging")
 TAPES = [
-    _engine("graph", _tape(OWN, True), *ALL, share=0.6),
+    _engine("graph", _tape(OWN, True), *ALL, share=0.45),
     _engine("eager", _tape(OWN, False), *ALL, share=0.0),
     _engine("some", _tape(OWN, True, asks_for_all=False), "levels", "absent", only=("test_what_waits_for",)),
     _engine("stock", _tape(STOCK, True), *SHARED, share=0.15),

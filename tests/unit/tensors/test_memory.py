@@ -12,7 +12,6 @@ from horovod_sparse.tensors.gradients import GradientMemory, Gradients, memory_o
 from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped, view_into
 from horovod_sparse.training.engine import carry_out
 from support.memories import choose_memory
-from support.sampling import rows_by
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -20,23 +19,6 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 def test_a_device_that_holds_nothing_is_refused():
     with pytest.raises(errors.UnsupportedError, match=r"the gradient of w is on meta.*Train on the CPU"):
         memory_of(torch.device("meta"), "w")
-
-
-@rows_by("dtype,scale", DTYPES, [1.0, 0.5, 1 / 3])
-def test_scaled_sums_have_the_same_bits(dtype, scale, monkeypatch):
-    generator = np.random.default_rng(3)
-    indices = generator.integers(0, 500, 300).astype(np.int32)
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    values = generator.standard_normal(300).astype(kind)
-    indices[:2], values[:2] = 7, (1.5, -1.5)  # cancels, unless drawn again
-    found = []
-    for name in ("host", "device"):
-        choose_memory(monkeypatch, name)
-        gradient = torch.zeros(20, 25, dtype=dtype)
-        count = memory_of(gradient.device, "w").write([gradient.view(-1)], [(0, 500)], indices, values, scale)
-        assert count == np.unique(indices).size
-        found.append(gradient.view(torch.int64 if dtype == torch.float64 else torch.int16))
-    assert torch.equal(*found)
 
 
 MEMORIES = [GradientMemory(), DeviceMemory(torch.device("cpu"))]

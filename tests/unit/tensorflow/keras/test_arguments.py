@@ -82,6 +82,10 @@ REFUSED = [
         r"feedback='rmsprop'.*'adam' with AdamW",
         lambda: wrapped(adamw(), compression="topk:feedback=rmsprop"),
     ),
+    *(
+        (ArgumentError, "'best' with every > 1", {"every": every, "delay": delay})
+        for every, delay in ((2, 0), (1, 1))
+    ),
     (ArgumentError, "^optimizer='sgd'.*keras.optimizers.SGD", lambda: wrapped("sgd")),
     (ArgumentError, "^gradtape=", lambda: hvd_tf.DistributedGradientTape(tf.GradientTape)),
     (ArgumentError, "^process_set=", {"process_set": 3}),
@@ -334,19 +338,6 @@ def test_own_steps_are_those_of_pytorch_bit_for_bit(name, every, delay):
         step(*map(tf.constant, gradients))
         for mine, one in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(mine.numpy(), one.detach().numpy())
-
-
-@pytest.mark.parametrize("every, delay", [(2, 0), (1, 1), (3, 2)])
-def test_one_rank_alone_steps_as_keras_whatever_every_and_delay(every, delay):
-    expected = trained(adamw())
-    optimizer = hvd.DistributedOptimizer(adamw(), compression=EVERYTHING, every=every, delay=delay)
-    weight = keras.Variable(np.ones(2, np.float32))
-    trained(optimizer, weight=weight)
-    optimizer.finish()
-    # weight decay comes with the mean
-    np.testing.assert_allclose(weight.numpy(), expected, rtol=0.2)
-    with pytest.raises(ArgumentError, match="'best' with every > 1"):
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="topk", every=every, delay=delay)
 
 
 def test_loss_scales_go_on():
