@@ -161,7 +161,7 @@ class DeviceWorks(Works):
         return self._tensors.TorchAccumulator(self.num_elements, density=self.density, **more)
 
     def foldable(self) -> Any:
-        return self._tensors.KeptTensor(self.gradient)
+        return self.gradient
 
     def refill(self) -> None:
         self.gradient.copy_(self.source)

@@ -123,12 +123,11 @@ class Accumulator:
         return self._companions
 
     def fold(self, gradient: Any, rule: FoldRule = _PLAIN) -> FoldReport:
-        """Values = decay * values + gradient; gradient = 0; block maxima. The one pass over n elements.
+        """Values = decay * values + gradient; block maxima. The one pass over n elements.
 
         Args:
-            gradient: n elements in any shape and strides, where the memory is, of a type that accumulates in
-                its own; bfloat16 may come as its bits, in uint16. Set to 0. Or of a kind that is kept:
-                `GradientParts`, `KeptTensor`.
+            gradient: n elements in any shape, where the memory is, of a type that accumulates in its own;
+                bfloat16 may come as its bits, in uint16. On the host also `GradientParts`. It is read only.
             rule: decay, momentum, clipping.
 
         Returns:
@@ -401,7 +400,7 @@ class Accumulator:
         was more than 2**24 times larger nothing is left of it, and the value is 0.
 
         Args:
-            gradient: as it was folded; it must have been kept.
+            gradient: as it was folded.
         """
         rule, companion = self._folded
         self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)

@@ -23,15 +23,14 @@ _WIDENED = 1 << 16
 
 
 class GradientParts:
-    """The gradients of a bucket's parameters, one behind the other, to be folded and left alone.
+    """The gradients of a bucket's parameters, one behind the other, which a fold reads and leaves alone.
 
-    TensorFlow's tensors are immutable, and may be constants or share memory, so a fold must not set
-    them to 0 as it does with PyTorch's. Large ones are read where they are; small ones, and what is
-    left of large ones at their ends, are gathered in a buffer that stays in the cache.
+    Large ones are read where they are; small ones, and what is left of large ones at their ends, are
+    gathered in a buffer that stays in the cache.
 
     Args:
-        arrays: contiguous, of one type: float32, float64, float16, or bfloat16 (its bits as uint16, or
-            from ml_dtypes); any shapes.
+        arrays: of one type: float32, float64, float16, or bfloat16 (its bits as uint16, or from ml_dtypes);
+            any shapes. What is not contiguous is copied.
 
     Raises:
         ArgumentError: if the types differ, or there is no array.
@@ -41,9 +40,6 @@ class GradientParts:
         >>> [(start, piece.tolist()) for start, piece in parts.pieces(size=2, block=2)]
         [(0, [1.0, 2.0]), (2, [3.0])]
     """
-
-    #: all elements as kernels get them, where they are one array
-    whole: Array | None = None
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         # writeable: numba compiles kernels once more for memory that is not
@@ -58,13 +54,7 @@ class GradientParts:
         self.dtype = given[0].dtype
         plain = self.dtype in (np.float32, np.float64)
         self._flat = [array.reshape(-1) if plain else native_bits(array) for array in given]
-        self.whole = self._flat[0] if len(given) == 1 else None
         self.size = sum(array.size for array in self._flat)
-
-    @property
-    def native(self) -> np.dtype[Any]:
-        """The type in which kernels get the parts: that of a half type's bits."""
-        return self._flat[0].dtype
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
         """Returns all elements as one read-only array of float32 or float64: its own memory if it can be.
@@ -81,7 +71,9 @@ class GradientParts:
 
         Some are copied to a buffer of `size` elements that is used again: read one before the next.
         """
-        return joined_pieces(self._flat, self.native, min(size, self.size), block)
+        if len(self._flat) == 1:
+            return iter([(0, self._flat[0])])
+        return joined_pieces(self._flat, self._flat[0].dtype, min(size, self.size), block)
 
 
 def joined_pieces(
@@ -132,7 +124,7 @@ class WeightedParts(GradientParts):
         self, gradients: Sequence[Array], parameters: Sequence[Array], weights: tuple[float, float]
     ) -> None:
         super().__init__(gradients)
-        self.whole, self._weights = None, weights
+        self._weights = weights
         self._beside = GradientParts(parameters) if weights[1] else None
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
@@ -167,36 +159,13 @@ def accumulating(dtype: Any) -> type[np.floating[Any]]:
     return np.float64 if name == "float64" else np.float32
 
 
-def pieces(array: Array | GradientParts, size: int, block: int = 1) -> Iterable[tuple[int, Array]]:
-    """Returns the gradient as arrays for kernels to read and clear; all of it is 0 when they are used up.
-
-    Contiguous memory is one piece, the memory itself. Parts are to be kept: nothing clears them. Anything
-    else goes through a small buffer; it is cleared at the end only, since with strides of 0 elements
-    share their memory. Parts come in multiples of a block, but for the last.
-    """
-    if isinstance(array, GradientParts):
-        parts = array.pieces(size, block)
-        # of a small gradient one piece, in a buffer of its own
-        return list(parts) if array.size <= min(size, _LARGE - 1) // block * block else parts
-    if array.flags.carray and array.dtype.isnative:
-        return [(0, native_bits(array))]
-    return _copied(array, size)
-
-
-def _copied(array: Array, size: int) -> Iterator[tuple[int, Array]]:
-    for start in range(0, array.size, size):
-        chunk = np.array(array.flat[start : start + size], array.dtype.newbyteorder("="))
-        yield start, native_bits(chunk)
-    array[...] = 0
-
-
-def clip_factor(gradient: Array | GradientParts, clip_norm: float) -> float:
+def clip_factor(gradient: GradientParts, clip_norm: float) -> float:
     """``min(1, clip_norm / norm)``, the norm being that of the finite elements."""
     norm = finite_norm(gradient)
     return 1.0 if norm <= clip_norm else clip_norm / norm
 
 
-def finite_norm(gradient: Array | GradientParts) -> float:
+def finite_norm(gradient: GradientParts) -> float:
     """Returns the L2 norm of the finite elements, also where squares would overflow or vanish."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         total = sum(float(np.dot(chunk, chunk)) for chunk in _chunks(gradient))
@@ -212,10 +181,8 @@ def finite_norm(gradient: Array | GradientParts) -> float:
     return top * math.sqrt(total)
 
 
-def scaled(
-    pieces: Iterable[tuple[int, Array]], factor: float, *, keep: bool = False
-) -> Iterator[tuple[int, Array]]:
-    """Yields the pieces of a gradient, multiplied as they come; with `keep` copies. NaN and Inf stay."""
+def scaled(pieces: Iterable[tuple[int, Array]], factor: float) -> Iterator[tuple[int, Array]]:
+    """Yields the pieces of a gradient, multiplied. NaN and Inf stay."""
     if factor == 1.0:
         yield from pieces
         return
@@ -223,13 +190,7 @@ def scaled(
         for first in range(0, piece.size, _WIDENED):
             chunk = piece[first : first + _WIDENED]
             large = wide(chunk)
-            small = narrow(large * large.dtype.type(factor), chunk.dtype)
-            if keep:
-                yield start + first, small
-            else:
-                chunk[:] = small
-        if not keep:
-            yield start, piece
+            yield start + first, narrow(large * large.dtype.type(factor), chunk.dtype)
 
 
 def take_out(
@@ -283,18 +244,10 @@ def _subtract(values: Any, step: Any, library: Any) -> None:
         values[...] = library.where(library.isfinite(without) & ~left_out, without, values)
 
 
-def _chunks(gradient: Array | GradientParts) -> Iterator[Array]:
-    if not isinstance(gradient, np.ndarray):
-        for _, piece in gradient.pieces(_WIDENED, 1):
-            for start in range(0, piece.size, _WIDENED):
-                yield wide(piece[start : start + _WIDENED])
-        return
-    array = np.ascontiguousarray(gradient)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    flat = native_bits(array)
-    for start in range(0, flat.size, _WIDENED):
-        yield wide(flat[start : start + _WIDENED])
+def _chunks(gradient: GradientParts) -> Iterator[Array]:
+    for _, piece in gradient.pieces(_WIDENED):
+        for start in range(0, piece.size, _WIDENED):
+            yield wide(piece[start : start + _WIDENED])
 
 
 def _top(chunk: Array) -> float:

@@ -68,7 +68,7 @@ class HostKernels(Kernels):
     number: Callable[..., float] = float
     float_of: Callable[..., float] = float
     to_host: Callable[..., Array] = staticmethod(np.asarray)
-    checked: Callable[..., Array | gradients.GradientParts]
+    checked: Callable[..., gradients.GradientParts]
     places: Callable[..., Indices]
     at_least: Callable[..., Indices]
 
@@ -88,28 +88,29 @@ class HostKernels(Kernels):
         self,
         values: Array,
         companion: Array | None,
-        gradient: Array | gradients.GradientParts,
+        gradient: gradients.GradientParts,
         maxima: Array,
         rule: FoldRule,
         norm: float,
         step: int,
     ) -> tuple[FoldReport, float]:
-        kept, block = isinstance(gradient, gradients.GradientParts), self.layout.block
-        factors = rule.factors(self.dtype)
-        whole = gradient.whole if isinstance(gradient, gradients.GradientParts) else None
+        block, factors = self.layout.block, rule.factors(self.dtype)
         parts: Iterable[tuple[int, Any]]
-        parts = gradients.pieces(gradient, 1024 * block, block) if whole is None else [(0, whole)]
         if isinstance(gradient, gradients.WeightedParts):
             parts = gradient.pairs(self.dtype, block, rule.clip_norm)
-        elif rule.clip_norm is not None:
-            parts = gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm), keep=kept)
+        else:
+            parts = self._clipped(gradient, rule)
         velocity, moment = (companion, None) if rule.moment is None else (None, companion)
-        folded = folding.fold(
-            *(values, parts, maxima, self.layout, factors, velocity, moment, self._candidates),
-            keep_gradient=kept,
-        )
+        more = velocity, moment, self._candidates
+        folded = folding.fold(values, parts, maxima, self.layout, factors, *more)
         carried = float(factors[0]) ** 2 * norm
         return FoldReport(*folded, carried, step), folded.square_norm
+
+    def _clipped(self, gradient: gradients.GradientParts, rule: FoldRule) -> Iterable[tuple[int, Array]]:
+        parts = gradient.pieces(1024 * self.layout.block, self.layout.block)
+        if rule.clip_norm is None:
+            return parts
+        return gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm))
 
     def leaning(
         self, report: FoldReport, before: Array, after: Array, moment: Array, signs: Array, rule: FoldRule
@@ -122,14 +123,11 @@ class HostKernels(Kernels):
         self,
         values: Array,
         companion: Array | None,
-        gradient: Array | gradients.GradientParts,
+        gradient: gradients.GradientParts,
         rule: FoldRule,
     ) -> None:
-        factors, block = rule.factors(self.dtype), self.layout.block
-        parts: Iterable[tuple[int, Array]] = gradients.pieces(gradient, 1024 * block, block)
-        if rule.clip_norm is not None:
-            parts = gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm), keep=True)
-        for start, piece in parts:
+        factors = rule.factors(self.dtype)
+        for start, piece in self._clipped(gradient, rule):
             stop, step = start + piece.size, scatter.wide(piece).astype(self.dtype)
             held = None if companion is None else companion[start:stop]
             gradients.take_out(values[start:stop], held, step, rule, factors)
@@ -210,17 +208,15 @@ class HostKernels(Kernels):
         return encode(values, code, key, words)
 
 
-def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> Array | gradients.GradientParts:
-    """Returns a gradient as an array that can be folded, or its parts; no copy."""
-    array = gradient if isinstance(gradient, gradients.GradientParts) else np.asarray(gradient)
-    if array.size != num_elements:
-        shape = getattr(array, "shape", (array.size,))
-        raise ArgumentError("gradient", shape, f"an array of {num_elements} elements")
-    if array.dtype != dtype and gradients.accumulating(array.dtype) != dtype:
-        raise ArgumentError("gradient", array.dtype.name, f"a type that accumulates in {dtype.name}")
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise ArgumentError("gradient", "read-only memory", "memory that can be set to 0")
-    return array
+def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> gradients.GradientParts:
+    """Returns a gradient, an array or the parts of a bucket, as it is folded."""
+    parts = gradient if isinstance(gradient, gradients.GradientParts) else None
+    parts = gradients.GradientParts([np.asarray(gradient)]) if parts is None else parts
+    if parts.size != num_elements:
+        raise ArgumentError("gradient", parts.size, f"an array of {num_elements} elements")
+    if parts.dtype != dtype and gradients.accumulating(parts.dtype) != dtype:
+        raise ArgumentError("gradient", parts.dtype.name, f"a type that accumulates in {dtype.name}")
+    return parts
 
 
 def _squares(values: Values) -> float:

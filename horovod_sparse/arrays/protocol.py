@@ -159,7 +159,7 @@ class Kernels(Protocol):
         norm: Number,
         step: int,
     ) -> tuple[FoldReport, Number]:
-        """The one pass over n elements: changes values and companion, clears the gradient, writes maxima.
+        """The one pass over n elements: changes values and companion, writes maxima.
 
         `norm` is the sum of squares of the values before; returned is that after.
         """

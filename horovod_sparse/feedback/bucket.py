@@ -205,7 +205,7 @@ class Bucket:
         scale: float | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
-        """One synchronization: folds the gradient in, which is 0 afterwards, then the sparsifier's coroutine.
+        """One synchronization: folds the gradient in, then runs the sparsifier's coroutine.
 
         A rank that refuses the step takes part for the others' sake alone. The sum comes back undivided;
         `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and

@@ -39,13 +39,8 @@ _MADE_OF_TEXT = errors.StateMismatchError, MessageError, errors.CollectiveMismat
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
     """A gradient on the host as one array that can be summed: half types in float32."""
-    kept = gradient if isinstance(gradient, GradientParts) else GradientParts([gradient])
-    summed = kept.joined(whole.value_dtype)
-    if kept is gradient:
-        return summed
-    summed = summed.copy()
-    gradient[...] = 0  # as after a fold
-    return summed
+    parts = gradient if isinstance(gradient, GradientParts) else GradientParts([gradient])
+    return parts.joined(whole.value_dtype)
 
 
 def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:

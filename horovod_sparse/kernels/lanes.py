@@ -98,13 +98,11 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
-    """Writes the lanes from index on; into a half type only zeros may be written."""
-    same = lanes.element == array.dtype
+    """Writes the lanes from index on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _address(context, builder, array, args[0], args[1])
-        zeros = ir.Constant(ir.VectorType(context.get_data_type(array.dtype), LANES), None)
-        builder.store(args[2] if same else zeros, pointer, align=array.dtype.bitwidth // 8)
+        builder.store(args[2], pointer, align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, lanes), codegen
@@ -278,18 +276,6 @@ def read(typingctx: Any, array: Any, index: Any) -> Any:
         return widen_half(builder, value, array.dtype, 0) if half else value
 
     return (types.float32 if half else array.dtype)(array, types.intp), codegen
-
-
-@intrinsic
-def clear(typingctx: Any, array: Any, index: Any) -> Any:
-    """array[index] = 0; compiled for memory that is only read, too, where it is never reached."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.gep(context.make_array(array)(context, builder, args[0]).data, [args[1]])
-        builder.store(ir.Constant(context.get_data_type(array.dtype), 0), pointer)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), codegen
 
 
 @emitting(lambda number: _bits_type(number)(number))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -55,13 +54,6 @@ def _triton() -> ModuleType:
         )
         return plain_kernels
     return triton_kernels
-
-
-@dataclass(frozen=True)
-class KeptTensor:
-    """A gradient that is folded and left as it is: what `GradientParts` are on the host."""
-
-    tensor: Tensor
 
 
 def accumulating(dtype: Any) -> torch.dtype:
@@ -127,37 +119,32 @@ class TensorKernels(Kernels):
     def zeros(self) -> Tensor:
         return torch.zeros(self.layout.num_elements, dtype=self._kind, device=self._device)
 
-    def checked(self, gradient: Tensor | KeptTensor) -> Tensor | KeptTensor:
-        kept = isinstance(gradient, KeptTensor)
-        tensor = gradient.tensor if isinstance(gradient, KeptTensor) else gradient
-        if tensor.numel() != self.layout.num_elements:
+    def checked(self, gradient: Tensor) -> Tensor:
+        if gradient.numel() != self.layout.num_elements:
             allowed = f"a tensor of {self.layout.num_elements} elements"
-            raise ArgumentError("gradient", tuple(tensor.shape), allowed)
-        if tensor.device != self._device:
-            raise ArgumentError("gradient", tensor.device, f"a tensor on {self._device}")
-        if tensor.dtype not in ((torch.float64,) if self._kind == torch.float64 else _NARROW):
-            raise ArgumentError("gradient", tensor.dtype, f"a type that accumulates in {self._kind}")
-        return KeptTensor(tensor.detach()) if kept else tensor.detach()
+            raise ArgumentError("gradient", tuple(gradient.shape), allowed)
+        if gradient.device != self._device:
+            raise ArgumentError("gradient", gradient.device, f"a tensor on {self._device}")
+        if gradient.dtype not in ((torch.float64,) if self._kind == torch.float64 else _NARROW):
+            raise ArgumentError("gradient", gradient.dtype, f"a type that accumulates in {self._kind}")
+        return gradient.detach()
 
     def fold(
         self,
         values: Tensor,
         companion: Tensor | None,
-        gradient: Tensor | KeptTensor,
+        gradient: Tensor,
         maxima: Tensor,
         rule: FoldRule,
         norm: Tensor,
         step: int,
     ) -> tuple[FoldReport, Tensor]:
-        keep = isinstance(gradient, KeptTensor)
-        tensor = gradient.tensor if isinstance(gradient, KeptTensor) else gradient
         factors = rule.factors(self.dtype)
         if rule.clip_norm is not None:
-            tensor = clip(tensor, rule.clip_norm, keep=keep)
-        flat = tensor.reshape(-1)  # a view where strides allow it
+            gradient = clipped(gradient, rule.clip_norm)
         report = self._bodies.fold(
             values,
-            flat,
+            gradient.reshape(-1),
             maxima,
             self.layout,
             self._on_device(factors),
@@ -165,10 +152,7 @@ class TensorKernels(Kernels):
             companion,
             moment=rule.moment is not None,
             plain=factors[0] == 1.0,
-            keep=keep,
         )
-        if not keep and flat.data_ptr() != tensor.data_ptr():
-            tensor.zero_()
         self._pending = PendingCopy(report)
         return PendingReport(self._pending, step), report[2:3]
 
@@ -192,12 +176,8 @@ class TensorKernels(Kernels):
             self._factors = factors, to_device(factors, self._device)
         return self._factors[1]
 
-    def take_out(
-        self, values: Tensor, companion: Tensor | None, gradient: KeptTensor, rule: FoldRule
-    ) -> None:
-        step = gradient.tensor
-        if rule.clip_norm is not None:
-            step = clip(step, rule.clip_norm, keep=True)
+    def take_out(self, values: Tensor, companion: Tensor | None, gradient: Tensor, rule: FoldRule) -> None:
+        step = gradient if rule.clip_norm is None else clipped(gradient, rule.clip_norm)
         step = step.reshape(-1).to(self._kind)
         gradients.take_out(values, companion, step, rule, rule.factors(self.dtype).tolist(), torch)
 
@@ -296,8 +276,8 @@ class TensorKernels(Kernels):
         return rest
 
 
-def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:
-    """``gradient *= min(1, clip_norm / norm)``, of its finite elements; with `keep` a copy. Never waits."""
+def clipped(gradient: Tensor, clip_norm: float) -> Tensor:
+    """Returns ``min(1, clip_norm / norm) * gradient``, the norm being of finite elements. Never waits."""
     if gradient.numel() == 0:
         return gradient
     finite = torch.nan_to_num(gradient.double(), nan=0.0, posinf=0.0, neginf=0.0)
@@ -306,5 +286,4 @@ def clip(gradient: Tensor, clip_norm: float, *, keep: bool = False) -> Tensor:
     norm = top * torch.linalg.vector_norm(finite / torch.where(top > 0, top, 1.0))
     factor = torch.where(norm > clip_norm, clip_norm / norm, 1.0)
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    clipped = wide * factor.to(wide.dtype)
-    return clipped if keep else gradient.copy_(clipped)
+    return wide * factor.to(wide.dtype)

@@ -17,12 +17,7 @@ from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.accumulator import (
-    KeptTensor,
-    TorchAccumulator,
-    accumulating,
-    kernels_for,
-)
+from horovod_sparse.tensors.accumulator import TorchAccumulator, accumulating, kernels_for
 from horovod_sparse.tensors.gradients import GradientMemory, Indices, recipe_arguments
 from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
@@ -50,15 +45,15 @@ class DeviceMemory(GradientMemory):
     def streams(self) -> CudaStreams | None:
         return CudaStreams(self._device) if self._device.type == "cuda" else None
 
-    def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> KeptTensor:
+    def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> torch.Tensor:
         own = gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
-        return KeptTensor(unscaled(own, loss_scale))
+        return unscaled(own, loss_scale)
 
-    def summable(self, foldable: KeptTensor, whole: BucketInfo) -> torch.Tensor:
-        return foldable.tensor.to(accumulating(whole.dtype)).reshape(-1)
+    def summable(self, foldable: torch.Tensor, whole: BucketInfo) -> torch.Tensor:
+        return foldable.to(accumulating(whole.dtype)).reshape(-1)
 
-    def shard(self, total: torch.Tensor, num_elements: int) -> KeptTensor:
-        return KeptTensor(torch.cat([total, total.new_zeros(num_elements - total.numel())]))
+    def shard(self, total: torch.Tensor, num_elements: int) -> torch.Tensor:
+        return torch.cat([total, total.new_zeros(num_elements - total.numel())])
 
     def write(
         self,
@@ -82,16 +77,15 @@ class WholeTensor(WholeGradient):
     """As `WholeGradient`, of a tensor on a device: it is sent from there, and its sum stays there."""
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
-        kept = gradient if isinstance(gradient, KeptTensor) else KeptTensor(gradient)
-        self._gradient = kept
+        self._gradient = gradient
         self.report = FoldReport(step=self.step)
         return self.report
 
     def drop(self, gradient: Any) -> None:
-        self._gradient = KeptTensor(torch.zeros_like(self._gradient.tensor))
+        self._gradient = torch.zeros_like(self._gradient)
 
     def message(self, rank: int, size: int) -> torch.Tensor:
-        n, given = self.num_elements, self._gradient.tensor.reshape(-1)
+        n, given = self.num_elements, self._gradient.reshape(-1)
         buffer = given.new_zeros(n + HEALTH_NUMBERS * size, dtype=accumulating(self.dtype))
         own, health = buffer[:n], buffer[n:].view(HEALTH_NUMBERS, size)[:, rank]
         own.copy_(given)

@@ -106,9 +106,7 @@ class StepBucket(ParameterBucket):
         for momentum, gradient in self._whole():
             self._now.matrices.advance(momentum, gradient)
         if not self.parameters.on_host:
-            from horovod_sparse.tensors.accumulator import KeptTensor
-
-            return KeptTensor(torch.cat(list(self._steps())))
+            return torch.cat(list(self._steps()))
         return MadeParts(lambda: map(host_view, self._steps()), self.bucket.info)
 
     def _whole(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

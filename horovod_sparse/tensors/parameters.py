@@ -175,8 +175,6 @@ class BucketParameters:
         return self._on_device(gradients, weights)
 
     def _on_device(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
-        from horovod_sparse.tensors.accumulator import KeptTensor
-
         tensors = [
             torch.zeros_like(like) if one is None else like
             for one, like in zip(gradients, self.arrays(), strict=True)
@@ -191,4 +189,4 @@ class BucketParameters:
             own = own.to(torch.promote_types(own.dtype, torch.float32)) * weights[0]
         if weights[1]:
             own.add_(torch.cat(tensors).to(own.dtype), alpha=weights[1])
-        return KeptTensor(own)
+        return own

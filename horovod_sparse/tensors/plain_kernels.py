@@ -66,13 +66,12 @@ def fold(
     companion: Tensor | None = None,
     moment: bool = False,
     plain: bool = False,
-    keep: bool = False,
 ) -> Tensor:
     """As `kernels.host.fold.fold_piece`, whose velocity or moment is the companion.
 
-    `plain` says that decay is 1; `keep` leaves the gradient as it is. Returns float64 [4]: how many elements
-    were not finite and counted as 0, the position of the first (n or more if there is none), sum of squares
-    of the new values, and that of decay * the old.
+    `plain` says that decay is 1. Returns float64 [4]: how many elements were not finite and counted as 0, the
+    position of the first (n or more if there is none), sum of squares of the new values, and that of decay *
+    the old.
     """
     n, block = layout.num_elements, layout.block
     count = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -111,8 +110,6 @@ def fold(
         first = torch.minimum(first, torch.where(wrong.any(), here, n))
         values[start:stop] = new
         maxima[start // block : -(-stop // block)] = _block_maxima(new, block)
-    if not keep:
-        gradient.zero_()
     carried = decay.double() ** 2 * square_norm[0]
     return torch.stack([count.double(), first.double(), square, carried])
 

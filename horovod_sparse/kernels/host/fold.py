@@ -1,4 +1,4 @@
-"""The one pass over all elements: accumulate, clear the gradient, leave block maxima.
+"""The one pass over all elements: accumulate, and leave block maxima.
 
 Plain, with momentum correction (Lin et al. 2018), where each rank has a velocity of its own before
 selection, or normalized by a second moment of its own. Kernels first, then `fold`, which calls them for as
@@ -39,7 +39,7 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fold_slowly(  # type: ignore[no-untyped-def]
-    values, velocity, moment, gradient, more, weights, start, stop, factors, report, kept
+    values, velocity, moment, gradient, more, weights, start, stop, factors, report
 ):
     """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
     top = as_key(magnitude(values[start]), 0)
@@ -75,17 +75,15 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
                 report[1] = i
             report[0] += 1
         values[i] = new
-        if kept is None:
-            v.clear(gradient, i)
         top = max(top, magnitude(new))
     return top
 
 
 @kernel
 def fold_piece(  # type: ignore[no-untyped-def]
-    values, velocity, moment, gradient, more, weights, maxima, block, factors, report, kept, noted
+    values, velocity, moment, gradient, more, weights, maxima, block, factors, report, noted
 ):
-    """values = decay * values + step; velocity = momentum * velocity + gradient; gradient = 0; maxima.
+    """values = decay * values + step; velocity = momentum * velocity + gradient; maxima.
 
     With a moment, moment = factors[1] * moment + factors[2] * gradient^2, and the step is
     factors[3] * gradient / (sqrt(moment) + factors[4]).
@@ -95,11 +93,11 @@ def fold_piece(  # type: ignore[no-untyped-def]
     and the old values are still there for the slow way. (An Inf of gradient or velocity stays one in the
     sum: 0 * Inf is NaN. A moment of Inf does not, and is looked at, too.)
 
-    Where velocity, moment, more, weights or kept are None, it is compiled as if the question were not there.
-    With `weights` the gradient is multiplied by weights[0] first, and weights[1] * more is added where there
-    is `more`; kept = True leaves both as they are. `report` is added to: how many elements were not finite,
-    position of the first (set if it is < 0), sum of squares of the new values. `noted` are the arrays of
-    `Candidates`, which get the elements that reach its bound.
+    Where velocity, moment, more or weights are None, it is compiled as if the question were not there. With
+    `weights` the gradient is multiplied by weights[0] first, and weights[1] * more is added where there is
+    `more`. `report` is added to: how many elements were not finite, position of the first (set if it is < 0),
+    sum of squares of the new values. `noted` are the arrays of `Candidates`, which get the elements that
+    reach its bound.
     """
     n = values.size
     if n == 0:
@@ -157,7 +155,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
                     end = i + GRANULE
                     high = v.splat(
                         _fold_slowly(
-                            values, velocity, moment, gradient, more, weights, i, end, factors, report, kept
+                            values, velocity, moment, gradient, more, weights, i, end, factors, report
                         )
                     )
                     slow = True
@@ -170,9 +168,6 @@ def fold_piece(  # type: ignore[no-untyped-def]
                     if moment is not None:
                         v.store(moment, i, ua)
                         v.store(moment, j, ub)
-                    if kept is None:
-                        v.store(gradient, i, v.zeros_like(a))
-                        v.store(gradient, j, v.zeros_like(a))
                     squares = v.add(squares, v.add(v.multiply(a, a), v.multiply(b, b)))
                 tops = v.larger(tops, high)
             top = v.top_of(tops)
@@ -185,7 +180,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
             total = squares_of(values, tile, tile_stop)
         report[2] += total
     if whole < n:
-        top = _fold_slowly(values, velocity, moment, gradient, more, weights, whole, n, factors, report, kept)
+        top = _fold_slowly(values, velocity, moment, gradient, more, weights, whole, n, factors, report)
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)
@@ -250,13 +245,11 @@ def fold(
     velocity: Array | None = None,
     moment: Array | None = None,
     candidates: Candidates | None = None,
-    *,
-    keep_gradient: bool = False,
 ) -> Folded:
-    """values = decay * values + gradient (or what velocity or moment make of it); gradient = 0; maxima."""
+    """values = decay * values + gradient (or what velocity or moment make of it), and block maxima."""
     noted = (candidates or Candidates(values.size, values.dtype)).begin()
     count, first, square_norm = 0, -1, 0.0
-    block, kept = layout.block, True if keep_gradient else None
+    block = layout.block
     for start, piece in pieces:
         one, other, weights = piece if isinstance(piece, Pair) else (piece, None, None)
         stop = start + one.size
@@ -266,7 +259,7 @@ def fold(
         square = None if moment is None else moment[start:stop]
         noted[1][1] = start
         fold_piece(
-            *(values[start:stop], speed, square, one, other, weights, tops, block, factors, report, kept),
+            *(values[start:stop], speed, square, one, other, weights, tops, block, factors, report),
             noted,
         )
         if first < 0 <= report[1]:

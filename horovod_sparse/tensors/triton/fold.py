@@ -21,7 +21,7 @@ _CHUNK = 8192
 def _fold_tile(  # type: ignore[no-untyped-def]
     values, gradient, companion, maxima, factors, squares, trouble, first, n,
     PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MOMENT: tl.constexpr, MASKED: tl.constexpr,
-    KEEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS blocks from element `first` on; only a masked tile may reach beyond n."""
     rows = tl.arange(0, ROWS)
@@ -58,8 +58,6 @@ def _fold_tile(  # type: ignore[no-untyped-def]
     overflow = is_finite(total) == 0
     new = tl.where(overflow, tl.where(is_finite(kept), kept, old), total)
     tl.store(values + local, new, mask=mask)
-    if not KEEP:
-        tl.store(gradient + local, tl.zeros([ROWS, BLOCK], gradient.dtype.element_ty), mask=mask)
     tops = tl.max(magnitude(new), axis=1)
     blocks = first // BLOCK + rows
     if MASKED:
@@ -90,8 +88,8 @@ def _fold_tile(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["n"])
 def _fold_kernel(  # type: ignore[no-untyped-def]
     values, gradient, companion, maxima, factors, squares, trouble, n,
-    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MOMENT: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MOMENT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first = program.to(tl.int64) * (ROWS * BLOCK)
@@ -99,12 +97,12 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     if first + ROWS * BLOCK <= n:
         _fold_tile(
             values, gradient, companion, maxima, factors, squares, trouble, first, n,
-            PLAIN, MOMENTUM, MOMENT, False, KEEP, ROWS, BLOCK,
+            PLAIN, MOMENTUM, MOMENT, False, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _fold_tile(
             values, gradient, companion, maxima, factors, squares, trouble, first, n,
-            PLAIN, MOMENTUM, MOMENT, True, KEEP, ROWS, BLOCK,
+            PLAIN, MOMENTUM, MOMENT, True, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -134,24 +132,19 @@ def fold(
     companion: Tensor | None = None,
     moment: bool = False,
     plain: bool = False,
-    keep: bool = False,
-    tile: int = 0,
-    warps: int = 4,
 ) -> Tensor:
-    """tile and warps are for measurements."""
     n, block = layout.num_elements, layout.block
-    if not tile:
-        # Three arrays, or words of 64 bits, fill the registers with half as many elements.
-        tile = max(_TILE >> ((companion is not None) + (values.dtype == torch.float64)), block)
+    # Three arrays, or words of 64 bits, fill the registers with half as many elements.
+    tile = max(_TILE >> ((companion is not None) + (values.dtype == torch.float64)), block)
     grid = programs(n, tile)
     squares = torch.empty(grid, dtype=torch.float64, device=values.device)
     trouble = torch.zeros(2, dtype=torch.int64, device=values.device)
     report = torch.empty(4, dtype=torch.float64, device=values.device)
     _fold_kernel[(grid,)](
         values, gradient, values if companion is None else companion, maxima, factors, squares, trouble, n,
-        PLAIN=plain, MOMENTUM=companion is not None and not moment, MOMENT=moment, KEEP=keep,
+        PLAIN=plain, MOMENTUM=companion is not None and not moment, MOMENT=moment,
         ROWS=tile // block, BLOCK=block,
-        **(OPTIONS | {"num_warps": warps}),
+        **(OPTIONS | {"num_warps": 4}),
     )  # fmt: skip
     _report_kernel[(1,)](
         squares, trouble, factors, square_norm, report, n, grid, CHUNK=_CHUNK, **(OPTIONS | {"num_warps": 16})

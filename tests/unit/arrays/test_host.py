@@ -13,7 +13,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.kernels.host import select
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.tensors.accumulator import KeptTensor, TorchAccumulator
+from horovod_sparse.tensors.accumulator import TorchAccumulator
 from support import reference
 from support.accumulators import histories, play
 from support.drawing import SEEDS, make
@@ -84,34 +84,21 @@ def test_any_strides(seed, name, form):
     expected = reference.fold(
         np.zeros(view.size, np.float64 if name == "float64" else np.float32), view.reshape(-1).copy()
     )
-    outside = whole.size - view.size if view.base is not None else 0
+    before = whole.tobytes()
     accumulator = HostAccumulator(view.size, name)
     report = accumulator.fold(view)
     np.testing.assert_array_equal(accumulator.values(), expected.values)
     assert report.num_nonfinite == expected.nonfinite.size
     assert report.first_nonfinite == (expected.nonfinite[0] if expected.nonfinite.size else -1)
-    assert not view.view(view.dtype).any()
-    assert np.count_nonzero(whole) <= max(outside, whole.size if form == 6 else 0)
+    assert whole.tobytes() == before
 
 
-def test_memory_that_is_shared_within_the_gradient():
-    row = np.arange(5.0, dtype=np.float32)
-    accumulator = HostAccumulator(20)
-    accumulator.fold(np.lib.stride_tricks.as_strided(row, (4, 5), (0, 4)))
-    assert accumulator.values().tolist() == [0, 1, 2, 3, 4] * 4
-    assert not row.any()
-
-
-def test_byte_order_and_odd_addresses():
-    accumulator = HostAccumulator(100)
-    gradient = np.arange(100, dtype=">f4")
-    accumulator.fold(gradient)
+def test_odd_addresses():
     odd = np.zeros(401, np.uint8)[1:].view(np.float32)
-    odd[:] = 1
+    odd[:] = np.arange(100)
+    accumulator = HostAccumulator(100)
     accumulator.fold(odd)
-    assert accumulator.values().tolist() == [i + 1 for i in range(100)]
-    assert not gradient.any()
-    assert not odd.any()
+    assert accumulator.values().tolist() == list(range(100))
 
 
 def _drawn(sizes: list[int], dtype: str, seed: int = 0) -> list[np.ndarray]:
@@ -133,7 +120,7 @@ def test_any_parts_fold_like_one_array(sizes, large, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_LARGE", large)
         for _ in range(2):
-            expected.fold(whole.copy(), FoldRule(decay=0.5))
+            expected.fold(whole, FoldRule(decay=0.5))
             actual.fold(GradientParts(arrays), FoldRule(decay=0.5))
     assert np.array_equal(actual.values(), expected.values())
     assert np.array_equal(actual.largest(7), expected.largest(7))
@@ -181,10 +168,8 @@ def both(companions: int):
     return host, TorchAccumulator(N, density=0.1, companions=companions, device="cpu")
 
 
-def kept(accumulator, gradient):
-    if isinstance(accumulator, HostAccumulator):
-        return GradientParts([gradient])
-    return KeptTensor(torch.from_numpy(gradient))
+def given_to(accumulator, gradient):
+    return gradient if isinstance(accumulator, HostAccumulator) else torch.from_numpy(gradient)
 
 
 @pytest.mark.parametrize("kind", FOLDS)
@@ -198,20 +183,20 @@ def test_what_was_there_before_comes_back(kind):
     found = []
     keeps, normalizes = FoldRule(**FOLDS[kind]).num_companions, "moment" in FOLDS[kind]
     for accumulator in both(keeps):
-        accumulator.fold(kept(accumulator, first), FoldRule(**FOLDS[kind]))
+        accumulator.fold(given_to(accumulator, first), FoldRule(**FOLDS[kind]))
         accumulator.clear(accumulator.largest(70))
         before = np.array(accumulator.companions[0]) if normalizes else None
         gradient = bad.copy()
-        accumulator.fold(kept(accumulator, gradient), FoldRule(**FOLDS[kind]))
+        accumulator.fold(given_to(accumulator, gradient), FoldRule(**FOLDS[kind]))
         np.testing.assert_array_equal(gradient, bad)
         accumulator.clear(accumulator.largest(70))
         accumulator.abandon()
-        accumulator.drop(kept(accumulator, gradient))
+        accumulator.drop(given_to(accumulator, gradient))
         found.append((accumulator.values().copy(), accumulator.largest(70), accumulator.square_norm))
         moment = np.array(accumulator.companions[0]) if normalizes else np.zeros(N)
         np.testing.assert_allclose(moment, before if normalizes else 0, rtol=1e-4, atol=1e-4)
     wanted = both(keeps)[0]
-    wanted.fold(kept(wanted, first), FoldRule(**FOLDS[kind]))
+    wanted.fold(given_to(wanted, first), FoldRule(**FOLDS[kind]))
     wanted.clear(wanted.largest(70))
     values = wanted.values()
     others = np.arange(N) != 7
@@ -225,15 +210,15 @@ def test_what_was_there_before_comes_back(kind):
 def test_sums_that_had_overflowed_are_left_as_they_were():
     large = np.full(N, 3e38, np.float32)
     for accumulator in both(0):
-        accumulator.fold(kept(accumulator, large))
-        accumulator.fold(kept(accumulator, large))
-        accumulator.drop(kept(accumulator, large))
+        accumulator.fold(given_to(accumulator, large))
+        accumulator.fold(given_to(accumulator, large))
+        accumulator.drop(given_to(accumulator, large))
         assert np.isfinite(accumulator.values()).all()
 
 
 def test_a_refusal_stands_in_the_report():
     for accumulator in both(0):
-        accumulator.fold(kept(accumulator, np.ones(N, np.float32)))
+        accumulator.fold(given_to(accumulator, np.ones(N, np.float32)))
         accumulator.refuse()
         assert accumulator.report.first_nonfinite == N
         assert accumulator.report.square_norm == pytest.approx(N)

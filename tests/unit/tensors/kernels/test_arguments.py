@@ -62,20 +62,19 @@ def test_refused(make: Any, call: Any, words: str) -> None:
 
 def test_gradients_of_another_kind_or_place_are_refused() -> None:
     host = HostAccumulator(10)
-    for gradient, words in ((np.zeros(10, np.int64), "dtype="), (host.values(), "gradient=")):
-        with pytest.raises(ArgumentError, match=words):
-            host.fold(gradient)
+    for kind in (np.int64, np.dtype(">f4")):
+        with pytest.raises(ArgumentError, match="dtype="):
+            host.fold(np.zeros(10, kind))
     with pytest.raises(ArgumentError, match="a tensor on cpu"):
         TorchAccumulator(4, device="cpu").fold(torch.zeros(4, device="meta"))
 
 
-def test_strided_gradients_are_folded_and_cleared(place: Any) -> None:
+def test_strided_gradients_are_folded(place: Any) -> None:
     matrix = torch.arange(12.0, device=place.device).view(3, 4)
     accumulator = TorchAccumulator(12, device=place.device, kernels=place.kernels)
     expected = matrix.t().reshape(-1).cpu().numpy()
     accumulator.fold(matrix.t())
     np.testing.assert_array_equal(accumulator.values(), expected)
-    assert torch.count_nonzero(matrix) == 0
 
 
 @pytest.mark.parametrize("where", ["host", "tensor"])
