@@ -157,7 +157,7 @@ def _apart(
         else:
             sum_ = cluster.synchronize([one.numpy() for one in moved])[0]
             if method.combine == "senders":
-                mean = torch.from_numpy(cluster.dense(mean_over_senders(sum_, n)))
+                mean = torch.from_numpy(cluster.dense(mean_over_senders(sum_)))
             else:
                 mean = torch.from_numpy(cluster.dense(sum_)) / len(models)
         velocity = method.momentum * velocity + mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.arrays import WeightedParts
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.kernels.host import scatter
+from horovod_sparse.kernels.host.sparse_vectors import replace
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, host_view, zeros
@@ -103,10 +103,13 @@ class Displacement(local_steps.Displacement):
     @torch.no_grad()
     def step_by(self, sum_: SparseSum, scale: float | None) -> int:
         outer = self.schedule.outer
-        if not sum_.whole and self._memory is HOST:
-            return self._step_in_cache(sum_, outer.lr if scale is None else outer.lr * scale, scale is None)
         if scale is None:
-            sum_, scale = mean_over_senders(sum_, self.start.numel()), 1.0
+            sum_, scale = mean_over_senders(sum_), 1.0
+        if not sum_.whole and self._memory is HOST:  # momentum is for whole sums alone
+            step = sum_.values * sum_.values.dtype.type(outer.lr * scale)
+            num_union, _ = replace([(self.start.numpy(), 0, 1.0)], total=(sum_.indices, step))
+            self.return_to_start()
+            return num_union
         mean, indices = torch.empty_like(self.start), None if sum_.whole else sum_.indices
         num_union = self._memory.write([mean], [(0, mean.numel())], indices, sum_.values, scale)
         if outer.momentum:
@@ -116,35 +119,17 @@ class Displacement(local_steps.Displacement):
         self.return_to_start()
         return num_union
 
-    def _step_in_cache(self, sum_: SparseSum, rate: float, mean: bool) -> int:
-        """Steps while `start` is in the cache; parameters of its type and memory follow at once."""
-        lines, others = [], []
-        for number, place in enumerate(self._places):
-            line, parameter = self._line(number), local(self._parameters[number])
-            follows = not self.sent.numel() and line.data_ptr() == parameter.data_ptr()
-            follows = follows and (line.dtype, line.device) == (self.start.dtype, self.start.device)
-            lines.append((*place, line.numpy() if follows else None))
-            others += [] if follows else [number]
-        start = self.start.numpy()
-        num_union = scatter.step_by_sum(start, sum_.indices, sum_.values, rate, lines, mean)
-        self._follow(others)
-        self.forget()
-        return num_union
-
     @torch.no_grad()
     def return_to_start(self) -> None:
-        self._follow(range(len(self._parameters)))
-        self.forget()
-
-    def _follow(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            parameter, start = local(self._parameters[number]), self._view(self.start, number)
+        for number, own in enumerate(self._parameters):
+            parameter, start = local(own), self._view(self.start, number)
             if not self.sent.numel():
                 parameter.copy_(start)
                 continue
             sent = self._view(self.sent, number)
             learned = parameter.to(start.device, start.dtype).sub(sent)
             parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
+        self.forget()
 
     def forget(self) -> None:
         if self.sent.numel():

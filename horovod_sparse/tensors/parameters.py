@@ -143,13 +143,10 @@ class BucketParameters:
                     given = torch.from_numpy(np.ascontiguousarray(piece)).to(array.device)
                     array.copy_((array.to(given.dtype) - given).to(array.dtype))
             return int(values.size)
-        sums = sparse_vectors.RankSums(total.indices, values, int(self._stops[-1]))
-        for array, (start, stop) in zip(self.arrays(), self._places, strict=True):
-            where, step = sums.within(start, stop)
-            if where.size:
-                given = where if self.on_host else torch.from_numpy(where.copy()).to(array.device).long()
-                self._subtract(array, given, step)
-        return sums.num_union
+        where, steps = scatter.added_up(scatter.checked(total.indices, int(self._stops[-1])), values)
+        for array, here, place in self._within(where):
+            self._subtract(array, place, steps[here])
+        return int(where.size)
 
     def to_save(self, values: list[Any]) -> list[torch.Tensor]:
         return [torch.from_numpy(one.copy()) if self.on_host else one.cpu() for one in values]

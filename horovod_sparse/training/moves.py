@@ -21,7 +21,7 @@ from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import Bucket
-from horovod_sparse.kernels.host.sparse_vectors import RankSums
+from horovod_sparse.kernels.host.scatter import added_up
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
@@ -352,7 +352,7 @@ def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]
         return np.empty(0, np.int32), np.empty(0, info.value_dtype)
     indices = np.concatenate([move.indices for move in moves])
     values = np.concatenate([move.values for move in moves])
-    return RankSums(indices, values, info.num_elements).within(0, info.num_elements)
+    return added_up(indices, values)
 
 
 def refuse_selections_of_peers(sparsifier: Any) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import ErrorFeedback, NoFeedback, Recipe, parse_recipe
-from horovod_sparse.kernels.host.sparse_vectors import RankSums
+from horovod_sparse.kernels.host.scatter import added_up
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
@@ -64,19 +64,17 @@ class Schedule:
         return {"every": str(self.every), "delay": str(self.delay)}
 
 
-def mean_over_senders(sum_: SparseSum, num_elements: int) -> SparseSum:
+def mean_over_senders(sum_: SparseSum) -> SparseSum:
     """Returns the mean at each position over the ranks that have sent it.
 
     Example:
         >>> indices, counts = np.array([2, 5, 2], np.int32), np.array([2, 1])
-        >>> mean = mean_over_senders(SparseSum(indices, np.array([1.0, 4.0, 3.0]), counts), 8)
+        >>> mean = mean_over_senders(SparseSum(indices, np.array([1.0, 4.0, 3.0]), counts))
         >>> mean.indices.tolist(), mean.values.tolist()
         ([2, 5], [2.0, 4.0])
     """
     ones = np.ones_like(sum_.values)
-    (indices, totals), (_, senders) = (
-        RankSums(sum_.indices, values, num_elements).within(0, num_elements) for values in (sum_.values, ones)
-    )
+    (indices, totals), (_, senders) = (added_up(sum_.indices, values) for values in (sum_.values, ones))
     return dataclasses.replace(sum_, indices=indices, values=totals / senders)
 
 

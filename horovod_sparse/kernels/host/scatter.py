@@ -141,68 +141,6 @@ def write_runs(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _fill_means(tile, counts, hits, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
-    """As `fill_tile`, but with the mean of the values at a place; `counts` are zeros before and after."""
-    first_touches, num_hits = 0, 0
-    for run in range(at.size):
-        i, last = at[run], stops[run]
-        while i < last and read(indices, i) < stop:
-            place = np.uint64(read(indices, i) - start)
-            old = tile[place]
-            total = old + read(values, i)
-            tile[place] = total if raw_bits(total) != 0 else -total
-            if raw_bits(old) == 0:
-                first_touches += 1
-            else:
-                counts[place] += 1
-                hits[num_hits] = place
-                num_hits += 1
-            i += 1
-        at[run] = i
-    for hit in range(num_hits):
-        place = hits[hit]
-        if counts[place] > 0:
-            tile[place] /= counts[place] + 1
-            counts[place] = 0
-    return first_touches
-
-
-@kernel
-def _step_by_runs(  # type: ignore[no-untyped-def]
-    start, indices, values, at, stops, rate, tile, counts, hits, first, last, line, past_caches
-):
-    """start -= rate * (sum of the values at a place) from first up to last; returns what `add_at` does.
-
-    Runs and tile are those of `write_runs`; with `counts` means take the place of sums. `line`, if there is
-    one, becomes what start is there.
-    """
-    first_touches, rates = 0, v.splat(-rate)
-    for begin in range(first, last, tile.size):
-        stop = min(begin + tile.size, last)
-        if counts is None:
-            first_touches += fill_tile(tile, indices, values, at, stops, begin, stop)
-        else:
-            first_touches += _fill_means(tile, counts, hits, indices, values, at, stops, begin, stop)
-        i = begin
-        while i + v.LANES <= stop:
-            moved = v.add(v.load(start, i), v.multiply(rates, v.load(tile, i - begin)))
-            v.store(tile, i - begin, v.zeros_like(rates))
-            v.store(start, i, moved)
-            if line is not None and past_caches:
-                v.stream(line, i - first, moved)
-            elif line is not None:
-                v.store(line, i - first, moved)
-            i += v.LANES
-        while i < stop:
-            start[i] -= rate * tile[i - begin]
-            tile[i - begin] = 0
-            if line is not None:
-                line[i - first] = start[i]
-            i += 1
-    return first_touches
-
-
-@kernel
 def add_runs_at(indices, new, totals):  # type: ignore[no-untyped-def]
     """Sums runs of equal indices; indices and totals become one for each run, whose number is returned."""
     runs, i = 0, 0
@@ -300,7 +238,7 @@ def _flat(dense: Array) -> Array:
     return native_bits(dense)
 
 
-def _matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
+def matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
     """Returns checked indices, and a value for each in the type in which sums are made."""
     where = checked(indices, num_elements)
     new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
@@ -334,7 +272,7 @@ def apply_scaled_sums(
             raise MessageError(f"{len(values)} values came for a bucket of {num_elements} elements")
         pairs = zip(flats, places, strict=True)
         return sum(_apply_whole(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
-    where, new = _matched(kind, num_elements, indices, values)
+    where, new = matched(kind, num_elements, indices, values)
     if kind.kind != "f":
         return _apply_half_sums(arrays, places, where, new if scale == 1.0 else new * new.dtype.type(scale))
     where, new, at, stops = runs_of(where, new)
@@ -349,41 +287,27 @@ def apply_scaled_sums(
 def _apply_half_sums(
     arrays: Sequence[Array], places: Sequence[tuple[int, int]], where: Array, new: Array
 ) -> int:
-    order = np.argsort(where, kind="stable")
-    where, new = where[order], new[order]
-    num_union = 0
+    where, totals = added_up(where, new)
     for array, (start, stop) in zip(arrays, places, strict=True):
         flat, here = native_bits(array), slice(*np.searchsorted(where, (start, stop)))
         # past the caches where it is large: half the time of an ordinary loop
         ctypes.memset(array.ctypes.data, 0, array.nbytes)
-        own, totals = where[here] - np.int32(start), np.empty_like(new[here])
-        runs = add_runs_at(own, new[here], totals)
-        put_at(flat, own[:runs], narrow(totals[:runs], flat.dtype))
-        num_union += int(runs)
-    return num_union
+        put_at(flat, where[here] - np.int32(start), narrow(totals[here], flat.dtype))
+    return int(where.size)
 
 
-def step_by_sum(
-    start: Array,
-    indices: Any,
-    values: Any,
-    rate: float,
-    lines: Sequence[tuple[int, int, Array | None]],
-    mean: bool = False,
-) -> int:
-    """start -= rate * sum within the bounds of each line; its array, if any, becomes what start is there.
+def added_up(indices: Array, values: Array) -> tuple[Array, Array]:
+    """Returns ascending indices, each once, and the sum of its values in the order in which they stand.
 
-    With `mean` a sum counts as the mean of its values. Returns how many places the sum has something at.
+    Example:
+        >>> added_up(np.array([3, 0, 3], np.int32), np.array([1.0, 2.0, 4.0]))
+        (array([0, 3], dtype=int32), array([2., 5.]))
     """
-    runs, tile = runs_of(*_matched(start.dtype, start.size, indices, values)), aligned_tile(start.dtype)
-    factor, num_union, counts = start.dtype.type(rate), 0, np.zeros_like(tile) if mean else None
-    hits = np.empty(runs[0].size, np.int32)
-    for first, last, line in lines:
-        past_caches = line is not None and start.nbytes >= _LARGE and line.ctypes.data % _LINE == 0
-        num_union += int(
-            _step_by_runs(start, *runs, factor, tile, counts, hits, first, last, line, past_caches)
-        )
-    return num_union
+    order = np.argsort(indices, kind="stable")
+    where, new = indices[order], values[order]
+    totals = np.empty_like(new)
+    count = add_runs_at(where, new, totals)
+    return where[:count], totals[:count]
 
 
 def aligned_tile(kind: np.dtype[Any]) -> Array:

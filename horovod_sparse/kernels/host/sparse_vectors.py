@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.errors import MessageError
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.kernels.host.scatter import AHEAD, fill_tile
-from horovod_sparse.kernels.lanes import as_key, magnitude, mask_at_least, raw_bits
-from horovod_sparse.kernels.layout import bits_dtype
-from horovod_sparse.kernels.packing import append
+from horovod_sparse.kernels.lanes import magnitude, raw_bits
 
 Array = NDArray[Any]
 #: values at ascending, unique positions
@@ -88,24 +85,6 @@ def absent(indices, others, out):  # type: ignore[no-untyped-def]
         while j < m and others[j] < index:
             j += 1
         out[i] = j == m or others[j] != index
-
-
-@kernel
-def _sum_runs(indices, values, at, stops, tile, first, last, where, words):  # type: ignore[no-untyped-def]
-    """The places within [first, last) that runs have values for, each once, and their sums' bits; how many.
-
-    Runs and tile are those of `scatter.write_runs`; places ascend, and count from `first`.
-    """
-    count = 0
-    for begin in range(first, last, tile.size):
-        if fill_tile(tile, indices, values, at, stops, begin, min(begin + tile.size, last)) == 0:
-            continue
-        for i in range(0, tile.size, v.LANES):
-            sums = v.words(v.load(tile, i))
-            touched = mask_at_least(sums, v.splat(as_key(words[0], 1)))
-            count = append(sums, touched, begin - first + i, where, words, count)
-            v.store(tile, i, v.zeros_like(v.load(tile, i)))
-    return count
 
 
 @kernel
@@ -221,40 +200,3 @@ def replace(
         own = tile if crowded or factor == 1.0 else tile[:_SMALL]
         num_union += int(_replace(array, first, back, factors, crowded, sums, own, more, kept))
     return num_union, np.split(kept, np.cumsum([one.size for one, _ in again])[:-1]) if again else []
-
-
-class RankSums:
-    """Sums over ranks at single places, for arrays that lie one behind the other in a bucket.
-
-    Args:
-        indices: of all ranks, one behind the other, each rank's ascending; within [0, n).
-        values: as many, float32 or float64; what ranks give for one place is added up in their order.
-        num_elements: n.
-
-    Example:
-        >>> sums = RankSums(np.array([0, 3, 3], np.int32), np.array([1.0, 2.0, 4.0]), 4)
-        >>> [one.tolist() for one in sums.within(0, 2)], [one.tolist() for one in sums.within(2, 4)]
-        ([[0], [1.0]], [[1], [6.0]])
-    """
-
-    def __init__(self, indices: Array, values: Array, num_elements: int) -> None:
-        where = scatter.checked(indices, num_elements)
-        new = scatter.compiled_for(values, np.dtype(np.float64 if values.dtype == np.float64 else np.float32))
-        if new.size != where.size:
-            raise MessageError(f"{where.size} indices came with {new.size} values")
-        self._runs, self._tile = scatter.runs_of(where, new), scatter.aligned_tile(new.dtype)
-        self._room = (
-            np.empty(where.size + v.LANES, np.int32),
-            np.empty(where.size + v.LANES, bits_dtype(new.dtype)),
-        )
-        #: different places that have been given out
-        self.num_union = 0
-
-    def within(self, start: int, stop: int) -> Vector:
-        """Returns unique indices in [start, stop), counted from `start`, and sums; windows ascend.
-
-        Both are gone with the next call.
-        """
-        count = int(_sum_runs(*self._runs, self._tile, start, stop, *self._room))
-        self.num_union += count
-        return self._room[0][:count], self._room[1][:count].view(self._tile.dtype)

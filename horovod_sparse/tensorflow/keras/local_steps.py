@@ -64,7 +64,7 @@ class _Displacement(local_steps.Displacement):
     def step_by(self, sum_: SparseSum, scale: float | None) -> int:
         outer, step = self.schedule.outer, np.zeros_like(self.start)
         if scale is None:
-            sum_, scale = mean_over_senders(sum_, step.size), 1.0
+            sum_, scale = mean_over_senders(sum_), 1.0
         num_union = apply_scaled_sum(step, None if sum_.whole else sum_.indices, sum_.values, scale)
         if outer.momentum:
             self.velocity *= outer.momentum

@@ -103,17 +103,6 @@ def test_sums_in_place_of_what_there_was(dtype, n, offset, counts, in_order, see
         patch.setattr(scatter, "_MOST_RUNS", 8)
         patch.setattr(scatter, "_LARGE", 0 if large else 1 << 30)
         assert kernels.apply_scaled_sum(dense, indices, values, scale) == touched
-        start, line, cut = make("gaussian", n, seed ^ 2, dtype), np.empty(n + 16, dtype), n // 3
-        line = line[-line.ctypes.data % 64 // line.itemsize :][: n - cut]  # as memory of PyTorch begins
-        begun = start.copy()
-        lines = [(0, cut, None), (cut, n, line)]
-        assert scatter.step_by_sum(start, indices, values, scale, lines) == touched
-        middle = start.copy()
-        assert scatter.step_by_sum(middle, indices, values, scale, lines[:1], mean=True) <= touched
-    np.testing.assert_array_equal(start, begun - dtype(scale) * expected)
-    np.testing.assert_array_equal(line, start[cut:])
-    counts = np.maximum(np.bincount(indices, minlength=n), 1).astype(dtype)[:cut]
-    np.testing.assert_array_equal(middle[:cut], start[:cut] - dtype(scale) * (expected[:cut] / counts))
     np.testing.assert_array_equal(dense, expected * dtype(scale))
     dense[:] = before[offset : offset + n]
     np.testing.assert_array_equal(memory, before)
@@ -150,14 +139,6 @@ def test_messages_that_cannot_be():
         kernels.apply_scaled_sum(np.zeros((4, 4), np.float32)[:, 1], [1], [1.0], 1.0)
     with pytest.raises(ArgumentError, match="dtype"):
         kernels.apply_scaled_sum(np.zeros(4, np.int32), [1], [1.0], 1.0)
-
-
-@pytest.mark.parametrize("indices, values", [([5, -1], [1, 1]), ([100], [1]), ([1, 2], [1])])
-def test_a_step_by_a_message_that_does_not_fit_is_refused(indices, values):
-    start = np.ones(100, np.float32)
-    with pytest.raises(MessageError):
-        scatter.step_by_sum(start, np.array(indices, np.int32), np.float32(values), 1.0, [(0, 100, None)])
-    assert (start == 1).all()
 
 
 @given(offset=st.integers(0, 7), k=st.integers(0, 50), seed=SEEDS)
@@ -234,5 +215,5 @@ def test_moves_are_replaced_by_a_sum(kind, num_ranks, factor):
     assert num_union == np.unique(total[0]).size
     assert same_bits(np.concatenate(arrays), expected)
     assert all(same_bits(one, other) for one, other in zip(kept, before, strict=True))
-    where, found = sparse_vectors.RankSums(*total, n).within(0, n)
+    where, found = scatter.added_up(*total)
     assert same_bits(where, np.unique(total[0]).astype(np.int32)) and same_bits(found, sums[where])

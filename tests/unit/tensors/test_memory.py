@@ -97,7 +97,7 @@ def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, mo
     gradient.settle()
     folded = gradient.foldable(2.0)
     kind = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
-    given = folded.joined(kind) if memory == "host" else folded.tensor.double().numpy()
+    given = folded.joined(kind) if memory == "host" else folded.double().numpy()
     np.testing.assert_array_equal(given, np.arange(gradient.num_elements) / 2)
     assert not gradient.edited()
     indices = np.array([0, 19, 23, 150, 0, 20, 161], np.int32)
