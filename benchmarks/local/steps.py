@@ -19,10 +19,9 @@ from horovod_sparse.kernels.quantization import encode
 from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
-from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
+from horovod_sparse.sparsifiers.rounds.quantized import HEADER, Quantizer, blank
 from horovod_sparse.wire import WireFormat, pack
 from horovod_sparse.wire.message import unpack_sum
-from horovod_sparse.wire.quantized import HEADER, blank
 
 #: largest time of a step by that of one copy of the gradient
 BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0, "adam": 2.2}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_sparse.cli.launch import FRAMEWORKS, Launch, start
-from horovod_sparse.cli.options import count, time
+from horovod_sparse.cli.main import count, time
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback.recipe import parse_arguments, parse_recipe
 from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibration, needed_kinds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from horovod_sparse.cli.options import bits_per_second, count, num_parameters, positive, time
+from horovod_sparse.cli.main import bits_per_second, count, num_parameters, positive, time
 from horovod_sparse.errors import ArgumentError
 
 #: kept fraction that the documentation recommends to begin with

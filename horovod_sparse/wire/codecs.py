@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host import codecs as kernels
+from horovod_sparse.kernels.host import sparse_vectors as kernels
 from horovod_sparse.kernels.host.scatter import find_outside, narrow
 from horovod_sparse.kernels.quantization import spread
 

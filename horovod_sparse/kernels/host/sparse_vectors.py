@@ -1,4 +1,4 @@
-"""Sparse vectors, as ascending indices with a value each: merged, split, looked up, summed and moved by."""
+"""Sparse vectors, as ascending indices with a value each: merged, looked up, written in few bits, moved by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.kernels.host.scatter import AHEAD, fill_tile
-from horovod_sparse.kernels.lanes import magnitude, raw_bits
+from horovod_sparse.kernels.lanes import count_bits, first_bit, raw_bits, read
 
 Array = NDArray[Any]
 #: values at ascending, unique positions
@@ -55,28 +55,6 @@ def merge_add(first, first_values, second, second_values, indices, values):  # t
 
 
 @kernel
-def keys_of(values, keys):  # type: ignore[no-untyped-def]
-    """Magnitude bits of values, as integers that order like the magnitudes."""
-    for i in range(values.size):
-        keys[i] = magnitude(values[i])
-
-
-@kernel
-def split_at(indices, values, keys, smallest, ties, kept, kept_values, rest, rest_values):  # type: ignore[no-untyped-def]
-    """Splits a sparse vector at a magnitude; of those equal to it the first `ties` are kept."""
-    num_kept, num_rest = 0, 0
-    for i in range(indices.size):
-        key = keys[i]
-        tie = key == smallest
-        keep = (key > smallest) | (tie & (ties > 0))
-        ties -= tie
-        kept[num_kept], kept_values[num_kept] = indices[i], values[i]
-        rest[num_rest], rest_values[num_rest] = indices[i], values[i]
-        num_kept += keep
-        num_rest += not keep
-
-
-@kernel
 def absent(indices, others, out):  # type: ignore[no-untyped-def]
     """out[i] = whether indices[i] is not among the others; both ascending."""
     j, m = 0, others.size
@@ -85,6 +63,63 @@ def absent(indices, others, out):  # type: ignore[no-untyped-def]
         while j < m and others[j] < index:
             j += 1
         out[i] = j == m or others[j] != index
+
+
+@kernel
+def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped-def]
+    """Elias-Fano: `low_bits` of every index; bit (index >> low_bits) + i of the rest is set for the i-th.
+
+    `words` is a view of an int32 buffer as uint32.
+    """
+    mask = (1 << low_bits) - 1
+    pending, filled, at = 0, 0, 0
+    if low_bits:
+        for i in range(indices.size):
+            pending |= (np.int64(indices[i]) & mask) << filled
+            words[at] = np.uint32(pending)
+            filled += low_bits
+            full = filled >> 5
+            pending >>= full << 5
+            at += full
+            filled &= 31
+        if filled:  # what the last index began a word with
+            words[at] = np.uint32(pending)
+    pending, at = 0, 0
+    for i in range(indices.size):
+        position = (np.int64(indices[i]) >> low_bits) + i
+        pending = (pending if position >> 5 == at else 0) | (1 << (position & 31))
+        at = position >> 5
+        words[low_words + at] = np.uint32(pending)
+
+
+@kernel
+def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: ignore[no-untyped-def]
+    """Inverts `encode_gaps`; proves that it stays inside before it looks, as another rank wrote the words."""
+    ones = 0
+    for at in range(low_words, words.size):
+        ones += count_bits(np.int64(read(words, at)))
+    if ones != count:
+        return False
+    mask = (1 << low_bits) - 1
+    # unsigned: nothing looks whether a place is below 0
+    i, base, bit, previous, wrong = np.uint64(0), 0, 0, -1, False
+    for at in range(low_words, words.size, 2):  # two words at once: half as many ends to foresee
+        pending = np.uint64(np.int64(read(words, at)))
+        if at + 1 < words.size:
+            pending |= np.uint64(np.int64(read(words, at + 1))) << np.uint64(32)
+        while pending:
+            pair = np.int64(read(words, bit >> 5)) | np.int64(read(words, (bit >> 5) + 1)) << 32
+            low = (pair >> (bit & 31)) & mask
+            index = (base + first_bit(pending)) << low_bits | low
+            wrong |= index <= previous
+            previous = index
+            out[i] = index
+            i += np.uint64(1)
+            base -= 1
+            bit += low_bits
+            pending &= pending - np.uint64(1)
+        base += 64
+    return not wrong and previous < num_elements
 
 
 @kernel

@@ -1,19 +1,119 @@
-"""Defines the round of quantizers: one allgather of every rank's elements, a few bits each."""
+"""The round of quantizers: one allgather of every rank's elements, a few bits each, in one int32 buffer.
+
+Layout, in 32-bit words: the first six are those of a selection's message (`horovod_sparse.wire.message`),
+with the length negative and n for the count; then a tag, and what `Quantization` says::
+
+    6  tag        code of the quantizer, and the low 24 bits of n
+    7  units      of all groups, float32 or float64
+    .  codes      for every 32 elements one word for each bit
+
+All ranks' messages are of one length, which n and the quantizer alone decide.
+"""
 
 from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from horovod_sparse.arrays import Accumulator
+from horovod_sparse.arrays import Accumulator, FoldReport, Values
 from horovod_sparse.collectives import AllGather, Synchronization
-from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.quantization import Quantization
+from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.kernels.quantization import (
+    CHUNK,
+    NORMS,
+    WORD,
+    Quantization,
+    decode_sum,
+    spread,
+    unpacked,
+    windows,
+)
 from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
-from horovod_sparse.wire.quantized import HEADER, blank, quantized_words, sum_quantized
+from horovod_sparse.wire import HEADER_WORDS, Notes
+from horovod_sparse.wire.format import tagged
+from horovod_sparse.wire.message import begun, decoded_once
+
+#: words in front of the units
+HEADER = HEADER_WORDS + 1
+
+
+def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
+    return HEADER + code.num_words(num_elements, np.dtype(dtype))
+
+
+def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
+    """Returns a message of which the header alone is written: units and codes begin at `HEADER`."""
+    length = quantized_words(code, num_elements, dtype)
+    return begun(length, num_elements, report, _tag(code, num_elements))
+
+
+def _tag(code: Quantization, num_elements: int) -> int:
+    # 128 to 255 is no selection's code; groups of another length are met by the message's
+    return tagged(0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80, num_elements)
+
+
+@dataclass(frozen=True)
+class QuantizedSum:
+    """The sum of all elements over ranks, and facts about ranks as in `Gathered`."""
+
+    values: Values
+    notes: Notes
+
+
+def sum_quantized(
+    buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, *, votes: bool
+) -> QuantizedSum:
+    """Decodes an allgathered buffer into the sum over ranks, in their order."""
+    asked = "quantized", size, code, num_elements, np.dtype(dtype), votes
+    return decoded_once(buffer, asked, lambda words: _sum(words, size, code, num_elements, dtype, votes))
+
+
+def _sum(
+    buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, votes: bool
+) -> QuantizedSum:
+    words = np.ascontiguousarray(buffer)
+    length = quantized_words(code, num_elements, dtype)
+    if words.dtype != np.int32 or words.shape != (size * length,):
+        raise MessageError(
+            f"{words.size} words arrived, {size} messages of {length} words are those of {code} and a bucket "
+            f"of {num_elements} elements; all ranks must use the same sparsifier, dtype and model"
+        )
+    messages = words.reshape(size, length)
+    wanted = np.array([-length, num_elements, _tag(code, num_elements)])
+    wrong = (messages[:, [0, 1, HEADER_WORDS]] != wanted).any(1)
+    wrong |= (messages[:, 2] < 0) | (messages[:, 2] > num_elements + 1)
+    if wrong.any():
+        raise MessageError(
+            f"the message of rank {int(np.argmax(wrong))} is not one of {code} and a bucket of "
+            f"{num_elements} elements; all ranks must use the same version, sparsifier, dtype and model"
+        )
+    values = np.empty(num_elements, dtype)
+    units = (majority if votes else decode_sum)(messages[:, HEADER:], code, values)
+    if not ((units >= 0) & np.isfinite(units)).all():
+        raise MessageError(
+            "a unit of some rank's message is below 0 or no number: it was damaged, or the ranks do not have "
+            "the same model"
+        )
+    return QuantizedSum(values, Notes.of(messages[:, 2:HEADER_WORDS]))
+
+
+def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Values:
+    """Writes the sign that most ranks have, times the sum of their units; 0 in a tie. Returns the units."""
+    size, at, length = len(bodies), code.unit_words(out.size, out.dtype), code.length_of_group(out.size)
+    units: Values = np.ascontiguousarray(bodies[:, :at]).view(out.dtype)
+    # as the mean of units, size times
+    unit = (units / size).sum(0, dtype=out.dtype) * out.dtype.type(size)
+    for start, stop in windows(out.size, length, CHUNK):
+        words = bodies[:, at + start // WORD : at - (-stop // WORD)].view(np.uint32)
+        ahead = np.full(stop - start, size, np.int32)
+        for one in words:
+            ahead -= 2 * unpacked(one, stop - start).astype(np.int32)
+        out[start:stop] = np.sign(ahead).astype(out.dtype) * spread(unit, start, stop, length)
+    return units
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.kernels.host.kth import kth_of
-from horovod_sparse.kernels.host.sparse_vectors import absent, keys_of, merge_add, split_at
+from horovod_sparse.kernels.host.sparse_vectors import absent, merge_add
 from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
@@ -62,17 +62,12 @@ def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVec
     if k == 0:
         return empty(vector.values.dtype), vector
     values = np.ascontiguousarray(vector.values)
-    keys = np.empty(values.size, bits_dtype(values.dtype))
-    keys_of(values, keys)
+    keys = np.abs(values).view(bits_dtype(values.dtype))
     smallest, larger = kth_of(keys, k, values.itemsize * 8 - 1)
-    size = values.size - k
-    kept, rest = np.empty(k + 1, np.int32), np.empty(size + 1, np.int32)
-    kept_values, rest_values = np.empty(k + 1, values.dtype), np.empty(size + 1, values.dtype)
-    indices = np.ascontiguousarray(vector.indices)
-    split_at(
-        indices, values, keys, keys.dtype.type(smallest), k - larger, kept, kept_values, rest, rest_values
-    )
-    return SparseVector(kept[:k], kept_values[:k]), SparseVector(rest[:size], rest_values[:size])
+    kept = keys > smallest
+    kept[np.flatnonzero(keys == smallest)[: k - larger]] = True
+    largest, rest = (SparseVector(vector.indices[some], values[some]) for some in (kept, ~kept))
+    return largest, rest
 
 
 def cut(vector: SparseVector, start: int, stop: int) -> SparseVector:

@@ -12,7 +12,7 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.kernels.quantization import Quantization, decode_sum, encode
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import QSGD, WholeSum
-from horovod_sparse.wire.quantized import HEADER, blank, sum_quantized
+from horovod_sparse.sparsifiers.rounds.quantized import HEADER, blank, sum_quantized
 from support.gradients import gaussian, layered
 from support.quantizers_reference import decoded, packed, quantized
 from support.sampling import rows_by
