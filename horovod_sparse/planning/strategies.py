@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.planning.model import CostModel, Workload, plan_of_segments, predict
-from horovod_sparse.plans import MAX_BUCKET_ELEMENTS, Kind, Plan, fixed_bytes, fixed_elements, same_kind
+from horovod_sparse.plans import MAX_BUCKET_ELEMENTS, Plan, fixed_bytes, fixed_elements
 
 Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]
 
@@ -141,91 +141,37 @@ def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times,
     return start_backward, start_communication, free
 
 
-@dataclass(frozen=True)
-class SegmentTables:
-    """The effect of every segment (i, j] of the sparse parameters, in backward order, on the two queues.
+class SegmentTables(NamedTuple):
+    """Seconds of every segment (i, j] of the sparse parameters, in backward order: one bucket each.
 
-    With computation done at time x and the network free at time y before the segment, after it
-
-    ``x' = x + computation[i, j]`` and ``y' = max(y + network[i, j], x + path[i, j])``.
+    With computation done at x and the network free at y before it, after it
+    ``x' = x + computation[i, j]`` and ``y' = max(y + dense[j] - dense[i], x') + communication[i, j]``.
     """
 
-    #: backward and selection; communication; the longest way from the start of the one to the end of the
-    #: other
     computation: Times
-    network: Times
-    path: Times
-    #: (network, path) of what comes after the last sparse parameter
-    tail: tuple[float, float]
-
-    def seconds(self, segments: Sequence[int]) -> float:
-        """Returns when everything is done if segments end at these positions, and backward begins at 0."""
-        x = y = 0.0
-        start = 0
-        for stop in segments:
-            y = max(y + self.network[start, stop], x + self.path[start, stop])
-            x += self.computation[start, stop]
-            start = stop
-        return float(max(y + self.tail[0], x + self.tail[1]))
+    communication: Times
+    #: of the dense parameters on the network that come before each end of a segment
+    dense: Times
 
 
-def segment_tables(workload: Workload, cost: CostModel, *, dense_startup: bool = True) -> SegmentTables:
-    """Returns the tables of all segments; parameters of several kinds count as complete at its end."""
-    ready, elements, dense_at, dense_ready, dense_seconds, end = _positions(workload, cost, dense_startup)
-    m = elements.shape[1]
-    computation, network, path = (np.full((m + 1, m + 1), np.inf) for _ in range(3))
-    totals = np.concatenate([np.zeros((len(elements), 1)), np.cumsum(elements, axis=1)], axis=1)
-    dense_before = np.concatenate([[0.0], np.cumsum(dense_seconds)])
-    slack = dense_ready - dense_before[:-1]
-    # number of dense parameters whose gradient comes before that of sparse parameter j
-    num_before = np.searchsorted(dense_at, np.arange(m + 1), side="left")
+def segment_tables(workload: Workload, cost: CostModel, fused: bool = False) -> SegmentTables:
+    """Returns the tables of all segments; sparse parameters count as of one kind, dense ones may be fused."""
+    elements, backward = (amounts[::-1] for amounts in _chain(workload, cost))
+    m = elements.size
+    computation, communication = np.full((2, m + 1, m + 1), np.inf)
+    totals, ready = (np.append(0.0, np.cumsum(amounts)) for amounts in (elements, backward))
     for i in range(m):
-        stops = np.arange(i + 1, m + 1)
-        elapsed = ready[stops] - ready[i]
-        # dense ones first: each is ready with its gradient, and none waits for this segment's buckets
-        first, last = num_before[i], num_before[stops]
-        longest = np.concatenate([[-np.inf], np.maximum.accumulate(slack[first:])])
-        way = longest[last - first] - ready[i] + dense_before[last]
-        sent, selecting = dense_before[last] - dense_before[first], np.zeros(len(stops))
-        for kind in totals:
-            amount = kind[stops] - kind[i]
-            selecting = selecting + cost.selection.seconds(amount)
-            message = np.where(amount > MAX_BUCKET_ELEMENTS, np.inf, cost.communication.seconds(amount))
-            way = np.where(amount > 0, np.maximum(way, elapsed + selecting) + message, way)
-            sent = sent + message
-        computation[i, stops] = elapsed + selecting
-        network[i, stops], path[i, stops] = sent, way
-    first = int(num_before[m])
-    ways = slack[first:] - ready[m] + dense_before[-1]
-    tail = float(dense_before[-1] - dense_before[first]), max([end - float(ready[m]), *ways.tolist()])
-    return SegmentTables(computation, network, path, tail)
-
-
-def _positions(
-    workload: Workload, cost: CostModel, dense_startup: bool
-) -> tuple[Times, Times, Times, Times, Times, float]:
-    """Returns when sparse gradients come (from 0 on), elements by kind, the dense parameters, and the end.
-
-    Of each dense parameter: the sparse ones before it, when it is ready, and its seconds on the network.
-    """
-    kinds: dict[Kind, int] = {}
-    ready, clock = [0.0], 0.0
-    sparse: list[tuple[int, int]] = []
-    dense: list[tuple[int, float, float]] = []
-    for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
-        clock += seconds
+        amount = totals[i + 1 :] - totals[i]
+        computation[i, i + 1 :] = ready[i + 1 :] - ready[i] + cost.selection.seconds(amount)
+        message = cost.communication.seconds(amount)
+        communication[i, i + 1 :] = np.where(amount > MAX_BUCKET_ELEMENTS, np.inf, message)
+    dense, sent = [0.0], 0.0
+    for parameter in workload.backward:
         if parameter.name in workload.dense:
-            took = float(cost.dense.seconds(parameter.num_bytes))
-            took -= 0.0 if dense_startup else cost.dense.fixed_seconds
-            clock += float(cost.dense_work.seconds(parameter.num_elements))
-            dense.append((len(sparse), clock, took))
+            sent += float(cost.dense.seconds(parameter.num_bytes)) - fused * cost.dense.fixed_seconds
         else:
-            sparse.append((kinds.setdefault(same_kind(parameter), len(kinds)), parameter.num_elements))
-            ready.append(clock)
-    elements = np.zeros((max(1, len(kinds)), len(sparse)))
-    for position, (kind, number) in enumerate(sparse):
-        elements[kind, position] = number
-    return np.array(ready), elements, *np.array(dense, np.float64).reshape(-1, 3).T, clock
+            dense.append(sent)
+    return SegmentTables(computation, communication, np.array(dense))
 
 
 def optimal(workload: Workload, cost: CostModel) -> Plan:
@@ -243,10 +189,10 @@ def optimal(workload: Workload, cost: CostModel) -> Plan:
         return Plan((), workload.dense_names)
     candidates = [omgs(workload, cost), layerwise(workload, cost), single(workload, cost)]
     candidates.append(fixed(num_elements=8192)(workload, cost))
-    for dense_startup in (True, False) if workload.dense and cost.fuse_dense else (True,):
-        tables = segment_tables(workload, cost, dense_startup=dense_startup)
-        candidates.append(plan_of_segments(workload, best_segments(tables)))
-    # the found ones last: of equal times, theirs
+    for fused in (False, True) if workload.dense and cost.fuse_dense else (False,):
+        segments = best_segments(segment_tables(workload, cost, fused))
+        candidates.append(plan_of_segments(workload, segments))
+    # the found one last: of equal times, its own
     return min(reversed(candidates), key=lambda plan: predict(workload, plan, cost).iteration_seconds)
 
 
@@ -256,26 +202,24 @@ _SAME, _TINY = 1e-12, np.finfo(np.float64).tiny
 
 def best_segments(tables: SegmentTables) -> list[int]:
     """Returns where segments end, in backward order; keeps beginnings that no other beats in both ends."""
-    m = len(tables.computation) - 1
+    (computation, communication, dense), m = tables, len(tables.dense) - 1
     # of segments of one parameter, whose messages always fit
-    same = _SAME * tables.seconds(range(1, m + 1))
-    computation, communication = np.zeros(1), np.zeros(1)
+    same = _SAME * float((np.diag(computation, 1) + np.diag(communication, 1)).sum())
+    computed, communicated = np.zeros(1), np.zeros(1)
     boundary, before = np.zeros(1, np.int64), [np.zeros(1, np.int64)]
     for stop in range(1, m + 1):
-        ended = computation + tables.computation[boundary, stop]
-        done = np.maximum(
-            communication + tables.network[boundary, stop], computation + tables.path[boundary, stop]
-        )
+        ended = computed + computation[boundary, stop]
+        free = communicated + dense[stop] - dense[boundary]
+        done = np.maximum(free, ended) + communication[boundary, stop]
         order = np.lexsort((done, np.round(ended / max(same, _TINY))))
         least_before = np.concatenate([[np.inf], np.minimum.accumulate(done[order])[:-1]])
         kept = order[done[order] < least_before - same]
         before.append(kept)
-        computation = np.concatenate([computation, ended[kept]])
-        communication = np.concatenate([communication, done[kept]])
+        computed = np.concatenate([computed, ended[kept]])
+        communicated = np.concatenate([communicated, done[kept]])
         boundary = np.concatenate([boundary, np.full(kept.size, stop)])
     origin, last = np.concatenate(before), before[-1].size
-    totals = np.maximum(communication[-last:] + tables.tail[0], computation[-last:] + tables.tail[1])
-    state, segments = boundary.size - last + int(np.argmin(totals)), list[int]()
+    state, segments = boundary.size - last + int(np.argmin(communicated[-last:])), list[int]()
     while state:
         segments.append(int(boundary[state]))
         state = int(origin[state])

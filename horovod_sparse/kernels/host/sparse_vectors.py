@@ -1,4 +1,4 @@
-"""Sparse vectors, as ascending indices with a value each: merged, looked up, written in few bits, moved by."""
+"""Sparse vectors, as ascending indices with a value each: merged, looked up, written as bits, moved by."""
 
 from __future__ import annotations
 
