@@ -17,12 +17,7 @@ from horovod_sparse.kernels.host.sparse_vectors import replace
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, host_view, zeros
-from horovod_sparse.tensors.layout import (
-    TensorEntry,
-    local,
-    memory_strides,
-    view_into,
-)
+from horovod_sparse.tensors.layout import TensorEntry, local, memory_strides, view_into
 from horovod_sparse.tensors.own_steps import ParameterBucket
 from horovod_sparse.tensors.parts import ModelBuffers, checked_entry
 from horovod_sparse.topology import Topology

@@ -15,16 +15,6 @@ from numpy.typing import NDArray
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.lanes import (
-    count_bits,
-    digit,
-    first_bit,
-    magnitude,
-    mask_at_least,
-    raw_bits,
-    without_first_bit,
-    without_last_bit,
-)
 from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.kernels.packing import append, append_keys
 
@@ -71,9 +61,9 @@ def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
         whole = current.size // _WAYS * _WAYS
         for i in range(0, whole, _WAYS):
             for way in range(_WAYS):
-                counts[digit(current[i + way], left, mask), way] += 1
+                counts[v.digit(current[i + way], left, mask), way] += 1
         for i in range(whole, current.size):
-            counts[digit(current[i], left, mask), 0] += 1
+            counts[v.digit(current[i], left, mask), 0] += 1
         chosen, above = _pick_bin(counts, k)
         size = 0
         for way in range(_WAYS):
@@ -87,7 +77,7 @@ def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
             for i in range(current.size):
                 key = current[i]
                 scratch[kept] = key
-                kept += digit(key, left, mask) == chosen
+                kept += v.digit(key, left, mask) == chosen
             current = scratch[:size]
     return current[0], larger
 
@@ -106,9 +96,9 @@ def kth_of_values(values, maxima, k, num_bits, start, stop):  # type: ignore[no-
         mask = (1 << width) - 1
         counts = np.zeros((1 << width, _WAYS), np.int64)
         for i in range(start, stop):
-            bits = raw_bits(values[i])
-            if digit(bits, 0, mask_all) >> upper == prefix:
-                counts[digit(bits, left, mask), i % _WAYS] += 1
+            bits = v.raw_bits(values[i])
+            if v.digit(bits, 0, mask_all) >> upper == prefix:
+                counts[v.digit(bits, left, mask), i % _WAYS] += 1
         chosen, above = _pick_bin(counts, k)
         larger += above
         k -= above
@@ -126,7 +116,7 @@ def sample(values, start, stop, keys):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         # Knuth's multiplicative hash
         jitter = ((i * 2654435761) & 0xFFFFFFFF) * stretch >> 32
-        keys[i] = magnitude(values[start + i * stretch + jitter])
+        keys[i] = v.magnitude(values[start + i * stretch + jitter])
 
 
 @kernel
@@ -140,12 +130,12 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
             return above, -1
         if i + v.LANES <= stop:
             sizes = v.magnitudes(v.load(values, i))
-            not_above = mask_at_least(highs, sizes)
-            above += v.LANES - count_bits(not_above)
-            count = append_keys(sizes, not_above & mask_at_least(sizes, lows), keys, count)
+            not_above = v.mask_at_least(highs, sizes)
+            above += v.LANES - v.count_bits(not_above)
+            count = append_keys(sizes, not_above & v.mask_at_least(sizes, lows), keys, count)
             i += v.LANES
         else:
-            key = magnitude(values[i])
+            key = v.magnitude(values[i])
             above += key > high
             if low <= key <= high:
                 keys[count] = key
@@ -161,12 +151,12 @@ def _raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def
         return count
     num_bits = 8 * words.itemsize - 1
     smallest, _ = kth_of(words[:count], k, num_bits)
-    bound[0] = digit(smallest, 0, (1 << num_bits) - 1)
+    bound[0] = v.digit(smallest, 0, (1 << num_bits) - 1)
     v.store(words, count, v.splat(v.as_key(smallest, 0)))
     bounds, kept = v.splat(bound[0]), 0
     for i in range(0, count, v.LANES):  # in place: what is overwritten was read before
         lanes, where = v.load(words, i), v.load(places, i)
-        mask = mask_at_least(v.magnitudes(lanes), bounds)
+        mask = v.mask_at_least(v.magnitudes(lanes), bounds)
         append_keys(where, mask, places, kept)
         kept = append_keys(lanes, mask, words, kept)
     return kept
@@ -184,7 +174,7 @@ def note(values, start, stop, maxima, block, bound, count, places, words):  # ty
     while start < stop and at != _FULL:
         left, passing = min(v.LANES, (stop - start) // block), np.uint64(0)
         if left == v.LANES:
-            passing = mask_at_least(v.load(maxima, first), bounds)
+            passing = v.mask_at_least(v.load(maxima, first), bounds)
             while passing != 0:
                 if at > room:
                     at = _raise_bound(bound, count[2], places, words, at)
@@ -192,11 +182,11 @@ def note(values, start, stop, maxima, block, bound, count, places, words):  # ty
                     if at > room:
                         at = _FULL
                         break
-                begin = (first + first_bit(passing)) * block
-                passing = without_first_bit(passing)
+                begin = (first + v.first_bit(passing)) * block
+                passing = v.without_first_bit(passing)
                 for i in range(begin, begin + block, v.LANES):
                     lanes = v.load(values, i)
-                    mask = mask_at_least(v.magnitudes(lanes), bounds)
+                    mask = v.mask_at_least(v.magnitudes(lanes), bounds)
                     at = append(v.words(lanes), mask, base + i, places, words, at)
             first, start = first + left, start + left * block
         else:
@@ -207,8 +197,8 @@ def note(values, start, stop, maxima, block, bound, count, places, words):  # ty
                     if at > room:
                         at = _FULL
                         break
-                if magnitude(values[i]) >= bound[0]:
-                    places[at], words[at] = base + i, raw_bits(values[i])
+                if v.magnitude(values[i]) >= bound[0]:
+                    places[at], words[at] = base + i, v.raw_bits(values[i])
                     at += 1
             start = stop
     count[0] = at
@@ -219,9 +209,9 @@ def _kth_of(words, count, k, bound, num_bits, width):  # type: ignore[no-untyped
     """The k-th largest magnitude of count words that reach a bound, and how many are larger."""
     counts = np.zeros((1 << _DIGIT, _WAYS), np.uint32)
     mask, most = (1 << num_bits) - 1, (1 << _DIGIT) - 1
-    low = digit(bound, 0, mask)
+    low = v.digit(bound, 0, mask)
     for i in range(count):
-        counts[min((digit(words[i], 0, mask) - low) >> width, most), i % _WAYS] += 1
+        counts[min((v.digit(words[i], 0, mask) - low) >> width, most), i % _WAYS] += 1
     chosen, above = _pick_bin(counts, k)
     size = 0
     for way in range(_WAYS):
@@ -242,12 +232,12 @@ def _pick(places, words, count, smallest, ties, out, found):  # type: ignore[no-
     for i in range(0, count, v.LANES):
         lanes, where = v.load(words, i), v.load(places, i)
         sizes = v.magnitudes(lanes)
-        mask = mask_at_least(sizes, limits)
-        equal = mask & mask_at_least(limits, sizes)
+        mask = v.mask_at_least(sizes, limits)
+        equal = mask & v.mask_at_least(limits, sizes)
         if equal != 0:
-            here = count_bits(equal)
+            here = v.count_bits(equal)
             while here > ties:
-                mask, equal = without_last_bit(mask, equal), without_last_bit(equal, equal)
+                mask, equal = v.without_last_bit(mask, equal), v.without_last_bit(equal, equal)
                 here -= 1
             ties -= here
         append_keys(where, mask, out, kept)

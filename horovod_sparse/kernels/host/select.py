@@ -14,14 +14,6 @@ from numpy.typing import NDArray
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.host.kth import between, kth_of, kth_of_values, sample
-from horovod_sparse.kernels.lanes import (
-    as_key,
-    count_bits,
-    magnitude,
-    mask_at_least,
-    successor,
-    without_last_bit,
-)
 from horovod_sparse.kernels.layout import Layout, bits_dtype
 from horovod_sparse.kernels.packing import append, append_keys, append_positions
 
@@ -46,10 +38,10 @@ def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore
     i = start
     while i + v.LANES <= stop:
         sizes = v.magnitudes(v.load(values, i))
-        count = append(sizes, mask_at_least(sizes, thresholds), i, indices, keys, count)
+        count = append(sizes, v.mask_at_least(sizes, thresholds), i, indices, keys, count)
         i += v.LANES
     while i < stop:
-        key = magnitude(values[i])
+        key = v.magnitude(values[i])
         if key >= threshold:
             indices[count] = i
             keys[count] = key
@@ -65,7 +57,7 @@ def _list_blocks(values, maxima, block, threshold, first, last, passing):  # typ
     thresholds = v.splat(threshold)
     j = first
     while j + v.LANES <= last:
-        count = append_positions(mask_at_least(v.load(maxima, j), thresholds), j, passing, count)
+        count = append_positions(v.mask_at_least(v.load(maxima, j), thresholds), j, passing, count)
         j += v.LANES
     while j < last:
         if maxima[j] >= threshold:
@@ -114,7 +106,7 @@ def _keep_at_least(indices, keys, count, k, smallest):  # type: ignore[no-untype
     kept, i = 0, 0
     while i + v.LANES <= count:  # in place: what is overwritten was read before
         sizes, where = v.load(keys, i), v.load(indices, i)
-        mask = mask_at_least(sizes, limits)
+        mask = v.mask_at_least(sizes, limits)
         append_keys(where, mask, indices, kept)
         kept = append_keys(sizes, mask, keys, kept)
         i += v.LANES
@@ -162,7 +154,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
             if count + block > capacity:
                 if k == 0:
                     return count, j * block
-                threshold = successor(_keep_largest(indices, keys, count, k, num_bits))
+                threshold = v.successor(_keep_largest(indices, keys, count, k, num_bits))
                 count = k
             count = _open(values, j * block, min(j * block + block, n), threshold, indices, keys, count)
         group = group_stop
@@ -171,7 +163,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
         if count + block > capacity:
             if k == 0:
                 return count, tail
-            threshold = successor(_keep_largest(indices, keys, count, k, num_bits))
+            threshold = v.successor(_keep_largest(indices, keys, count, k, num_bits))
             count = k
         count = _open(values, tail, stop, threshold, indices, keys, count)
     if k > 0 and count > k:
@@ -196,19 +188,19 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
         while i < piece_stop:
             if i + v.LANES <= piece_stop and count + v.LANES <= capacity:
                 sizes = v.magnitudes(v.load(values, i))
-                mask = mask_at_least(sizes, thresholds)
-                equal = mask & mask_at_least(thresholds, sizes)
+                mask = v.mask_at_least(sizes, thresholds)
+                equal = mask & v.mask_at_least(thresholds, sizes)
                 if equal != 0:
-                    here = count_bits(equal)
+                    here = v.count_bits(equal)
                     while here > ties:
-                        mask = without_last_bit(mask, equal)
-                        equal = without_last_bit(equal, equal)
+                        mask = v.without_last_bit(mask, equal)
+                        equal = v.without_last_bit(equal, equal)
                         here -= 1
                     ties -= here
                 count = append_positions(mask, i, indices, count)
                 i += v.LANES
             else:
-                key = magnitude(values[i])
+                key = v.magnitude(values[i])
                 if key >= smallest and count < k:
                     tie = key == smallest
                     if not tie or ties > 0:
@@ -225,20 +217,20 @@ def _kth_of_few(keys, count, k, low):  # type: ignore[no-untyped-def]
 
     Behind the keys there is room for a vector, which is cleared.
     """
-    v.store(keys, count, v.splat(as_key(keys[0], 0)))
+    v.store(keys, count, v.splat(v.as_key(keys[0], 0)))
     tops = v.load(keys, 0)
     for i in range(v.LANES, count, v.LANES):
         tops = v.larger(tops, v.load(keys, i))
     high = np.int64(v.top_of(tops))
     while low < high:
         middle = low + (high - low + 1) // 2
-        limits, reached = v.splat(as_key(keys[0], middle)), 0
+        limits, reached = v.splat(v.as_key(keys[0], middle)), 0
         for i in range(0, count, v.LANES):
-            reached += count_bits(mask_at_least(v.load(keys, i), limits))
+            reached += v.count_bits(v.mask_at_least(v.load(keys, i), limits))
         if reached == k:
-            return as_key(keys[0], middle)
+            return v.as_key(keys[0], middle)
         low, high = (middle, high) if reached > k else (low, middle - 1)
-    return as_key(keys[0], low)
+    return v.as_key(keys[0], low)
 
 
 @kernel
@@ -248,10 +240,10 @@ def _list_at_least(values, start, stop, threshold, indices, keys):  # type: igno
     while i + v.LANES <= stop:
         v.prefetch(values, i + _FURTHER)
         sizes = v.magnitudes(v.load(values, i))
-        count = append_positions(mask_at_least(sizes, thresholds), i, indices, count)
+        count = append_positions(v.mask_at_least(sizes, thresholds), i, indices, count)
         i += v.LANES
     for j in range(count):
-        keys[j] = magnitude(values[indices[j]])
+        keys[j] = v.magnitude(values[indices[j]])
     return _open(values, i, stop, threshold, indices, keys, count)
 
 
@@ -268,11 +260,11 @@ def _select_of_each(values, chunk, quotas, step, exponent, keys, indices, out, f
         stop = min(start + chunk, values.size)
         if k == 0:
             continue
-        count = _list_at_least(values, start, stop, as_key(keys[0], guess), indices, keys)
+        count = _list_at_least(values, start, stop, v.as_key(keys[0], guess), indices, keys)
         further = exponent
         while count < k:
             step, guess = min(2 * step, most), max(guess - further, np.int64(0))
-            count = _list_at_least(values, start, stop, as_key(keys[0], guess), indices, keys)
+            count = _list_at_least(values, start, stop, v.as_key(keys[0], guess), indices, keys)
             further *= 2
         smallest = _kth_of_few(keys, count, k, guess)
         _keep_at_least(indices, keys, count, k, smallest)
