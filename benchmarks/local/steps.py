@@ -16,7 +16,8 @@ from horovod_sparse.collectives import AllGather, Request, part
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.quantization import encode
-from horovod_sparse.sparsifiers import ALGORITHMS, DRAGONN, BucketInfo
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
+from horovod_sparse.sparsifiers.dragonn import DRAGONN
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
 from horovod_sparse.sparsifiers.rounds.quantized import HEADER, Quantizer, blank

@@ -138,7 +138,7 @@ def _result(method: Training, samples: list[Any]) -> dict[str, Any]:
         "buckets": len(method.plan.buckets),
         "dense": len(method.plan.dense),
         "predicted_seconds": float(f"{predicted:.6g}"),
-        "predicted_computation_seconds": float(f"{method.timeline.computation_end:.6g}"),
+        "predicted_computation_seconds": float(f"{method.timeline.computation[-1].end:.6g}"),
         "error": float(f"{predicted / per_iteration['seconds']['median'] - 1.0:.4g}"),
         **per_iteration,
         "parts": {name: value for name, value in measured["parts"].items() if name != "other"},

@@ -430,10 +430,6 @@ class Accumulator:
         self._settle()
         return (self._values, *self._companions)
 
-    def residual(self) -> Values:
-        """What is held back after a step: the values."""
-        return self.values()
-
     def assign(self, values: Any) -> None:
         """Replaces all n values (loading a checkpoint). Companions are replaced after it, in place.
 

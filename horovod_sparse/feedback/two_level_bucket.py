@@ -132,18 +132,15 @@ class TwoLevelBucket(Bucket):
 
     @property
     def shard(self) -> tuple[int, int]:
-        """See `Bucket.shard`."""
         return part(self.whole.num_elements, self.local, self.topology.per_host)
 
     def spread(self, held: np.ndarray) -> np.ndarray:
-        """See `Bucket.spread`."""
         start, stop = self.shard
         values = np.zeros(self.whole.num_elements, held.dtype)
         values[start:stop] = held[: stop - start]
         return values
 
     def load(self, held: Sequence[np.ndarray]) -> None:
-        """See `Bucket.load`."""
         self._load([values[slice(*self.shard)] for values in held])
 
     def gathered(self, held: Sequence[np.ndarray]) -> Synchronization[None]:

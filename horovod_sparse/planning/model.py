@@ -258,11 +258,6 @@ class Timeline:
     communication: tuple[Span, ...]
 
     @property
-    def computation_end(self) -> float:
-        """Seconds until the last gradient is there and its bucket selected."""
-        return max((span.end for span in self.computation), default=0.0)
-
-    @property
     def iteration_seconds(self) -> float:
         """Seconds of the step, Eq. (17): until the last communication ends."""
         return max((span.end for span in (*self.computation, *self.communication)), default=0.0)

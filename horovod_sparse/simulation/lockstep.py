@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -67,35 +67,6 @@ class AlphaBeta:
 
     def seconds(self, cost: CollectiveCost) -> float:
         return cost.rounds * self.alpha_seconds + cost.bytes_received * self.beta_seconds
-
-
-class SharedWords(np.ndarray):
-    """A gathered buffer of which several ranks of one process read the same: it is decoded once for all.
-
-    P ranks that each decode P messages would do it P^2 times. The arrays of what was decoded are read-only.
-    """
-
-    _decoded: dict[Any, Any] | None = None
-
-    @classmethod
-    def of(cls, buffer: collectives.Words) -> SharedWords:
-        """Shares a buffer's memory, read-only from now on."""
-        buffer.flags.writeable = False
-        shared = buffer.view(cls)
-        shared._decoded = {}
-        return shared
-
-    def decoded_once(self, asked: Any, decode: Callable[[collectives.Words], Any]) -> Any:
-        """Returns what `decode` makes of the buffer, by what it was asked for; views keep nothing."""
-        words = np.asarray(self)
-        if self._decoded is None:
-            return decode(words)
-        if asked not in self._decoded:
-            found = self._decoded[asked] = decode(words)
-            for array in vars(found).values():
-                if isinstance(array, np.ndarray):
-                    array.flags.writeable = False
-        return self._decoded[asked]
 
 
 @dataclass
@@ -273,9 +244,7 @@ def answer(requests: Sequence[Request]) -> list[Any]:
     """Returns the answers of all ranks to one round of requests of one kind."""
     first, size = requests[0], len(requests)
     if isinstance(first, collectives.AllGather):
-        gathered = np.concatenate([request.buffer for request in requests])  # type: ignore[union-attr]
-        # one object for all: what it holds is decoded once, not once on every rank
-        return [SharedWords.of(gathered)] * size
+        return [np.concatenate([request.buffer for request in requests])] * size  # type: ignore[union-attr]
     if isinstance(first, (collectives.AllReduce, collectives.ReduceScatter)):
         total = first.buffer.copy()
         for request in requests[1:]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import sparse_vectors as kernels
-from horovod_sparse.kernels.host.scatter import find_outside, narrow
+from horovod_sparse.kernels.host.scatter import find_outside, narrow, wide
 from horovod_sparse.kernels.quantization import spread
 
 Words: TypeAlias = NDArray[np.uint32]
@@ -149,12 +149,7 @@ class Floats:
         words.view(self._dtype)[: values.size] = narrow(values.astype(wider, copy=False), self._dtype)
 
     def decode(self, words: Words, out: Values) -> None:
-        numbers = words.view(self._dtype)[: out.size]  # float64 may begin in the middle of eight bytes
-        if self._dtype == np.int16:
-            numbers = numbers.view(np.float16)
-        elif self._dtype == np.uint16:
-            numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
-        out[:] = numbers
+        out[:] = wide(words.view(self._dtype)[: out.size])  # float64 may begin in the middle of eight bytes
 
 
 #: the largest finite bfloat16

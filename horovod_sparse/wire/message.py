@@ -33,7 +33,6 @@ notes, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -168,19 +167,6 @@ def unpack_sum(
         >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices
         array([2, 5, 2, 5], dtype=int32)
     """
-    asked = size, format, num_elements, None if dtype is None else np.dtype(dtype)
-    return decoded_once(buffer, asked, lambda words: _unpack(words, size, format, num_elements, dtype))
-
-
-def decoded_once(buffer: NDArray[np.int32], asked: Any, decode: Callable[[NDArray[np.int32]], Sum]) -> Sum:
-    """Decodes a buffer, or asks one that keeps what was decoded of it (`simulation.SharedWords`)."""
-    kept: Callable[..., Sum] | None = getattr(buffer, "decoded_once", None)
-    return decode(buffer) if kept is None else kept(asked, decode)
-
-
-def _unpack(
-    buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
-) -> Gathered:
     if buffer.dtype != np.int32 or buffer.ndim != 1:
         raise MessageError(f"a gathered buffer is a row of int32, not {buffer.dtype} {buffer.shape}")
     buffer = np.ascontiguousarray(buffer)

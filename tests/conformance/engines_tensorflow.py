@@ -117,7 +117,7 @@ class TapeTraining:
     def held(self) -> dict[str, np.ndarray]:
         if self._wrap is stock.DistributedGradientTape:  # which saves nothing
             return {
-                name: part.bucket.accumulator.residual()[slice(*place)].astype(np.float64)
+                name: part.bucket.accumulator.values()[slice(*place)].astype(np.float64)
                 for part in self.parts
                 for name, place in zip(part.names, part.places, strict=True)
             }

@@ -185,11 +185,6 @@ def compiled_for(array: Any, kind: Any) -> Array:
     return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
 
 
-def take(values: Array, indices: Any) -> Array:
-    """Checks indices, and returns the values there as a fresh array."""
-    return taken(values, checked(indices, values.size))
-
-
 def taken(values: Array, indices: Array) -> Array:
     """Returns the values at `checked` indices as a fresh array."""
     out = np.empty(indices.size, values.dtype)

@@ -35,7 +35,7 @@ from horovod_sparse.kernels.quantization import (
 from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
 from horovod_sparse.wire import HEADER_WORDS, Notes
 from horovod_sparse.wire.format import tagged
-from horovod_sparse.wire.message import begun, decoded_once
+from horovod_sparse.wire.message import begun
 
 #: words in front of the units
 HEADER = HEADER_WORDS + 1
@@ -56,25 +56,10 @@ def _tag(code: Quantization, num_elements: int) -> int:
     return tagged(0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80, num_elements)
 
 
-@dataclass(frozen=True)
-class QuantizedSum:
-    """The sum of all elements over ranks, and facts about ranks as in `Gathered`."""
-
-    values: Values
-    notes: Notes
-
-
 def sum_quantized(
     buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, *, votes: bool
-) -> QuantizedSum:
-    """Decodes an allgathered buffer into the sum over ranks, in their order."""
-    asked = "quantized", size, code, num_elements, np.dtype(dtype), votes
-    return decoded_once(buffer, asked, lambda words: _sum(words, size, code, num_elements, dtype, votes))
-
-
-def _sum(
-    buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, votes: bool
-) -> QuantizedSum:
+) -> tuple[Values, Notes]:
+    """Decodes an allgathered buffer into the sum over ranks, in their order, and facts about ranks."""
     words = np.ascontiguousarray(buffer)
     length = quantized_words(code, num_elements, dtype)
     if words.dtype != np.int32 or words.shape != (size * length,):
@@ -98,7 +83,7 @@ def _sum(
             "a unit of some rank's message is below 0 or no number: it was damaged, or the ranks do not have "
             "the same model"
         )
-    return QuantizedSum(values, Notes.of(messages[:, 2:HEADER_WORDS]))
+    return values, Notes.of(messages[:, 2:HEADER_WORDS])
 
 
 def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Values:
@@ -161,10 +146,10 @@ class Quantizer(Sparsifier):
         message = blank(code, n, dtype, accumulator.report)
         accumulator.quantize(code, key, message[HEADER:])
         gathered = yield AllGather(message)
-        found = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
+        values, notes = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
         if votes:  # every rank's part of what is applied
-            accumulator.subtract(found.values / dtype.type(info.size))
-        return WholeSum(found.values, np.full(info.size, n), found.notes), state
+            accumulator.subtract(values / dtype.type(info.size))
+        return WholeSum(values, np.full(info.size, n), notes), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         """Declares a header, the units of groups, and every element's bits, the same in every step."""

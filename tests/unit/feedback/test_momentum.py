@@ -19,7 +19,7 @@ from horovod_sparse.feedback import (
     recipe,
 )
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import TopK
+from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
 from horovod_sparse.training.parts import progress_of, resumed

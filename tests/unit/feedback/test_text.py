@@ -21,9 +21,10 @@ from horovod_sparse.feedback import (
     recipe,
 )
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import DGC, TopK
 from horovod_sparse.sparsifiers.dense import Dense
+from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
+from horovod_sparse.sparsifiers.topk import TopK
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import DTYPES, dyadic, layered

@@ -10,7 +10,8 @@ import pytest
 from horovod_sparse.errors import CollectiveMismatchError, HorovodSparseError, StateMismatchError
 from horovod_sparse.feedback import Progress, parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import BucketInfo, MiCRO
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers.micro import MiCRO
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
 from horovod_sparse.training.parts import resumed

@@ -10,7 +10,8 @@ from horovod_sparse.collectives import Exchange
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import BucketInfo, SparDL, SparseSum
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.sparsifiers.spardl import SparDL
 from horovod_sparse.sparsifiers.spardl.teams import adjusted, fresh_state, num_between_teams
 from horovod_sparse.thresholds import Sketch
 from horovod_sparse.wire import WireFormat, unpack_sum

@@ -14,18 +14,13 @@ from scipy.special import gammaln
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import (
-    DGC,
-    BucketInfo,
-    ChunkTopK,
-    HardThreshold,
-    MSTopK,
-    SIDCo,
-    SparsifierState,
-)
+from horovod_sparse.sparsifiers import BucketInfo, SparsifierState
+from horovod_sparse.sparsifiers.chunk_topk import ChunkTopK
+from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
-from horovod_sparse.sparsifiers.hard_threshold import HardThresholdState
-from horovod_sparse.sparsifiers.sidco import FITS, Excess
+from horovod_sparse.sparsifiers.hard_threshold import HardThreshold, HardThresholdState
+from horovod_sparse.sparsifiers.mstopk import MSTopK
+from horovod_sparse.sparsifiers.sidco import FITS, Excess, SIDCo
 from horovod_sparse.thresholds import SampledThreshold
 from support.sampling import rows_by
 

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_sparse.sparsifiers import BucketInfo, ExDyna
-from horovod_sparse.sparsifiers.exdyna import Partitions, move_proportionally, partition
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.sparsifiers.exdyna import ExDyna, Partitions, move_proportionally, partition
 
 # Algorithm 3 of ExDyna line by line as printed, with the paper's names and order; where the scan lost
 # a sign (lines 17, 18 and 28) it is restored from the mirrored case.

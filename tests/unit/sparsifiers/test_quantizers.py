@@ -11,7 +11,8 @@ from horovod_sparse.errors import MessageError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.kernels.quantization import Quantization, decode_sum, encode
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import QSGD, WholeSum
+from horovod_sparse.sparsifiers import WholeSum
+from horovod_sparse.sparsifiers.qsgd import QSGD
 from horovod_sparse.sparsifiers.rounds.quantized import HEADER, blank, sum_quantized
 from support.gradients import gaussian, layered
 from support.quantizers_reference import decoded, packed, quantized
@@ -131,8 +132,8 @@ def _message(code: Quantization, num_elements: int = 100) -> np.ndarray:
 def test_other_messages_are_refused() -> None:
     code, one = Quantization(), _message(Quantization())
     ask: Any = {"votes": False}
-    found = sum_quantized(np.concatenate([one, one]), 2, code, 100, np.float32, **ask)
-    assert found.values.tolist() == [2.0] * 100
+    found, _ = sum_quantized(np.concatenate([one, one]), 2, code, 100, np.float32, **ask)
+    assert found.tolist() == [2.0] * 100
     for wrong in (
         one[:-1],
         np.concatenate([one, one[:3]]),

@@ -11,8 +11,8 @@ import pytest
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe
-from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, RandomK
-from horovod_sparse.sparsifiers.randomk import draw_positions
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
+from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
 from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
 from support import laws

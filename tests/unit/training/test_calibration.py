@@ -14,7 +14,10 @@ from horovod_sparse.merging import PROFILE_VERSION, Fit, Profile, fit_time
 from horovod_sparse.planning.calibration import BucketMemory, Extent, calibration
 from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
 from horovod_sparse.simulation import AlphaBeta, run_lockstep
-from horovod_sparse.sparsifiers import ALGORITHMS, DGC, ExDyna, TopK
+from horovod_sparse.sparsifiers import ALGORITHMS
+from horovod_sparse.sparsifiers.dgc import DGC
+from horovod_sparse.sparsifiers.exdyna import ExDyna
+from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import ClusterFacts, Topology
 from horovod_sparse.training.engine import carry_out
 from support.merging_models import profile_of_hosts

@@ -13,7 +13,8 @@ from horovod_sparse.planning.calibration import Extent
 from horovod_sparse.planning.warmup import BackwardTimes, decide
 from horovod_sparse.plans import DENSE_BELOW
 from horovod_sparse.simulation import AlphaBeta, run_lockstep
-from horovod_sparse.sparsifiers import ExDyna, TopK
+from horovod_sparse.sparsifiers.exdyna import ExDyna
+from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import ClusterFacts, Topology
 from support.merging_models import all_plans, profile_of_hosts, profile_of_two, seconds
 from support.sampling import rows_by

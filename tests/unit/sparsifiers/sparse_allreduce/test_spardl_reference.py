@@ -9,9 +9,10 @@ from horovod_sparse.arrays import FoldReport
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import BucketInfo, SparDL
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.rounds.pairs import Mail
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import shared_out
+from horovod_sparse.sparsifiers.spardl import SparDL
 from horovod_sparse.wire import WireFormat
 from support.gradients import dyadic
 from support.sampling import rows_by
