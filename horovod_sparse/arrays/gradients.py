@@ -73,6 +73,8 @@ class GradientParts:
         """
         if len(self._flat) == 1:
             return iter([(0, self._flat[0])])
+        if self.size <= min(size, _LARGE):
+            return iter([(0, np.concatenate(self._flat))])
         return joined_pieces(self._flat, self._flat[0].dtype, min(size, self.size), block)
 
 
