@@ -6,6 +6,18 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def _algorithms() -> dict[str, str]:
+    """Returns the class of every algorithm by its module, as the table of sparsifiers names them."""
+    body = ast.parse((ROOT / "horovod_sparse" / "sparsifiers" / "__init__.py").read_text("utf-8")).body
+    (table,) = [
+        node.value for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    ]
+    return {f"horovod_sparse.sparsifiers.{file}": name for file, name in ast.literal_eval(table).items()}
+
+
+ALGORITHMS = _algorithms()
 #: pages of the reference: file, title, and the modules whose public names are on it
 PAGES = {
     "torch": ("PyTorch", ["horovod_sparse.torch"]),
@@ -21,7 +33,7 @@ PAGES = {
     "ddp": ("DistributedDataParallel", ["horovod_sparse.ddp", "horovod_sparse.trainers"]),
     "telemetry": ("Telemetry", ["horovod_sparse.telemetry"]),
     "errors": ("Errors", ["horovod_sparse.errors"]),
-    "sparsifiers": ("Sparsifiers", ["horovod_sparse.sparsifiers"]),
+    "sparsifiers": ("Sparsifiers", ["horovod_sparse.sparsifiers", *ALGORITHMS]),
     "feedback": ("Feedback and recipes", ["horovod_sparse.feedback"]),
     "merging": ("Plans and their costs", ["horovod_sparse.merging"]),
     "simulation": ("Simulation", ["horovod_sparse.simulation", "horovod_sparse.topology"]),
@@ -68,6 +80,8 @@ def public_names(module: str) -> list[str]:
     A module offers its own classes, functions and constants without an underscore; a package, or one that has
     none of these, what it imports "as" itself, too.
     """
+    if module in ALGORITHMS:
+        return [ALGORITHMS[module]]
     path = source_of(module)
     body = ast.parse(path.read_text(encoding="utf-8")).body
     names = [name for node in body for name in _defined(node)]
