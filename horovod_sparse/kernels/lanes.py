@@ -78,8 +78,10 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.bitcast(pointer, ir.VectorType(element, LANES).as_pointer())
 
 
-def _bits_type(element: Any) -> Any:
-    return types.uint64 if element.bitwidth == 64 else types.uint32
+def _bits_type(number: Any) -> Any:
+    if isinstance(number, Lanes):
+        return Lanes(_bits_type(number.element))
+    return types.uint64 if number.bitwidth == 64 else types.uint32
 
 
 @intrinsic
@@ -220,18 +222,6 @@ def root(builder: Any, lanes: Any) -> Any:
     return called(builder, f"llvm.sqrt.v{LANES}f{width}", [lanes])
 
 
-@emitting(lambda lanes: Lanes(_bits_type(lanes.element))(lanes))
-def magnitudes(builder: Any, lanes: Any) -> Any:
-    """The bits without the sign, unsigned: they order like the magnitudes, Inf and NaN on top."""
-    return size_in(builder, lanes)
-
-
-@emitting(lambda lanes: Lanes(_bits_type(lanes.element))(lanes))
-def words(builder: Any, lanes: Any) -> Any:
-    """The bits of float lanes as unsigned integers."""
-    return bits_in(builder, lanes)
-
-
 @emitting(lambda lanes: lanes.element(lanes))
 def top_of(builder: Any, lanes: Any) -> Any:
     """The largest of unsigned lanes."""
@@ -280,13 +270,13 @@ def read(typingctx: Any, array: Any, index: Any) -> Any:
 
 @emitting(lambda number: _bits_type(number)(number))
 def raw_bits(builder: Any, number: Any) -> Any:
-    """The bits of a float as an unsigned integer."""
+    """The bits of a float, or of float lanes, as unsigned integers."""
     return bits_in(builder, number)
 
 
 @emitting(lambda number: _bits_type(number)(number))
 def magnitude(builder: Any, number: Any) -> Any:
-    """The bits of a float without its sign."""
+    """The bits without the sign, unsigned: they order like the magnitudes, Inf and NaN on top."""
     return size_in(builder, number)
 
 

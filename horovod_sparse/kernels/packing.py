@@ -69,51 +69,32 @@ def _positions(builder: Any, start: Any) -> Any:
     return builder.add(v.broadcast(builder, builder.trunc(start, word)), steps)
 
 
-if PACKS:
+if not PACKS:
 
     @kernel
-    def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
-        """Appends start + lane for every bit of the mask; there must be room for all lanes."""
-        _pack_at(indices, count, _positions(start), mask)
-        return count + count_bits(mask)
-
-    @kernel
-    def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
-        """Appends position and key of every lane in the mask; there must be room for all lanes."""
-        _pack_at(indices, count, _positions(start), mask)
-        _pack_at(keys, count, sizes, mask)
-        return count + count_bits(mask)
-
-    @kernel
-    def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
-        """Appends the key of every lane in the mask; there must be room for all lanes."""
-        _pack_at(keys, count, sizes, mask)
-        return count + count_bits(mask)
-
-else:
-
-    @kernel
-    def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
+    def _pack_at(array, index, lanes, mask):  # type: ignore[no-untyped-def]
         while mask != 0:
-            keys[count] = lane_of(sizes, first_bit(mask))
+            array[index] = lane_of(lanes, first_bit(mask))
             mask = without_first_bit(mask)
-            count += 1
-        return count
+            index += 1
 
-    @kernel
-    def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
-        while mask != 0:
-            indices[count] = start + first_bit(mask)
-            mask = without_first_bit(mask)
-            count += 1
-        return count
 
-    @kernel
-    def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
-        while mask != 0:
-            lane = first_bit(mask)
-            indices[count] = start + lane
-            keys[count] = lane_of(sizes, lane)
-            mask = without_first_bit(mask)
-            count += 1
-        return count
+@kernel
+def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
+    """Appends start + lane for every bit of the mask; there must be room for all lanes."""
+    _pack_at(indices, count, _positions(start), mask)
+    return count + count_bits(mask)
+
+
+@kernel
+def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
+    """Appends the key of every lane in the mask; there must be room for all lanes."""
+    _pack_at(keys, count, sizes, mask)
+    return count + count_bits(mask)
+
+
+@kernel
+def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
+    """Appends position and key of every lane in the mask; there must be room for all lanes."""
+    _pack_at(indices, count, _positions(start), mask)
+    return append_keys(sizes, mask, keys, count)

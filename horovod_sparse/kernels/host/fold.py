@@ -147,10 +147,10 @@ def fold_piece(  # type: ignore[no-untyped-def]
                     b = v.divide(v.multiply(rate, b), v.add(v.root(ub), eps))
                 a = v.add(v.multiply(decay, v.load(values, i)), a)
                 b = v.add(v.multiply(decay, v.load(values, j)), b)
-                high = v.larger(v.magnitudes(a), v.magnitudes(b))
+                high = v.larger(v.magnitude(a), v.magnitude(b))
                 highest = high
                 if moment is not None:
-                    highest = v.larger(high, v.larger(v.magnitudes(ua), v.magnitudes(ub)))
+                    highest = v.larger(high, v.larger(v.magnitude(ua), v.magnitude(ub)))
                 if mask_at_least(highest, limits) != 0:
                     end = i + GRANULE
                     high = v.splat(
@@ -190,10 +190,10 @@ def fold_piece(  # type: ignore[no-untyped-def]
 @kernel
 def maximum(values, start, stop):  # type: ignore[no-untyped-def]
     """Magnitude bits of the largest of [start, stop)."""
-    tops = v.magnitudes(v.splat(values[start]))
+    tops = v.magnitude(v.splat(values[start]))
     i = start
     while i + v.LANES <= stop:
-        tops = v.larger(tops, v.magnitudes(v.load(values, i)))
+        tops = v.larger(tops, v.magnitude(v.load(values, i)))
         i += v.LANES
     top = v.top_of(tops)
     while i < stop:

@@ -129,7 +129,7 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
         if count + v.LANES > keys.size:
             return above, -1
         if i + v.LANES <= stop:
-            sizes = v.magnitudes(v.load(values, i))
+            sizes = v.magnitude(v.load(values, i))
             not_above = v.mask_at_least(highs, sizes)
             above += v.LANES - v.count_bits(not_above)
             count = append_keys(sizes, not_above & v.mask_at_least(sizes, lows), keys, count)
@@ -156,7 +156,7 @@ def _raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def
     bounds, kept = v.splat(bound[0]), 0
     for i in range(0, count, v.LANES):  # in place: what is overwritten was read before
         lanes, where = v.load(words, i), v.load(places, i)
-        mask = v.mask_at_least(v.magnitudes(lanes), bounds)
+        mask = v.mask_at_least(v.magnitude(lanes), bounds)
         append_keys(where, mask, places, kept)
         kept = append_keys(lanes, mask, words, kept)
     return kept
@@ -186,8 +186,8 @@ def note(values, start, stop, maxima, block, bound, count, places, words):  # ty
                 passing = v.without_first_bit(passing)
                 for i in range(begin, begin + block, v.LANES):
                     lanes = v.load(values, i)
-                    mask = v.mask_at_least(v.magnitudes(lanes), bounds)
-                    at = append(v.words(lanes), mask, base + i, places, words, at)
+                    mask = v.mask_at_least(v.magnitude(lanes), bounds)
+                    at = append(v.raw_bits(lanes), mask, base + i, places, words, at)
             first, start = first + left, start + left * block
         else:
             for i in range(start, stop):
@@ -231,7 +231,7 @@ def _pick(places, words, count, smallest, ties, out, found):  # type: ignore[no-
     limits, kept = v.splat(smallest), 0
     for i in range(0, count, v.LANES):
         lanes, where = v.load(words, i), v.load(places, i)
-        sizes = v.magnitudes(lanes)
+        sizes = v.magnitude(lanes)
         mask = v.mask_at_least(sizes, limits)
         equal = mask & v.mask_at_least(limits, sizes)
         if equal != 0:

@@ -37,7 +37,7 @@ def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore
     thresholds = v.splat(threshold)
     i = start
     while i + v.LANES <= stop:
-        sizes = v.magnitudes(v.load(values, i))
+        sizes = v.magnitude(v.load(values, i))
         count = append(sizes, v.mask_at_least(sizes, thresholds), i, indices, keys, count)
         i += v.LANES
     while i < stop:
@@ -187,7 +187,7 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
         piece_stop = min((j + 1) * block, stop)
         while i < piece_stop:
             if i + v.LANES <= piece_stop and count + v.LANES <= capacity:
-                sizes = v.magnitudes(v.load(values, i))
+                sizes = v.magnitude(v.load(values, i))
                 mask = v.mask_at_least(sizes, thresholds)
                 equal = mask & v.mask_at_least(thresholds, sizes)
                 if equal != 0:
@@ -239,7 +239,7 @@ def _list_at_least(values, start, stop, threshold, indices, keys):  # type: igno
     count, thresholds, i = 0, v.splat(threshold), start
     while i + v.LANES <= stop:
         v.prefetch(values, i + _FURTHER)
-        sizes = v.magnitudes(v.load(values, i))
+        sizes = v.magnitude(v.load(values, i))
         count = append_positions(v.mask_at_least(sizes, thresholds), i, indices, count)
         i += v.LANES
     for j in range(count):
