@@ -12,65 +12,43 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common.hosts import cluster_for, machine_facts
-from benchmarks.common.options import add_common, carry_out, count, launch, named_sparsifiers
+from benchmarks.common.options import (
+    add_sparsifiers,
+    carry_out,
+    count,
+    hosts_parser,
+    launches,
+    named_sparsifiers,
+)
 from benchmarks.common.pages import markdown
 
+_FAMILY = "the family; spardl with every number of teams"
 _OTHERS = ("topk", "topk_dsa", "gtopk", "oktopk", "oktopk:threshold_steps=4")
-
-
-def _default_sparsifiers(num_ranks: int) -> str:
-    """The family, and SparDL with every number of teams."""
-    teams = [f"spardl:teams={d}" for d in range(1, num_ranks + 1) if num_ranks % d == 0]
-    return " ".join([*_OTHERS, *teams, "spardl:teams=1,gather=bruck"])
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="scripts/bench allreduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = hosts_parser("allreduce", __doc__)
     made.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
     made.add_argument(
         "--add", action="store_true", help="add the launches to those of --json's file, where it exists"
     )
-    add_common(made, ["the family; spardl with every number of teams"], ())
+    add_sparsifiers(made, [_FAMILY])
     return made
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the command line asks for, as it is written to JSON."""
-    machine, launches = machine_facts(), []
-    with cluster_for(max(options.hosts) if options.hosts else None, options.rate, options.name) as hosts:
-        for num_ranks in options.hosts or [hosts.num_hosts]:
-            text = options.sparsifiers
-            if text == parser().get_default("sparsifiers"):
-                text = _default_sparsifiers(num_ranks)
-            sparsifiers = named_sparsifiers(text, options.density)
-            settings = {
-                "elements": options.elements,
-                "density": options.density,
-                "sparsifiers": sparsifiers,
-                "repeat": options.repeat,
-            }
-            for network in options.networks or ["gloo"]:
-                found = launch(
-                    "benchmarks.allreduce.rank",
-                    settings,
-                    options,
-                    hosts=hosts,
-                    network=network,
-                    num_ranks=num_ranks,
-                    total=len(sparsifiers) * (options.repeat + 2),
-                )
-                launches.append({"elements": options.elements, "density": options.density, **found})
-    return {"benchmark": "allreduce", "machine": machine, "launches": launches}
 
+    def settings(num_ranks: int) -> list[dict[str, Any]]:
+        text = options.sparsifiers
+        if text == _FAMILY:
+            teams = [f"spardl:teams={d}" for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+            text = " ".join([*_OTHERS, *teams, "spardl:teams=1,gather=bruck"])
+        facts = {"elements": options.elements, "density": options.density, "repeat": options.repeat}
+        return [{**facts, "sparsifiers": named_sparsifiers(text, options.density)}]
 
-def _milliseconds(spread: dict[str, float]) -> str:
-    return f"{1e3 * spread['median']:.1f} ({1e3 * spread['low']:.1f} to {1e3 * spread['high']:.1f})"
+    return {"launches": launches("benchmarks.allreduce.rank", options, settings)}
 
 
 def _table(one: dict[str, Any]) -> str:
@@ -78,12 +56,12 @@ def _table(one: dict[str, Any]) -> str:
     best = min((name for name in medians if name.startswith("spardl")), key=medians.__getitem__, default=None)
     rows = []
     for item in one["results"]:
-        name, facts, times = item["method"], item["step"]["facts"], medians[item["method"]]
+        name, facts, times = item["method"], item["step"]["facts"], item["communication"]["seconds"]
         rows.append(
             [
                 f"**`{name}`**" if name == best else f"`{name}`",
-                _milliseconds(item["communication"]["seconds"]),
-                "-" if best is None else f"{times / medians[best]:.2f}",
+                "{median:.1f} ({low:.1f} to {high:.1f})".format(**{q: 1e3 * s for q, s in times.items()}),
+                "-" if best is None else f"{times['median'] / medians[best]:.2f}",
                 f"{1e3 * item['step']['seconds']['median']:.0f}",
                 f"{facts['rounds']:.0f}",
                 f"{item['communication']['bytes_sent'] / 1e3:.0f}",
@@ -109,7 +87,7 @@ def tables(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit code."""
-    return carry_out("allreduce", arguments, parser().parse_args(arguments), measure, tables)
+    return carry_out(parser(), arguments, measure, tables)
 
 
 if __name__ == "__main__":

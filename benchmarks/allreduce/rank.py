@@ -1,10 +1,9 @@
-"""One rank of `scripts/bench allreduce`: the same gradients summed by every method; messages alone."""
+"""One rank of `scripts/bench allreduce`: gradients summed by every method; messages alone."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,11 @@ import numpy as np
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
 from benchmarks.common.gradients import GradientSource, random_layers
-from benchmarks.common.samples import Sample, plain, summarize, timed
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, NoFeedback, Recipe, parse_recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.torch.driver import HorovodDriver
-
-#: repetitions before those that count: Ok-Topk finds its thresholds and regions in the first
-_NUM_WARMUP = 2
 
 
 def recorded(coroutine: Synchronization[SparseSum], requests: list[Request]) -> Synchronization[SparseSum]:
@@ -42,53 +37,45 @@ def replayed(requests: Sequence[Request]) -> Synchronization[None]:
         _answer = yield request
 
 
-class Method:
+class Method(ranks.Measurable):
     """One sparse all-reduce.
 
-    Every repetition selects from the gradient alone (no residual), so that all methods sum up the same,
-    and thresholds that follow the last step meet gradients like those of the last step.
+    Every repetition selects from the gradient alone (no residual), so that all methods sum up alike, and
+    thresholds that follow the last step meet gradients like those of the last step.
 
     Args:
         name: in results.
         text: as `Compression.parse` reads it.
+        source: of gradients, which all methods share.
         memory: the accumulator that all methods share.
         driver: runs coroutines.
-        place: (rank, size).
     """
 
-    def __init__(
-        self, name: str, text: str, memory: HostAccumulator, driver: HorovodDriver, place: tuple[int, int]
-    ) -> None:
-        self.name, self._driver = name, driver
-        rank, size = place
-        info = BucketInfo(name, memory.num_elements, rank, size)
-        self._bucket = Bucket(info, Recipe(parse_recipe(text).sparsifier, NoFeedback()), memory)
-        self._gradient: Any = None
-        self._requests: list[Request] = []
-        self._sum: SparseSum | None = None
+    #: Ok-Topk finds its thresholds and regions in these
+    num_warmup = 2
 
-    def take(self, gradient: Any) -> None:
-        """The gradient of the next `run`."""
-        self._gradient = gradient
-        self._requests = []
+    def __init__(
+        self, name: str, text: str, source: GradientSource, memory: HostAccumulator, driver: HorovodDriver
+    ) -> None:
+        self.name, self._source, self._driver, self.parts = name, source, driver, {}
+        info = BucketInfo(name, memory.num_elements, hvd.rank(), hvd.size())
+        self._bucket = Bucket(info, Recipe(parse_recipe(text).sparsifier, NoFeedback()), memory)
+        self._gradient = np.zeros(0, np.float32)
+        self.requests: list[Request] = []
+
+    def prepare(self) -> None:
+        self._gradient = np.empty(self._source.num_elements, np.float32)
+        self._source.fill(self._gradient)
+        self.requests = []
 
     def run(self) -> None:
-        """Selects, and sums up."""
-        step = recorded(self._bucket.step(self._gradient), self._requests)
+        step = recorded(self._bucket.step(GradientParts([self._gradient])), self.requests)
         task = self._driver.start(self.name, step)
         self._driver.wait([task])
         self._sum = task.value()
 
-    def communicate(self) -> None:
-        """The messages of the last `run` alone."""
-        task = self._driver.start(f"{self.name}.again", replayed(self._requests))
-        self._driver.wait([task])
-        task.value()
-
     def facts(self) -> dict[str, float]:
-        """Of the last `run`."""
-        last, sum_ = self._bucket.last, self._sum
-        union = 0 if sum_ is None else np.unique(sum_.indices).size
+        last, union = self._bucket.last, np.unique(self._sum.indices).size
         return {
             "rounds": float(len(last.bytes_by_round)),
             "payload_bytes": float(last.bytes_sent),
@@ -97,38 +84,35 @@ class Method:
         }
 
 
+class Messages(ranks.Measurable):
+    """The messages of a method's last repetition alone."""
+
+    num_warmup = Method.num_warmup
+
+    def __init__(self, method: Method, driver: HorovodDriver) -> None:
+        self.name, self._method, self._driver, self.parts = f"{method.name}.again", method, driver, {}
+
+    def run(self) -> None:
+        task = self._driver.start(self.name, replayed(self._method.requests))
+        self._driver.wait([task])
+        task.value()
+
+
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Every method in turn, and its messages alone."""
-    place = (hvd.rank(), hvd.size())
     source = GradientSource(random_layers(settings["elements"]), hvd.rank())
     memory = HostAccumulator(settings["elements"], density=settings["density"])
     driver = HorovodDriver()
     driver.connect()
-    methods = [Method(name, text, memory, driver, place) for name, text in settings["sparsifiers"].items()]
-    drawn = np.empty(settings["elements"], np.float32)
-    whole: dict[str, list[Sample]] = {method.name: [] for method in methods}
-    alone: dict[str, list[Sample]] = {method.name: [] for method in methods}
-    with ranks.no_collection():
-        for number in range(-_NUM_WARMUP, settings["repeat"]):
-            source.fill(drawn)
-            # another one comes first every time: nobody always follows the same one
-            for place_in_turn in range(len(methods)):
-                method = methods[(place_in_turn + number) % len(methods)]
-                method.take(GradientParts([drawn]))
-                step = timed(method.run, ranks.barrier)
-                again = timed(method.communicate, ranks.barrier)
-                ranks.say(f"done {method.name} {number}")
-                if number >= 0:
-                    whole[method.name].append(replace(step, facts=method.facts()))
-                    alone[method.name].append(again)
-    results = []
-    for method in methods:
-        everyone = hvd.allgather_object(
-            ([plain(s) for s in whole[method.name]], [plain(s) for s in alone[method.name]])
-        )
-        both = [summarize([rank[which] for rank in everyone]) for which in (0, 1)]
-        results.append({"method": method.name, "step": both[0], "communication": both[1]})
-    return {"transport": driver.transport, "results": results}
+    methods = [Method(name, text, source, memory, driver) for name, text in settings["sparsifiers"].items()]
+    both = [one for method in methods for one in (method, Messages(method, driver))]
+    found = ranks.measure_methods(both, settings["repeat"])
+    results = [
+        {"method": name, "step": found[name], "communication": found[f"{name}.again"]}
+        for name in settings["sparsifiers"]
+    ]
+    facts = {name: settings[name] for name in ("elements", "density")}
+    return {**facts, "transport": driver.transport, "results": results}
 
 
 if __name__ == "__main__":

@@ -9,47 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horovod_sparse.errors import HorovodSparseError
+from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT = _ROOT / "scripts" / "cluster"
+#: what carries collectives
+NETWORKS = ("gloo", "mpi")
 
 
 class BenchmarkError(HorovodSparseError, RuntimeError):
     """A measurement could not be made."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """How ranks are launched and what carries their collectives.
-
-    Attributes:
-        name: as it stands in results.
-        option: of `scripts/cluster run`.
-        variables: environment of every rank.
-    """
-
-    name: str
-    option: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-
-#: rate of ranks that are on one host
-LOOPBACK = "loopback"
-
-_RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
-
-#: Open MPI's own choice for a large allreduce takes about twice as long as a ring: both are measured.
-NETWORKS = {
-    "gloo": Network("gloo", "--gloo"),
-    "mpi": Network("mpi", "--mpi"),
-    "mpi-ring": Network("mpi-ring", "--mpi", _RING),
-}
 
 
 @dataclass(frozen=True)
@@ -72,19 +47,17 @@ class Hosts:
         settings: Mapping[str, Any],
         *,
         num_ranks: int,
-        network: Network,
-        variables: Mapping[str, str],
-        timeout_s: float,
+        network: str = "gloo",
+        timeout_s: float = 1800,
         on_progress: Callable[[str], None] = lambda line: None,
     ) -> Any:
-        """Runs a module on the hosts, one rank each.
+        """Runs a module on the hosts, whose optimizers sparsify all tensors, whether that can win or not.
 
         Args:
             module: started with two arguments, the file that holds `settings` and the one for its result.
             settings: plain values.
-            num_ranks: at most one per host.
-            network: what carries collectives.
-            variables: environment of every rank, beside the network's.
+            num_ranks: spread over the hosts.
+            network: one of `NETWORKS`.
             timeout_s: after which it is ended.
             on_progress: gets what rank 0 prints, line by line.
 
@@ -98,12 +71,11 @@ class Hosts:
             asked, answered = Path(folder) / "settings.json", Path(folder) / "result.json"
             asked.write_text(json.dumps(settings))
             paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-            given = {"PYTHONPATH": paths, **network.variables, **variables}
-            options = [word for name, value in given.items() for word in ("-x", f"{name}={value}")]
-            command = [sys.executable, "-m", module, str(asked), str(answered)]
+            launch = [str(_SCRIPT), "run", "--name", self.name, f"--{network}", "-np", str(num_ranks)]
+            launch += ["--timeout", str(timeout_s), "-x", f"PYTHONPATH={paths}"]
+            launch += ["-x", f"{TENSOR_SELECTION_VARIABLE}=all"]
             process = subprocess.Popen(
-                self._launching(num_ranks, network, options, timeout_s) + command,
-                env={**os.environ, **given},
+                [*launch, "--", sys.executable, "-m", module, str(asked), str(answered)],
                 stdout=subprocess.PIPE,
                 stdin=subprocess.DEVNULL,
                 text=True,
@@ -120,35 +92,13 @@ class Hosts:
                 raise BenchmarkError(f"the ranks of {self.name} ended with exit code {status}; see above")
             return json.loads(answered.read_text())
 
-    def _launching(
-        self, num_ranks: int, network: Network, options: Sequence[str], timeout_s: float
-    ) -> list[str]:
-        """What stands before the command of a rank; `options` give variables to all ranks."""
-        run = [str(_SCRIPT), "run", "--name", self.name, network.option, "-np", str(num_ranks)]
-        return [*run, "--timeout", str(timeout_s), *options, "--"]
 
-
-@dataclass(frozen=True)
-class ThisMachine(Hosts):
-    """Ranks side by side, without any network between them."""
-
-    def _launching(
-        self, num_ranks: int, network: Network, options: Sequence[str], timeout_s: float
-    ) -> list[str]:
-        folder, ended = Path(sys.executable).parent, ["timeout", "--kill-after=10", str(timeout_s)]
-        if network.option == "--gloo":
-            return [*ended, str(folder / "horovodrun"), "--gloo", "--disable-cache", "-np", str(num_ranks)]
-        yields = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
-        root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-        return [*ended, "mpirun", *root, *yields, "-np", str(num_ranks), *options]
-
-
-def _script(*arguments: str) -> str:
+def cluster_command(*arguments: str) -> str:
+    """Runs `scripts/cluster`; returns what it prints."""
     if not _SCRIPT.exists():
         raise BenchmarkError("scripts/cluster is not here: measure in a clone of horovod_sparse")
-    result = subprocess.run(
-        [str(_SCRIPT), *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    command = [str(_SCRIPT), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:
         raise BenchmarkError(f"scripts/cluster {' '.join(arguments)}: {result.stderr.strip()}")
     return result.stdout
@@ -160,17 +110,13 @@ def cluster_for(num_hosts: int | None, rate: str | None, name: str = "cluster") 
 
     Args:
         num_hosts: at least so many; None takes what the running one has, 8 without one.
-        rate: of their ports; None takes what the running one has, 1gbit without one. "loopback": no
-            hosts, but ranks side by side on this machine.
+        rate: of their ports; None takes what the running one has, 1gbit without one.
         name: of the cluster to look for.
 
     Raises:
         BenchmarkError: if this machine permits no cluster.
     """
-    if rate == LOOPBACK:
-        yield ThisMachine("this machine", num_hosts or 2, rate)
-        return
-    running = {item["name"]: item for item in json.loads(_script("status", "--json"))}
+    running = {item["name"]: item for item in json.loads(cluster_command("status", "--json"))}
     found = running.get(name)
     if found is not None and len(found["hosts"]) >= (num_hosts or 2) and rate in (None, found["rate"]):
         yield Hosts(name, len(found["hosts"]), found["rate"])
@@ -178,10 +124,10 @@ def cluster_for(num_hosts: int | None, rate: str | None, name: str = "cluster") 
     own, rate, num_hosts = f"bench-{os.getpid()}", rate or "1gbit", num_hosts or 8
     with _ended_tidily():
         try:
-            _script("up", "--name", own, "--hosts", str(num_hosts), "--rate", rate)
+            cluster_command("up", "--name", own, "--hosts", str(num_hosts), "--rate", rate)
             yield Hosts(own, num_hosts, rate)
         finally:
-            _script("down", "--name", own)
+            cluster_command("down", "--name", own)
 
 
 @contextlib.contextmanager
@@ -207,31 +153,3 @@ def machine_facts() -> dict[str, Any]:
         "memory_gib": round(pages / 2**30),
         "load_before": round(os.getloadavg()[0], 2),
     }
-
-
-def parts_of(items: Sequence[str], size: int) -> list[list[str]]:
-    """Items in parts of at most `size`, of nearly equal length.
-
-    Example:
-        >>> parts_of(["a", "b", "c", "d"], 3)
-        [['a', 'b'], ['c', 'd']]
-    """
-    count = -(-len(items) // max(1, size))
-    return [
-        list(items[number * len(items) // count : (number + 1) * len(items) // count])
-        for number in range(count)
-    ]
-
-
-def write_json(result: Mapping[str, Any], target: str) -> None:
-    """Writes a result.
-
-    Args:
-        result: plain values.
-        target: a file, or "-" for stdout.
-    """
-    text = json.dumps(result, indent=1)
-    if target == "-":
-        print(text)
-    else:
-        Path(target).write_text(text + "\n")

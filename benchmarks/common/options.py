@@ -1,4 +1,4 @@
-"""What measurements across hosts have in common: their arguments, and how one launch is made."""
+"""What measurements across hosts have in common: their arguments, their launches, and where results go."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import json
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmarks.common.hosts import NETWORKS, Hosts, write_json
+from benchmarks.common.hosts import NETWORKS, Hosts, cluster_for, machine_facts
 from horovod_sparse.errors import ArgumentError, HorovodSparseError
 from horovod_sparse.feedback import parse_recipe
-from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 
@@ -45,40 +40,36 @@ def _host_counts(text: str) -> list[int]:
     return values
 
 
-#: behind the name of a sparsifier whose rounds are messages between pairs of ranks
-PAIRS_SUFFIX = ", pairs"
-
-
-def add_common(parser: argparse.ArgumentParser, sparsifiers: Sequence[str], baselines: Sequence[str]) -> None:
-    """Adds them.
+def hosts_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The command line that all measurements across hosts have.
 
     Args:
-        parser: of a measurement.
-        sparsifiers: the default.
-        baselines: all that there are.
+        name: of the measurement.
+        about: what it does.
     """
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/bench {name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
     add("--hosts", type=_host_counts, help="P, or several with commas (default: all that are up, or 8)")
-    add(
-        "--rate",
-        help="of every port, in train several with commas; loopback: ranks side by side (default: that of "
-        "the running cluster, or 1gbit)",
-    )
+    add("--rate", help="of every port, or several with commas (default: the running cluster's, or 1gbit)")
     add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")
-    for name in NETWORKS:
+    for network in NETWORKS:
         text = "what carries collectives; several are measured one after the other (default --gloo)"
-        add(f"--{name}", dest="networks", action="append_const", const=name, help=text)
-    add(
-        "--sparsifiers",
-        default=",".join(sparsifiers),
-        help="names with commas, or NAME:ARGUMENT=VALUE,... with spaces between (default %(default)s)",
-    )
-    add("--baselines", default=",".join(baselines), help="default: %(default)s")
-    add("--cycle-time", type=float, help="HOROVOD_CYCLE_TIME in milliseconds (Horovod's own default: 1)")
+        add(f"--{network}", dest="networks", action="append_const", const=network, help=text)
     add("--repeat", type=count, default=10, help="repetitions (default %(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for one launch (default %(default)s)")
     add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    return parser
+
+
+def add_sparsifiers(parser: argparse.ArgumentParser, sparsifiers: Iterable[str]) -> None:
+    """Adds the choice of sparsifiers, these by default."""
+    text = "names with commas, or NAME:ARGUMENT=VALUE,... with spaces between (default %(default)s)"
+    parser.add_argument("--sparsifiers", default=",".join(sparsifiers), help=text)
 
 
 def named_sparsifiers(text: str, density: float) -> dict[str, str]:
@@ -123,6 +114,58 @@ def baselines(text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
+def launch(
+    module: str, settings: Mapping[str, Any], options: argparse.Namespace, hosts: Hosts, **how: Any
+) -> dict[str, Any]:
+    """One launch of ranks, whose progress is told on stderr.
+
+    Args:
+        module: of the ranks.
+        settings: for the ranks.
+        options: of the command line.
+        hosts: where.
+        **how: the number of ranks and the network, as `Hosts.run` takes them.
+
+    Returns:
+        What rank 0 wrote, and the facts of the launch.
+
+    Raises:
+        BenchmarkError: see `Hosts.run`.
+    """
+    network, load = how.setdefault("network", "gloo"), os.getloadavg()[0]
+    told = f"{how['num_ranks']} ranks, {hosts.rate}, {network}"
+    result = hosts.run(
+        module,
+        settings,
+        timeout_s=options.timeout,
+        on_progress=lambda line: print(f"{told}: {line}", file=sys.stderr),
+        **how,
+    )
+    facts = {"network": network, "rate": hosts.rate, "load_before": round(load, 2)}
+    return {**facts, "sparsifiers": settings["sparsifiers"], **result}
+
+
+def launches(
+    module: str, options: argparse.Namespace, settings_for: Callable[[int], Iterable[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Launches ranks at every rate, over every network, on every number of hosts, with all their settings.
+
+    Args:
+        module: of the ranks.
+        options: of the command line.
+        settings_for: called with a number of hosts.
+    """
+    found = []
+    for rate in options.rate.split(",") if options.rate else [None]:
+        with cluster_for(max(options.hosts) if options.hosts else None, rate, options.name) as hosts:
+            for network in options.networks or ["gloo"]:
+                for num_hosts in options.hosts or [hosts.num_hosts]:
+                    num_ranks = num_hosts * getattr(options, "ranks_per_host", 1)
+                    how = {"network": network, "num_ranks": num_ranks}
+                    found += [launch(module, one, options, hosts, **how) for one in settings_for(num_hosts)]
+    return found
+
+
 def command_line(name: str, arguments: Sequence[str] | None) -> str:
     """The command that was given, without where its results went.
 
@@ -145,94 +188,27 @@ def command_line(name: str, arguments: Sequence[str] | None) -> str:
     return shlex.join(["scripts/bench", name, *kept])
 
 
-def launch(
-    module: str,
-    settings: Mapping[str, Any],
-    options: argparse.Namespace,
-    *,
-    hosts: Hosts,
-    network: str,
-    num_ranks: int,
-    total: int,
-) -> dict[str, Any]:
-    """One launch of ranks, with a progress bar.
-
-    Args:
-        module: of the ranks; its rank 0 prints "done WHAT NUMBER" after every piece of work.
-        settings: for the ranks.
-        options: of the command line.
-        hosts: where.
-        network: one of `NETWORKS`.
-        num_ranks: P.
-        total: pieces of work.
-
-    Returns:
-        What rank 0 wrote, and the facts of the launch.
-
-    Raises:
-        BenchmarkError: see `Hosts.run`.
-    """
-    variables = {TENSOR_SELECTION_VARIABLE: "all"}  # what is asked for is measured, whether it can win or not
-    if options.cycle_time is not None:
-        variables["HOROVOD_CYCLE_TIME"] = str(options.cycle_time)
-    load, started = os.getloadavg()[0], time.monotonic()
-    with Progress(
-        TextColumn(f"{num_ranks} hosts, {hosts.rate}, {network}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
-        bar = progress.add_task("starting", total=total)
-
-        def on_progress(line: str) -> None:
-            word, _, rest = line.partition(" ")
-            if word == "done":
-                progress.update(bar, advance=1, description=rest.rpartition(" ")[0])
-
-        result = hosts.run(
-            module,
-            settings,
-            num_ranks=num_ranks,
-            network=NETWORKS[network],
-            variables=variables,
-            timeout_s=options.timeout,
-            on_progress=on_progress,
-        )
-    return {
-        "network": network,
-        "rate": hosts.rate,
-        "cycle_time_ms": options.cycle_time,
-        "load_before": round(load, 2),
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "sparsifiers": settings["sparsifiers"],
-        **result,
-    }
-
-
 def carry_out(
-    name: str,
+    parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
-    options: argparse.Namespace,
     measure: Callable[[argparse.Namespace], Mapping[str, Any]],
     table: Callable[[dict[str, Any]], str],
 ) -> int:
     """Measures, prints tables, and writes the JSON that was asked for.
 
     Args:
-        name: of the measurement.
+        parser: of the measurement.
         arguments: its own; None takes the process's.
-        options: parsed from them.
         measure: gives the result.
         table: makes Markdown of it.
 
     Returns:
         The exit code.
     """
+    options, name = parser.parse_args(arguments), parser.prog.split()[-1]
+    facts = {"command": command_line(name, arguments), "benchmark": name, "machine": machine_facts()}
     try:
-        result = {"command": command_line(name, arguments), **measure(options)}
+        result = {**facts, **measure(options)}
     except HorovodSparseError as error:
         print(f"\nbench {name}: {error}", file=sys.stderr)
         return 1
@@ -240,8 +216,11 @@ def carry_out(
         before = json.loads(Path(options.json).read_text())
         result["launches"] = before["launches"] + result["launches"]
         result["command"] = f"{before['command']}; {result['command']}"
+    text = json.dumps(result, indent=1)
     # tables go where they do not mix with JSON
     print(table(result), file=sys.stderr if options.json == "-" else sys.stdout)
-    if options.json:
-        write_json(result, options.json)
+    if options.json == "-":
+        print(text)
+    elif options.json:
+        Path(options.json).write_text(text + "\n")
     return 0

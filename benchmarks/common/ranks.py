@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import horovod_sparse.torch as hvd
-from benchmarks.common.samples import Sample, plain, summarize, timed
+from benchmarks.common.samples import Sample, summarize, timed
 from benchmarks.common.wire import Round, wire_bytes
 
+#: seconds of the pause in which Horovod's own traffic is counted
+_PAUSE = 0.2
+#: seconds between two looks at a barrier
+_NAP = 0.0005
 
-class Measurable(Protocol):
-    """What `measure_methods` times; see `Method`, where its attributes are described."""
+
+class Measurable:
+    """What `measure_methods` times.
+
+    Attributes:
+        name: in results.
+        num_warmup: repetitions before those that count.
+        parts: seconds of the last repetition, by part.
+    """
 
     name: str
     num_warmup: int
@@ -31,47 +44,83 @@ class Measurable(Protocol):
 
     def run(self) -> None:
         """What is timed."""
+        raise NotImplementedError
 
     def rounds(self) -> list[Round]:
-        """The collectives of the last repetition."""
+        """The collectives of the last repetition, with this rank's payload."""
+        return []
 
     def facts(self) -> dict[str, float]:
         """More numbers of the last repetition."""
+        return {}
 
 
-#: seconds of the pause in which Horovod's own traffic is counted
-_PAUSE = 0.2
-#: seconds between two looks at a barrier
-_NAP = 0.0005
+def iterate(
+    optimizer: Any, loss: Callable[[], Any], clip: Callable[[], None] = lambda: None, *, alone: bool = False
+) -> dict[str, float]:
+    """Trains for one step; returns the seconds of its parts.
+
+    Args:
+        optimizer: of the front end for Horovod.
+        loss: the forward pass.
+        clip: called between synchronization and step.
+        alone: the optimizer is one that synchronizes nothing itself.
+    """
+    clock = time.perf_counter
+    started = clock()
+    optimizer.zero_grad()
+    value = loss()
+    forward = clock()
+    value.backward()
+    backward = clock()
+    if not alone:
+        optimizer.synchronize()
+    clip()
+    synchronized = clock()
+    if alone:
+        optimizer.step()
+    else:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return {
+        "forward": forward - started,
+        "backward": backward - forward,
+        "exchange": synchronized - backward,
+        "step": clock() - synchronized,
+    }
 
 
-def measure_methods(
-    methods: Sequence[Measurable], repeat: int, on_progress: Callable[[str], None]
-) -> dict[str, list[Sample]]:
+def measure_methods(methods: Sequence[Measurable], repeat: int) -> dict[str, dict[str, Any]]:
     """Times all methods in turn, repetition by repetition, so that drift hits all alike.
 
     Args:
         methods: the same on all ranks.
         repeat: repetitions that count.
-        on_progress: gets a line per synchronization.
 
     Returns:
-        By method, a sample per repetition.
+        By method what `summarize` makes of its samples on all ranks.
     """
     samples: dict[str, list[Sample]] = {method.name: [] for method in methods}
     most_warmup = max(method.num_warmup for method in methods)
-    for number in range(-most_warmup, repeat):
-        # another one comes first every time: nobody always follows the same one
-        for place in range(len(methods)):
-            method = methods[(place + number) % len(methods)]
-            if number < -method.num_warmup:
-                continue
-            method.prepare()
-            sample = timed(method.run, barrier)
-            on_progress(f"{method.name} {number}")
-            if number >= 0:
-                samples[method.name].append(replace(sample, parts=dict(method.parts), facts=_facts(method)))
-    return samples
+    with no_collection():
+        for number in range(-most_warmup, repeat):
+            # another one comes first every time: nobody always follows the same one
+            for place in range(len(methods)):
+                method = methods[(place + number) % len(methods)]
+                if number < -method.num_warmup:
+                    continue
+                method.prepare()
+                sample = timed(method.run, barrier)
+                if number >= 0:
+                    facts = {**method.facts(), **_payload(method)}
+                    samples[method.name].append(replace(sample, parts=dict(method.parts), facts=facts))
+            say(f"repetition {number + 1} of {repeat}")
+    return {name: over_ranks(own) for name, own in samples.items()}
+
+
+def over_ranks(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Summary of the samples of all ranks."""
+    return summarize(hvd.allgather_object([asdict(sample) for sample in samples]))
 
 
 def barrier() -> None:
@@ -85,10 +134,9 @@ def barrier() -> None:
     hvd.synchronize(handle)
 
 
-def _facts(method: Measurable) -> dict[str, float]:
-    """Densities, and payload by round: numbers that can be averaged over ranks."""
-    rounds = {f"payload.{number}.{item.kind}": item.payload for number, item in enumerate(method.rounds())}
-    return {**method.facts(), **rounds}
+def _payload(method: Measurable) -> dict[str, float]:
+    """Payload by round: numbers that can be averaged over ranks."""
+    return {f"payload.{number}.{item.kind}": item.payload for number, item in enumerate(method.rounds())}
 
 
 def own_traffic(repeat: int) -> dict[str, float]:
@@ -104,8 +152,7 @@ def own_traffic(repeat: int) -> dict[str, float]:
     found = {}
     for name, work in works.items():
         work()
-        everyone = hvd.allgather_object([plain(timed(work, barrier)) for _ in range(repeat)])
-        found[name] = summarize(everyone)
+        found[name] = over_ranks([timed(work, barrier) for _ in range(repeat)])
     nothing, pause = found["nothing"], found["pause"]
     longer = pause["interval_seconds"] - nothing["interval_seconds"]
     return {
@@ -128,23 +175,19 @@ def expected_bytes(result: dict[str, Any], own: dict[str, float], size: int) -> 
     return {"wire_bytes": wire_bytes(rounds, size), "negotiation_bytes": negotiation}
 
 
-def results_of(methods: Sequence[Measurable], repeat: int, own: dict[str, float]) -> list[dict[str, Any]]:
-    """Measures all methods, and sums up over ranks.
+def results_of(methods: Sequence[Measurable], repeat: int) -> dict[str, Any]:
+    """Measures all methods beside Horovod's own traffic.
 
     Args:
         methods: the same on all ranks.
         repeat: repetitions that count.
-        own: as `own_traffic` found it.
     """
-    with no_collection():
-        samples = measure_methods(methods, repeat, lambda line: say(f"done {line}"))
-    results = []
-    for method in methods:
-        result = summarize(hvd.allgather_object([plain(sample) for sample in samples[method.name]]))
+    own, results = own_traffic(10), []
+    for name, result in measure_methods(methods, repeat).items():
         result["bytes"] = expected_bytes(result, own, hvd.size())
         result["facts"] = {k: v for k, v in result["facts"].items() if not k.startswith("payload.")}
-        results.append({"method": method.name, **result})
-    return results
+        results.append({"method": name, **result})
+    return {"horovod_own": own, "results": results}
 
 
 @contextmanager
@@ -162,6 +205,14 @@ def say(line: str) -> None:
     """A line for whoever has started the ranks, from rank 0."""
     if hvd.rank() == 0:
         print(line, flush=True)
+
+
+def start_torch_distributed() -> None:
+    """Makes ranks that Horovod has launched over Gloo ranks of torch.distributed, over the same interface."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["HOROVOD_GLOO_IFACE"])
+    address = f"tcp://{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:29417"
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
 
 
 def main(measure: Callable[[dict[str, Any]], Mapping[str, Any]]) -> int:

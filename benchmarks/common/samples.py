@@ -6,7 +6,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -114,8 +114,3 @@ def _median(values: Sequence[float]) -> float:
 
 def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: _median([row[name] for row in rows]) for name in rows[0]}
-
-
-def plain(sample: Sample) -> dict[str, Any]:
-    """As a dict, for other ranks."""
-    return asdict(sample)

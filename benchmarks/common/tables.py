@@ -97,62 +97,6 @@ def _launch_table(launch: Mapping[str, Any]) -> str:
     return markdown([*header, *(f"{name} / it" for name in references)], rows)
 
 
-def bandwidth_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench train` at several rates: a row per rate."""
-    rows = []
-    for launch in result["launches"]:
-        items = {item["method"]: item["seconds"]["median"] for item in launch["results"]}
-        (name,) = [method for method in items if method != "dense"]
-        cells = [
-            milliseconds(items["dense"]),
-            milliseconds(items[name]),
-            f"{items['dense'] / items[name]:.1f}",
-        ]
-        rows.append([launch["rate"], *cells, str(launch["load_before"])])
-    header = ["", "dense ms", f"{name} ms", "times faster", "load before"]
-    return f"{circumstances(result)}\n\n{markdown(header, rows)}"
-
-
-def growth_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench sync --hosts 2,4,8`: a row per sparsifier, CPU time and union density against P."""
-    sizes = sorted({launch["ranks"] for launch in result["launches"]})
-    found: dict[str, dict[int, Any]] = {}
-    for launch in result["launches"]:
-        for item in launch["results"]:
-            found.setdefault(item["method"], {})[launch["ranks"]] = item
-    rows = []
-    for name, items in found.items():
-        own = [milliseconds(items[size]["own_cpu_seconds"]["median"]) for size in sizes]
-        every = [milliseconds(items[size]["cpu_seconds"]["median"]) for size in sizes]
-        union = [f"{items[size]['facts'].get('density_union', 1.0):.5f}" for size in sizes]
-        rows.append([name, *own, *every, *union])
-    header = [
-        *(f"own CPU, {size} ranks" for size in sizes),
-        *(f"CPU, {size}" for size in sizes),
-        *(f"union, {size}" for size in sizes),
-    ]
-    return f"{circumstances(result)}\n\n{markdown(['ms', *header], rows)}"
-
-
-def wire_table(result: Mapping[str, Any]) -> str:
-    """Of wire options: one row per option and launch."""
-    rows = [
-        [
-            f"{item['method']}, {launch['rate']}, {launch['network']}",
-            milliseconds(item["seconds"]["median"]),
-            milliseconds(item["seconds"]["low"]) + " to " + milliseconds(item["seconds"]["high"]),
-            milliseconds(item["parts"]["select"]),
-            milliseconds(item["parts"]["exchange"]),
-            milliseconds(item["cpu_seconds"]["median"]),
-            f"{item['bytes_sent'] / 1e3:,.0f}",
-        ]
-        for launch in result["launches"]
-        for item in launch["results"]
-    ]
-    header = ["", "ms", "quartiles", "select", "exchange", "CPU", "kB sent"]
-    return f"{circumstances(result)}\n\n{markdown(header, rows)}"
-
-
 def hosts_table(result: Mapping[str, Any]) -> str:
     """Predicted and measured iterations, as `scripts/bench merging` found them."""
     rows = []

@@ -11,9 +11,8 @@ import torch
 
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
-from benchmarks.common.iteration import iterate
 from benchmarks.common.replay import Replay
-from benchmarks.common.samples import plain, summarize, timed
+from benchmarks.common.samples import timed
 from benchmarks.merging.main import GOES_ON
 from horovod_sparse.merging import Plan, Profile, Timeline, fixed, predict
 
@@ -27,6 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "cost, optimal": {"merging": "optimal", "tensor_selection": "cost"},
     "all dense": {"tensor_selection": lambda parameter: False},
 }
+#: of the layer table's sizes and times
+_SCALE = 0.25
 #: more than an optimizer takes to decide
 _WARMUP_STEPS = 30
 #: iterations of a fresh network before those that count
@@ -45,8 +46,8 @@ class Training:
     def __init__(self, name: str, settings: dict[str, Any], profile: Profile | None = None) -> None:
         self.name, self.iterations = name, settings["iterations"]
         self._settings = settings
-        self._arguments = {"levels": settings.get("levels", "flat"), **METHODS[name]}
-        self._sparsifier = hvd.Compression.parse(settings["sparsifier"])
+        self._arguments = dict(METHODS[name])
+        self._sparsifier = hvd.Compression.parse(settings["sparsifiers"]["topk"])
         if self._arguments.get("merging") in ("omgs", "optimal") or "cost" in name:
             self._arguments["profile"] = profile
         self.parts: dict[str, float] = {}
@@ -59,7 +60,7 @@ class Training:
         # what ranks compute differs, and so do their weights, which nobody looks at: to make them equal would
         # take longer than many iterations
         torch.manual_seed(hvd.rank())
-        self._model = Replay(self._settings["model"], self._settings["scale"])
+        self._model = Replay(self._settings["model"], _SCALE)
         named = list(self._model.named_parameters())
         # small, so that the sleeping network does not run away
         sgd = torch.optim.SGD(self._model.parameters(), lr=1e-6)
@@ -91,7 +92,7 @@ class Training:
 
     def run_once(self) -> None:
         """One iteration."""
-        found = iterate(self.optimizer, self._model)
+        found = ranks.iterate(self.optimizer, self._model)
         for part, seconds in found.items():
             self.parts[part] = self.parts.get(part, 0.0) + seconds / self.iterations
         self._last = self.optimizer.telemetry.last
@@ -126,7 +127,7 @@ def _warmed_up(settings: dict[str, Any]) -> Training:
 
 
 def _result(method: Training, samples: list[Any]) -> dict[str, Any]:
-    measured = summarize(hvd.allgather_object([plain(sample) for sample in samples]))
+    measured = ranks.over_ranks(samples)
     assert method.timeline is not None  # it has finished
     per_iteration = {
         name: {key: float(f"{value / method.iterations:.6g}") for key, value in measured[name].items()}
@@ -176,7 +177,7 @@ def _timed(method: Training, repeat: int, profile: Profile) -> dict[str, Any]:
         for number in range(repeat):
             sample = timed(method.run, ranks.barrier)
             samples.append(replace(sample, parts=dict(method.parts), facts=method.facts()))
-            ranks.say(f"done {method.name} {number}")
+            ranks.say(f"{method.name}, repetition {number + 1} of {repeat}")
     method.describe(profile)
     return _result(method, samples)
 

@@ -1,1 +1,1 @@
-"""Fills the tables of docs/performance.md: `scripts/report`."""
+"""Pages of docs/appendix and pictures: `scripts/report`."""

@@ -1,146 +1,123 @@
-"""Writes docs/appendix, the table in README.md and the pictures from docs/measurements/*.json."""
+"""Writes docs/appendix, the table in README.md and, if asked to, pictures, from docs/measurements/*.json."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import demo
+from matplotlib.figure import Figure
+
+from benchmarks import plans
 from benchmarks.allreduce.main import tables as allreduce_table
 from benchmarks.common.pages import FOLDER, page
-from benchmarks.common.tables import (
-    bandwidth_table,
-    frameworks_table,
-    growth_table,
-    hosts_table,
-    launch_tables,
-    local_table,
-    wire_table,
+from benchmarks.common.tables import frameworks_table, hosts_table, launch_tables, local_table
+from benchmarks.report import pictures, sections
+from benchmarks.studies import (
+    adamw,
+    convergence,
+    levels,
+    local,
+    passes,
+    schedules,
+    slow_links,
+    threshold,
+    time_to_accuracy,
 )
-from benchmarks.report import appendix
-from benchmarks.report.pictures import draw
-from benchmarks.report.plans import loss_table, paper_table, random_table
-from benchmarks.studies import appendix as studies
+from benchmarks.studies.papers import counts, sixteen, tables, trainings
+from benchmarks.studies.papers import pictures as papers
+from benchmarks.studies.study import ROOT, Result, measured
 
-_ROOT = Path(__file__).resolve().parents[2]
-_DOCS = _ROOT / "docs"
-_MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+__all__ = ["PICTURES", "STUDIES", "TABLES", "main", "write"]
 
-
-def _plans(result: Any) -> str:
-    return "\n\n".join(make(result) for make in (random_table, paper_table, loss_table))
-
-
-#: by name of a measurement, or by how it begins
-_RENDERERS = {
-    "merging": _plans,
-    "merging_hosts": hosts_table,
-    "merging_names": hosts_table,
-    "levels_merging": hosts_table,
-    "sparse_allreduce": allreduce_table,
-    "bandwidth": bandwidth_table,
-    "local": local_table,
+STUDIES = (
+    *(one.STUDY for one in (adamw, convergence, levels, local, passes, schedules, slow_links, threshold)),
+    *(time_to_accuracy.STUDY, sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY, counts.STUDY),
+)
+#: by name of the measurement; the tables of others are those of launches
+TABLES: dict[str, Callable[[Result], str]] = {
+    **{study.file.stem: study.table for study in STUDIES},
+    **dict.fromkeys(("merging_hosts", "merging_names"), hosts_table),
+    **dict.fromkeys(("local", "local_quantizers"), local_table),
+    "demo": demo.table,
     "frameworks": frameworks_table,
-    "growth": growth_table,
-    "wire": wire_table,
+    "merging": plans.tables,
+    "merging_vgg16_cifar": tables.plans_on_hosts,
+    "paper_workers": tables.workers_on_hosts,
+    "paper_densities": tables.densities,
+    "sparse_allreduce": allreduce_table,
 }
 #: by file: title, the page that says what it means, sections
 _PAGES = {
-    "performance.md": ("Measurements of time and bytes", "performance.md", appendix.PERFORMANCE),
-    "plans.md": ("Measurements of plans", "merging.md", appendix.PLANS),
+    "performance.md": ("Measurements of time and bytes", "performance.md", sections.PERFORMANCE),
+    "plans.md": ("Measurements of plans", "merging.md", sections.PLANS),
+    "results.md": ("Measurements of accuracy", "results.md", sections.RESULTS),
+    "papers.md": ("Measurements beside the papers", "papers.md", sections.PAPERS),
+}
+#: by name in docs/pictures: the measurement, and the figure that is made of it
+PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
+    "bandwidth": ("bandwidth", pictures.bandwidth),
+    "sync_gloo": ("sync_gloo", pictures.synchronization),
+    "train": ("train", pictures.iterations),
+    "convergence": ("convergence", pictures.accuracies),
+    "time_to_accuracy": ("time_to_accuracy", pictures.accuracy_over_seconds),
+    "time_to_dense": ("slow_links", pictures.bits_over_seconds),
+    "papers/exdyna_density": ("papers", papers.density),
+    "papers/exdyna_threshold": ("papers", papers.threshold),
+    "papers/micro_errors": ("papers", papers.errors),
+    "papers/omgs_iterations": ("paper_counts", papers.iterations),
+    "papers/dragonn_encoding": ("papers", papers.encoding),
+    "papers/spardl_methods": ("sparse_allreduce", papers.methods),
+    "papers/spardl_on_hosts": ("paper_workers", papers.on_hosts),
 }
 
 
-def tables(measurements: dict[str, Any]) -> dict[str, str]:
-    """Every table that can be made.
-
-    Args:
-        measurements: content of the JSON files by their names without ending.
-
-    Returns:
-        Markdown by name of the file. Files of a kind that is not known have one per launch.
-    """
-    made = {}
-    for name, result in measurements.items():
-        render = _RENDERERS.get(name) or _RENDERERS.get(name.partition("_")[0], launch_tables)
-        made[name] = render(result)
-    return made
-
-
-def pages(made: dict[str, str]) -> dict[Path, str]:
-    """What `docs/appendix` has to hold of these tables, by file."""
+def pages() -> dict[Path, str]:
+    """What README.md and the pages of `docs/appendix` have to hold, by file."""
+    names = {name for _, _, parts in _PAGES.values() for section in parts for name in section.names}
+    made = {name: TABLES.get(name, launch_tables)(measured(name)) for name in names}
+    # the papers' page reads the iterations of a launch in its own way
+    of_paper = {**made, "train_parts": tables.parts(measured("train_parts"))}
     found = {}
-    for name, (title, prose, sections) in _PAGES.items():
+    for name, (title, prose, parts) in _PAGES.items():
         about = f"What they mean is in [{prose}](../{prose})."
-        found[FOLDER / name] = page(title, about, sections, made)
+        found[FOLDER / name] = page(title, about, parts, of_paper if prose == "papers.md" else made)
+    readme = ROOT / "README.md"
+    table = re.compile(r"(<!-- table: demo -->\n).*?(\n<!-- end of table -->)", re.DOTALL)
+    found[readme] = table.sub(rf"\g<1>{made['demo']}\g<2>", readme.read_text())
     return found
 
 
-def fill(text: str, made: dict[str, str]) -> str:
-    r"""Puts tables between their markers.
-
-    Args:
-        text: with ``<!-- table: NAME -->`` and ``<!-- end of table -->`` on lines of their own.
-        made: tables by name.
-
-    Returns:
-        The text; where there is no table of a name, that is said.
-
-    Example:
-        >>> print(fill("<!-- table: x -->\nold\n<!-- end of table -->", {"x": "new"}))
-        <!-- table: x -->
-        new
-        <!-- end of table -->
-    """
-
-    def replace(match: re.Match[str]) -> str:
-        table = made.get(match[2], "Not measured yet.").strip("\n")
-        return f"{match[1]}{table}\n{match[3]}"
-
-    return _MARKED.sub(replace, text)
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """Content of the JSON files that `scripts/bench` made and a page shows."""
-    names = {name for _, _, sections in _PAGES.values() for section in sections for name in section.names}
-    return {
-        path.stem: json.loads(path.read_text())
-        for path in sorted(folder.glob("*.json"))
-        if path.stem in names
-    }
+def write(drawn: Iterable[str]) -> None:
+    """Writes the pages, and draws the pictures of these measurements."""
+    for path, text in pages().items():
+        path.write_text(text)
+    for name, (measurement, make) in PICTURES.items():
+        if measurement in drawn:
+            path = ROOT / "docs" / "pictures" / f"{name}.png"
+            make(measured(measurement)).savefig(path, dpi=110, metadata={"Software": None})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the appendix, the table in README.md and the pictures anew, or checks them.
+    """Writes everything anew, or checks the pages.
 
     Returns the exit code: 1 if --check found one of them out of step.
     """
     parser = argparse.ArgumentParser(prog="scripts/report", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if something would change")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page would change")
+    parser.add_argument("--draw", action="store_true", help="draw all pictures, too")
     options = parser.parse_args(arguments)
-    measurements = read(_DOCS / "measurements")
-    made = tables(measurements)
-    readme, demo = _ROOT / "README.md", json.loads((_DOCS / "measurements" / "demo.json").read_text())
-    texts = {
-        **pages(made),
-        **studies.pages(),
-        readme: fill(readme.read_text(), {"demo": studies.TABLES["demo"](demo)}),
-    }
-    stale = False
-    for path, text in texts.items():
-        if not path.exists() or path.read_text() != text:
-            stale = True
-            if options.check:
-                print(f"{path.relative_to(_ROOT)} is not what was measured", file=sys.stderr)
-            else:
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(text)
-    drawn = draw(measurements, made, _DOCS / "pictures", check=options.check)
-    return int(options.check and (stale or not drawn))
+    if not options.check:
+        write({measurement for measurement, _ in PICTURES.values()} if options.draw else ())
+        return 0
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} is not what was measured", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

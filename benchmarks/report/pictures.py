@@ -1,31 +1,53 @@
-"""Pictures that `scripts/report` draws of measurements across hosts."""
+"""The pictures of docs: each is a figure, made of a measurement."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
+from benchmarks.studies import convergence, slow_links, time_to_accuracy
 
-from matplotlib import pyplot as plt
+#: told apart without color vision (Okabe and Ito), with markers beside
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+MARKERS = "os^Dvx"
+GREY = "#777777"
 
-_UNITS = {"mbit": 1e6, "gbit": 1e9}
-_BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#999999"
+
+def panels(count: int, *, width: float = 8.0, height: float = 3.2) -> tuple[Figure, list[Any]]:
+    """A figure of so many panels side by side."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(1, count)))
+    for axis in axes:
+        axis.grid(linewidth=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        axis.xaxis.label.set_size(9)
+        axis.yaxis.label.set_size(9)
+    return figure, axes
 
 
-def bits_per_second(rate: str) -> float:
-    """A rate as `scripts/cluster` takes it.
+def titled(axis: Any, title: str, **labels: Any) -> None:
+    """Gives a panel its title, and a legend where it needs one."""
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set(**labels)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8, frameon=False)
 
-    Example:
-        >>> bits_per_second("250mbit"), bits_per_second("2.5gbit")
-        (250000000.0, 2500000000.0)
-    """
-    return next(float(rate.removesuffix(unit)) * factor for unit, factor in _UNITS.items() if unit in rate)
+
+def rows(axis: Any, names: list[str]) -> None:
+    """Names rows from the top."""
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.invert_yaxis()
+
+
+def beside(axis: Any, words: str, value: float, row: float, **style: Any) -> None:
+    """Writes behind the end of a bar or a dot."""
+    where = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+    axis.annotate(words, (value, row), (6, 0), **where | style)
 
 
 def seconds_of(launch: Mapping[str, Any]) -> dict[str, float]:
@@ -33,144 +55,136 @@ def seconds_of(launch: Mapping[str, Any]) -> dict[str, float]:
     return {item["method"]: item["seconds"]["median"] for item in launch["results"]}
 
 
-def plot_bandwidth(result: Mapping[str, Any], target: Path) -> None:
-    """How many times faster an iteration is, against the network's bandwidth: measured.
-
-    Args:
-        result: of `scripts/bench train --rate ...` with several rates, "dense" and one sparsifier.
-        target: file; its ending says the format.
-    """
-    (name,) = [method for method in seconds_of(result["launches"][0]) if method != "dense"]
-    launches = result["launches"]
-    size, recipe = launches[0]["ranks"], launches[0]["sparsifiers"][name]
-    figure, axis = plt.subplots(figsize=(8, 3.9), layout="constrained")
-    points = [(bits_per_second(launch["rate"]), seconds_of(launch)) for launch in launches]
-    ratios = [times["dense"] / times[name] for _, times in points]
-    axis.plot(
-        [rate for rate, _ in points],
-        ratios,
-        "o",
-        color=_ORANGE,
-        markersize=9,
-        label=f"measured, {size} hosts on {result['machine']['cores']} cores",
-    )
-    for (rate, times), ratio in zip(points, ratios, strict=True):
-        words = f"{ratio:.1f} x\n{1e3 * times['dense']:,.0f} → {1e3 * times[name]:,.0f} ms"
-        axis.annotate(
-            words, (rate, ratio), (-9, 2), textcoords="offset points", ha="right", va="top", fontsize=8
-        )
-    axis.axhline(1.0, color=_GREY, linewidth=1)
-    axis.annotate(
-        "as fast as dense", (1.6e8, 1.0), (0, 4), textcoords="offset points", fontsize=8, color=_GREY
-    )
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlim(1.5e8, 3e9)
-    axis.set_xticks([2.5e8, 5e8, 1e9, 2e9], ["250 Mbit/s", "500 Mbit/s", "1 Gbit/s", "2 Gbit/s"])
-    axis.set_yticks([1, 2, 5, 10, 20, 50], ["1 x", "2 x", "5 x", "10 x", "20 x", "50 x"])
-    axis.minorticks_off()
-    axis.set_ylim(bottom=0.8)
-    axis.set_ylabel("times faster than dense (float32)")
-    model = result["model"].replace("resnet", "ResNet-")
-    axis.set_title(f"A step of {model} on {size} machines, {recipe}", fontsize=10, loc="left")
-    axis.grid(True, linewidth=0.3)
-    axis.legend(frameon=False, fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, target)
+def bandwidth(result: Mapping[str, Any]) -> Figure:
+    """How many times faster an iteration is, against the network's bandwidth."""
+    figure, (axis,) = panels(1, height=3.9)
+    times = [seconds_of(launch) for launch in result["launches"]]
+    (name,) = [method for method in times[0] if method != "dense"]
+    rates = [launch["rate"].replace("bit", "bit/s") for launch in result["launches"]]
+    ratios = [one["dense"] / one[name] for one in times]
+    axis.plot(rates, ratios, "o", color=COLORS[1], markersize=9)
+    for place, (one, ratio) in enumerate(zip(times, ratios, strict=True)):
+        words = f"{ratio:.1f} x\n{1e3 * one['dense']:,.0f} → {1e3 * one[name]:,.0f} ms"
+        beside(axis, words, place, ratio)
+    axis.axhline(1.0, color=GREY, linewidth=1)
+    size, model = result["launches"][0]["ranks"], result["model"].replace("resnet", "ResNet-")
+    recipe = result["launches"][0]["sparsifiers"][name]
+    title = f"A step of {model} on {size} hosts, {recipe}: times faster than dense (float32)"
+    titled(axis, title, ylim=(0, None), xlim=(-0.3, len(rates) - 0.3))
+    return figure
 
 
-def plot_sync(result: Mapping[str, Any], target: Path) -> None:
-    """One synchronization by every method, on one logarithmic axis, so that twenty times is seen as such.
-
-    Args:
-        result: of `scripts/bench sync`; methods that several launches measured have a dot for each.
-        target: file; its ending says the format.
-    """
-    found: dict[str, list[Any]] = {}
-    dense: list[float] = []
+def synchronization(result: Mapping[str, Any]) -> Figure:
+    """One synchronization by every method, on a logarithmic axis; each launch of a method has a dot."""
+    found: dict[str, list[tuple[dict[str, float], float]]] = {}
     for launch in result["launches"]:
-        times = seconds_of(launch)
-        dense.append(times.get("dense", float("nan")))
+        dense = seconds_of(launch)["dense"]
         for item in launch["results"]:
-            found.setdefault(item["method"], []).append((item["seconds"], times.get("dense")))
-    order = sorted(found, key=lambda name: -min(seconds["median"] for seconds, _ in found[name]))
-    figure, axis = plt.subplots(figsize=(8, 0.9 + 0.3 * len(order)), layout="constrained")
+            found.setdefault(item["method"], []).append((item["seconds"], dense))
+    order = sorted(found, key=lambda name: min(seconds["median"] for seconds, _ in found[name]))
+    figure, (axis,) = panels(1, height=0.9 + 0.3 * len(order))
     for row, name in enumerate(order):
-        plain = name in ("dense", "dense float16", "naive")
+        color = GREY if name in ("dense", "dense float16", "naive") else COLORS[0]
         for seconds, _ in found[name]:
-            axis.plot([1e3 * seconds["low"], 1e3 * seconds["high"]], [row, row], color=_GREY, linewidth=2)
-            axis.plot(1e3 * seconds["median"], row, "o", color=_GREY if plain else _BLUE, markersize=7)
-        ratios = [reference / seconds["median"] for seconds, reference in found[name] if reference]
-        if ratios and name != "dense":
-            end = (1e3 * max(seconds["high"] for seconds, _ in found[name]), row)
-            words = f"{ratios[0]:.1f} x"
-            axis.annotate(words, end, (8, 0), textcoords="offset points", va="center", fontsize=8)
-    slowest = 1e3 * max(dense)
-    for factor in (1, 5, 20, 50):
-        axis.axvline(slowest / factor, color=_GREY, linewidth=0.8, linestyle=":")
-        axis.annotate(
-            "dense" if factor == 1 else f"{factor} times faster",
-            (slowest / factor, len(order) - 0.4),
-            ha="center",
-            fontsize=8,
-            color="#555555",
-        )
-    axis.set_xscale("log")
+            axis.plot([1e3 * seconds["low"], 1e3 * seconds["high"]], [row, row], color=GREY, linewidth=2)
+            axis.plot(1e3 * seconds["median"], row, "o", color=color, markersize=7)
+        seconds, dense = found[name][0]
+        end = 1e3 * max(seconds["high"] for seconds, _ in found[name])
+        beside(axis, f"{dense / seconds['median']:.1f} x", end, row)
+    rows(axis, order)
+    launch, millions = result["launches"][0], result["elements"] / 1e6
+    title = f"{launch['ranks']} hosts, {launch['rate']}, {launch['network']}, {millions:g} million parameters"
+    label = "milliseconds, median and quartiles; beside it: times faster than dense in the same launch"
+    titled(
+        axis,
+        f"{title}, density {result['density']}",
+        xscale="log",
+        xlabel=label,
+    )
     axis.set_xticks([20, 50, 100, 200, 500, 1000, 2000, 5000])
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.minorticks_off()
-    axis.set_yticks(range(len(order)), order, fontsize=8)
-    axis.set_ylim(-0.7, len(order) + 0.2)
-    words = "milliseconds, median and quartiles; beside it: times faster than dense in the same launch"
-    axis.set_xlabel(words, fontsize=9)
-    launch, millions = result["launches"][0], result["elements"] / 1e6
-    title = (
-        f"{launch['ranks']} hosts, {launch['rate']}, {launch['network']}, {millions:.1f} million parameters"
-    )
-    axis.set_title(f"{title}, density {result['density']}", fontsize=10, loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, target)
+    return figure
 
 
-def _save(figure: Any, target: Path) -> None:
-    figure.savefig(target, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+def iterations(result: Mapping[str, Any]) -> Figure:
+    """Parts of an iteration, on an average rank; the longest bar is cut off."""
+    (launch,) = result["launches"]
+    figure, (axis,) = panels(1, height=3.4)
+    names = [item["method"] for item in launch["results"]]
+    left, limit = np.zeros(len(names)), 1.1e3 * seconds_of(launch)["dense"]
+    colors = {"forward": GREY, "backward": "#444444", "exchange": COLORS[1], "step": COLORS[3]}
+    for part, color in colors.items():
+        times = np.array([1e3 * item["parts"][part] for item in launch["results"]])
+        axis.barh(np.arange(len(names)), times, left=left, color=color, height=0.7, label=part)
+        left += times
+    for row, end in enumerate(left):
+        beside(axis, f"{end:,.0f}", min(end, 0.9 * limit), row)
+    rows(axis, names)
+    title = f"{launch['ranks']} hosts, {launch['rate']}, {launch['network']}"
+    titled(axis, title, xlim=(0, limit), xlabel="milliseconds, mean of the ranks")
+    return figure
 
 
-#: a measurement's name -> what draws it, into a picture of the same name
-_DRAWN = {"bandwidth": plot_bandwidth, "sync_gloo": plot_sync}
+def accuracies(result: Mapping[str, Any]) -> Figure:
+    """Accuracy of every sparsifier, all seeds, and the band of one point below dense."""
+    facts = convergence.summary(dict(result))
+    order = [name for name in convergence.variants() if name in facts]
+    order = [name for name in order if convergence.dense_beside(name) == "none"]
+    figure, (axis,) = panels(1, height=0.3 * len(order) + 1.2)
+    dense = 100 * facts["none"]["mean"]
+    axis.axvspan(dense - 1.0, dense, color=COLORS[0], alpha=0.12, label="within 1 point of dense")
+    for row, variant in enumerate(order):
+        own = [run for name, run in result["runs"].items() if name.startswith(f"{variant}/")]
+        seeds = [100 * run["accuracy"] for run in own if not run.get("diverged")]
+        mean = float(np.mean(seeds))
+        if mean < dense - 3.0:  # far off: said, not drawn, so that the others can be told apart
+            beside(axis, f"{mean:.1f} %", dense - 3.0, row, color=COLORS[5])
+            continue
+        axis.plot(seeds, [row] * len(seeds), "o", color=GREY, markersize=4)
+        axis.plot([mean], [row], "|", color=COLORS[5], markersize=14, markeredgewidth=2)
+    rows(axis, order)
+    titled(axis, "", xlim=(dense - 3.0, dense + 1.5), xlabel="test accuracy, % (dots: seeds; bar: mean)")
+    return figure
 
 
-def made_of(measurements: Mapping[str, Any], tables: Mapping[str, str]) -> dict[str, str]:
-    """By the name of every picture a digest of what it shows: its measurement, and the table made of it."""
-    return {
-        name: hashlib.sha256((json.dumps(result, sort_keys=True) + tables[name]).encode()).hexdigest()[:16]
-        for name, result in measurements.items()
-        if name in _DRAWN
-    }
+def accuracy_over_seconds(result: Mapping[str, Any]) -> Figure:
+    """The CNN's accuracy over seconds, at two rates of the network; dots where a target is reached."""
+    colors = dict(zip(("topk", "dragonn", "spardl", "PowerSGD", "dgc", "exdyna"), COLORS, strict=True))
+    figure, axes = panels(2, width=9, height=3.8)
+    targets = time_to_accuracy.targets_of(dict(result))
+    for axis, rate in zip(axes, time_to_accuracy.RATES, strict=True):
+        for method in time_to_accuracy.METHODS:
+            curve = time_to_accuracy.over_seconds(dict(result), rate, method)
+            line = "-" if method in colors or method == "dense" else ":"
+            color = colors.get(method, "black")
+            axis.plot(*zip(*curve, strict=True), line, color=color, linewidth=1.5, label=method)
+            for target in targets:
+                if (place := time_to_accuracy.reached(curve, target)) is not None:
+                    axis.plot([place], [target], "o", color=color, markersize=5)
+        for target in targets:
+            axis.axhline(target, color=GREY, linewidth=0.8)
+        end = time_to_accuracy.over_seconds(dict(result), rate, "dense")[-1][0]
+        title = f"CNN on digits, {time_to_accuracy.gigabits(rate)}"
+        titled(axis, title, xlim=(0, end), ylim=(0.4, 1), xlabel="seconds", ylabel="test accuracy")
+    return figure
 
 
-def draw(measurements: Mapping[str, Any], tables: Mapping[str, str], folder: Path, *, check: bool) -> bool:
-    """Draws the pictures that are missing, or of older numbers.
-
-    Args:
-        measurements: content of the JSON files by their names.
-        tables: made of them.
-        folder: of the pictures. `drawn.json` in it says what each was made of.
-        check: draw nothing.
-
-    Returns:
-        Whether all were as they should be.
-    """
-    record, wanted = folder / "drawn.json", made_of(measurements, tables)
-    present = json.loads(record.read_text()) if record.exists() else {}
-    stale = [
-        name
-        for name, digest in wanted.items()
-        if present.get(name) != digest or not (folder / f"{name}.png").exists()
-    ]
-    if not check:
-        for name in stale:
-            _DRAWN[name](measurements[name], folder / f"{name}.png")
-        record.write_text(json.dumps(wanted, indent=1) + "\n")
-    return not stale
+def bits_over_seconds(result: Mapping[str, Any]) -> Figure:
+    """Smooth bits of a GPT over seconds, a panel per cell."""
+    cells = slow_links.measured(result)
+    figure, axes = panels(len(cells), width=4.2 * len(cells), height=3.4)
+    for axis, (cell, runs) in zip(axes, cells.items(), strict=True):
+        target = slow_links.smooth(runs[slow_links.DENSE])[-1] + slow_links.NOISE
+        for name, run in runs.items():
+            known = {slow_links.DENSE: GREY, slow_links.POWER: COLORS[3], slow_links.LOCAL: COLORS[2]}
+            color, bits, clock = known.get(name, COLORS[0]), slow_links.smooth(run), slow_links.clock_of(run)
+            axis.plot(clock[len(clock) - len(bits) :], bits, color=color, label=name)
+            if np.isfinite(until := slow_links.seconds_to(run, target)):
+                axis.plot([until], [target], "o", color=color)
+                axis.annotate(f"{until:.0f} s", (until, target), (-9, -13), textcoords="offset points")
+        axis.axhline(target, color=GREY, linewidth=0.8, linestyle=":")
+        titled(axis, cell, xlabel="seconds of training", xscale="log", ylim=(target - 0.4, 5))
+        axis.xaxis.set_minor_formatter(lambda value, place: "")
+    axes[0].set_ylabel("bits per byte")
+    return figure

@@ -1,27 +1,21 @@
-"""`scripts/study NAME`: a study, and the pages of the appendix anew."""
+"""`scripts/study NAME`: a study, and the pages of the appendix and its pictures anew."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.studies import appendix
-from benchmarks.studies.time_to_accuracy import main as time_to_accuracy
+from benchmarks.report.main import STUDIES, write
 
 
 def main(arguments: list[str]) -> int:
     """Runs one study."""
-    mains = {study.name: study.main for study in appendix.STUDIES}
-    mains["time_to_accuracy"] = time_to_accuracy.main
+    studies = {study.name: study for study in STUDIES}
     name, *rest = arguments or ["--help"]
-    if name not in mains:
-        print(f"scripts/study NAME [--help]: one of {', '.join(sorted(mains))}", file=sys.stderr)
+    if name not in studies:
+        print(f"scripts/study NAME [--help]: one of {', '.join(sorted(studies))}", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
-    mains[name](rest)
-    if name.startswith("paper"):
-        from benchmarks.studies.papers import pictures
-
-        pictures.draw_all()
-    appendix.write()
+    studies[name].main(rest)
+    write([studies[name].file.stem])
     return 0
 
 

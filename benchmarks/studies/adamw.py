@@ -114,7 +114,7 @@ def measure(run: str) -> Result:
         learning_rate_at=lambda step: rate_at(step, rate, setting),
         seed=int(seed.removeprefix("seed ")),
         make_optimizer=make,
-        edit=None if is_step else lambda _, gradient: clip(gradient, setting["clip_norm"]),
+        edit=None if is_step else lambda gradient: clip(gradient, setting["clip_norm"]),
         exchange=None if baseline is None else lambda shapes: baseline.make(shapes, setting),
     )
     last = trace.losses[-round(LAST * setting["num_steps"]) :]

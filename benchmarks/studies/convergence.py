@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.studies.study import PICTURES, ROOT, Result, Study, horovodrun, launched, markdown
+from benchmarks.studies.study import Result, Study, example, horovodrun, launched, markdown
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 2
@@ -80,10 +76,9 @@ def dense_beside(variant: str) -> str:
 def measure(run: str) -> Result:
     """Launches a row with a seed."""
     variant, _, seed = run.rpartition("/seed ")
-    command = horovodrun(SIZE, "pytorch_mnist")
+    command = horovodrun(SIZE, example("pytorch_mnist"))
     if dense_beside(variant) == f"none, {DDP}":
-        script = str(ROOT / "examples" / "ddp_digits.py")
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(SIZE), script]
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(SIZE), example("ddp_digits")]
     return launched([*command, *variants()[variant], "--seed", seed])
 
 
@@ -135,31 +130,6 @@ def table(result: Result) -> str:
     return markdown(head, rows)
 
 
-def draw(result: Result) -> None:
-    """Accuracy of every row, all seeds, and the band of one point below dense."""
-    facts = summary(result)
-    order = [name for name in variants() if name in facts and dense_beside(name) == "none"][::-1]
-    figure, axes = plt.subplots(figsize=(8, 0.3 * len(order) + 1.2), layout="constrained")
-    dense = 100 * facts["none"]["mean"]
-    axes.axvspan(dense - 1.0, dense, color="#1f5fbf", alpha=0.12, label="within 1 point of dense")
-    for height, variant in enumerate(order):
-        own = [run for name, run in result["runs"].items() if name.startswith(f"{variant}/")]
-        seeds = [100 * run["accuracy"] for run in own if not run.get("diverged")]
-        mean = float(np.mean(seeds))
-        if mean < dense - 3.0:  # far off: said, not drawn, so that the others can be told apart
-            axes.text(dense - 2.9, height, f"{mean:.1f} %", va="center", fontsize=9, color="#c44e00")
-            continue
-        axes.plot(seeds, [height] * len(seeds), "o", color="#7a7a7a", markersize=4)
-        axes.plot([mean], [height], "|", color="#c44e00", markersize=14, markeredgewidth=2)
-    axes.set_xlim(dense - 3.0, dense + 1.5)
-    axes.set_yticks(range(len(order)), order)
-    axes.set_xlabel("test accuracy, % (dots: seeds; bar: mean)")
-    axes.grid(True, axis="x", linewidth=0.3)
-    axes.legend(fontsize=9, loc="lower left")
-    figure.savefig(PICTURES / "convergence.png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 STUDY = Study(
     "convergence",
     # all rows with one seed first: half a study should show every row
@@ -167,5 +137,4 @@ STUDY = Study(
     measure,
     table,
     facts={"size": SIZE},
-    draw=draw,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.studies.study import Result, Study, horovodrun, launched, markdown
+from benchmarks.studies.study import Result, Study, example, horovodrun, launched, markdown
 
 DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 4
 SPARSIFIERS = ("topk", "exdyna")
@@ -24,7 +24,7 @@ def measure(run: str) -> Result:
     """Launches a training."""
     compression, topology, seed = run.split("/")
     levels, per_host = TOPOLOGIES[topology]
-    command = [*horovodrun(SIZE, "pytorch_mnist"), "--compression", compression]
+    command = [*horovodrun(SIZE, example("pytorch_mnist")), "--compression", compression]
     if compression != "none":
         command += ["--density", str(DENSITY), "--levels", levels]
     command += ["--epochs", "8", "--seed", seed.removeprefix("seed ")]

@@ -1,11 +1,10 @@
-"""Schedules of the learning rate times optimizers, sparse beside dense; and what helps where sparse loses."""
+"""Schedules of the learning rate times optimizers, sparse beside dense."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,16 +14,10 @@ import torch
 from benchmarks.studies.study import Result, Study, markdown
 from benchmarks.studies.tasks import Task, small_digits_task
 from benchmarks.studies.training import train
-from horovod_sparse.arrays import FoldRule
-from horovod_sparse.feedback import BestFeedback, ErrorFeedback, MomentumCorrection, Recipe, recipe
-from horovod_sparse.feedback.feedbacks import Rates
-from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.sparsifiers.schedule import Exponential
+from horovod_sparse.feedback import BestFeedback, ErrorFeedback, Recipe, recipe
 
 SETTING: dict[str, Any] = {"density": 0.01, "size": 2, "num_steps": 240}
 SEEDS = (0, 1, 2)
-
-Edit = Callable[[torch.optim.Optimizer, torch.Tensor], None]
 
 
 def _cosine(part: float) -> float:
@@ -53,87 +46,40 @@ OPTIMIZERS: dict[str, tuple[float, Callable[..., torch.optim.Optimizer]]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Decaying(ErrorFeedback):
-    """What is held back fades: ``acc = 0.95 e + g``. Loses what it forgets; only measured here."""
-
-    def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        return replace(super().rule(info, rates), decay=0.95)
-
-
-def _clip(optimizer: torch.optim.Optimizer, applied: torch.Tensor) -> None:
-    applied *= min(1.0, 1.0 / (float(applied.norm()) + 1e-12))
-
-
-def _mask(optimizer: torch.optim.Optimizer, applied: torch.Tensor) -> None:
-    """The optimizer's momentum begins anew where something is applied."""
-    parameters = optimizer.param_groups[0]["params"]
-    parts = applied.split([parameter.numel() for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        if (buffer := optimizer.state[parameter].get("momentum_buffer")) is not None:
-            buffer[part.view_as(parameter) != 0] = 0.0
-
-
-#: what may help -> arguments of the recipe, the optimizer, its largest rate, and what is done to the sum
-REMEDIES: dict[str, tuple[dict[str, Any], str, float, Edit | None]] = {
-    "nothing": ({}, "momentum", 0.1, None),
-    "what is applied is clipped to norm 1": ({}, "momentum", 0.1, _clip),
-    "local clipping, `clip_norm=1`": ({"feedback": ErrorFeedback(clip_norm=1.0)}, "momentum", 0.1, None),
-    "residual times 0.95 in every step": ({"feedback": _Decaying()}, "momentum", 0.1, None),
-    "the optimizer's momentum cleared where values arrive": ({}, "momentum", 0.1, _mask),
-    "density from 0.25 in 60 steps": ({"schedule": Exponential(steps=60)}, "momentum", 0.1, None),
-    "a tenth of the rate": ({}, "momentum", 0.01, None),
-    "`feedback=momentum`": ({"feedback": MomentumCorrection(momentum=0.9)}, "SGD", 0.1, None),
-    "`feedback=momentum`, not masked": (
-        {"feedback": MomentumCorrection(momentum=0.9, masking=False)},
-        "SGD",
-        0.1,
-        None,
-    ),
-    "no momentum, ten times the rate": ({}, "SGD", 1.0, None),
-}
-#: rows of the remedies that are rows of the optimizers, too
-_SAME = {"nothing": "momentum", "no momentum, ten times the rate": "SGD"}
 METHODS = ("dense", "topk", "exdyna")
 #: optimizers for which `feedback=best` is another than `feedback=error`
 _REMEDIED = ("momentum", "AdamW")
 
 
 def names() -> list[str]:
-    """Schedule, optimizer, method and seed; remedies stand in the optimizer's place."""
+    """Schedule, optimizer, method and seed."""
     rows = list(itertools.product(SCHEDULES, OPTIMIZERS, METHODS))
     rows += itertools.product(("cosine to 0", "warm restarts"), OPTIMIZERS, ("topk, scaled",))
     rows += itertools.product(SCHEDULES, _REMEDIED, [f"{method}, best" for method in METHODS[1:]])
-    left = [remedy for remedy in REMEDIES if remedy not in _SAME]
-    rows += itertools.product(("warm restarts",), left, METHODS[1:])
     return [f"{'/'.join(row)}/seed {seed}" for row in rows for seed in SEEDS]
 
 
-def _recipe(method: str, density: float, arguments: dict[str, Any]) -> Recipe:
+def _recipe(method: str, density: float) -> Recipe:
     if method == "dense":
         return recipe("topk", density=1.0)
     algorithm, _, form = method.partition(", ")
-    if form == "scaled":
-        arguments = arguments | {"feedback": ErrorFeedback(scale_residual=True)}
-    if form == "best":
-        arguments = arguments | {"feedback": BestFeedback()}
-    return recipe(algorithm, density=density, **arguments)
+    feedback = BestFeedback() if form == "best" else ErrorFeedback(scale_residual=form == "scaled")
+    return recipe(algorithm, density=density, feedback=feedback)
 
 
 def measure(name: str, task: Task | None = None, setting: dict[str, Any] = SETTING) -> Result:
     """Trains once."""
-    schedule, how, method, seed = name.split("/")
-    arguments, optimizer, rate, edit = REMEDIES.get(how, ({}, how, 0.0, None))
+    schedule, optimizer, method, seed = name.split("/")
+    rate, make_optimizer = OPTIMIZERS[optimizer]
     last = setting["num_steps"] - 1
     trace = train(
         task or small_digits_task(),
-        _recipe(method, setting["density"], arguments),
+        _recipe(method, setting["density"]),
         size=setting["size"],
         num_steps=setting["num_steps"],
-        learning_rate_at=lambda step: (rate or OPTIMIZERS[how][0]) * SCHEDULES[schedule](step / last),
+        learning_rate_at=lambda step: rate * SCHEDULES[schedule](step / last),
         seed=int(seed.removeprefix("seed ")),
-        make_optimizer=OPTIMIZERS[optimizer][1],
-        edit=edit,
+        make_optimizer=make_optimizer,
     )
     return {
         "accuracy": round(trace.score, 4),
@@ -182,20 +128,10 @@ def table(result: dict[str, Any]) -> str:
     return markdown(head, rows)
 
 
-def remedies_table(result: dict[str, Any]) -> str:
-    """What may help with momentum and restarts: accuracy, and points to dense with momentum."""
-    dense, rows = of(result, "warm restarts", "momentum", "dense"), []
-    for remedy in REMEDIES:
-        found = [of(result, "warm restarts", _SAME.get(remedy, remedy), method) for method in METHODS[1:]]
-        if all(found):
-            rows.append([remedy, *(_against(runs, dense) for runs in found)])
-    return markdown(["remedy", "topk", "exdyna"], rows)
-
-
 STUDY = Study(
     "schedules",
     names,
     measure,
-    lambda result: f"{table(result)}\n\n{remedies_table(result)}",
+    table,
     facts={"setting": SETTING},
 )

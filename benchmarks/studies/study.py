@@ -18,19 +18,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.pages import markdown
-
-__all__ = ["MEASUREMENTS", "PICTURES", "Result", "Study", "launched", "load", "markdown", "rounded", "save"]
+from benchmarks.common.pages import markdown as markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements"
-PICTURES = ROOT / "docs" / "pictures"
 Result = dict[str, Any]
 
 
 def load(path: Path) -> Result:
     """Reads a measurement; a missing file is an empty one."""
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def measured(name: str) -> Result:
+    """A committed measurement by its name."""
+    return load(MEASUREMENTS / f"{name}.json")
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
@@ -62,7 +64,6 @@ class Study:
         stem: of the JSON file (default: the name).
         facts: what the file says beside the runs.
         complete: measures what belongs to no run, if it is missing.
-        draw: pictures.
     """
 
     name: str
@@ -72,38 +73,33 @@ class Study:
     stem: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     complete: Callable[[Result], None] = lambda result: None
-    draw: Callable[[Result], None] = lambda result: None
 
     @property
     def file(self) -> Path:
         return MEASUREMENTS / f"{self.stem or self.name}.json"
 
     def main(self, arguments: Sequence[str]) -> None:
-        """Measures what is missing, draws, and prints the table."""
+        """Measures what is missing, and prints the table."""
         parser = argparse.ArgumentParser(prog=f"scripts/study {self.name}")
         add = parser.add_argument
         add("--only", default="", metavar="TEXT", help="runs that have this in their name")
         add("--again", action="store_true", help="measure anew")
-        add("--draw", action="store_true", help="measure nothing")
         add("--part", default="0/1", metavar="I/N", help="every N-th run from the I-th on, for N processes")
         add("--json", type=Path, default=self.file, metavar="FILE", help="(default %(default)s)")
         options = parser.parse_args(arguments)
         torch.set_num_threads(1)
         result = load(options.json)
-        if not options.draw:
-            machine = f"{platform.machine()}, Python {platform.python_version()}"
-            result |= {"command": f"scripts/study {self.name}", "machine": machine, **self.facts}
-            self.complete(result)
-            runs = result.setdefault("runs", {}) if self.names() else {}
-            first, every = map(int, options.part.split("/"))
-            for run in itertools.islice(self.names(), first, None, every):
-                if options.only in run and (options.again or run not in runs):
-                    print(run, file=sys.stderr)
-                    runs[run] = self.measure(run)
-                    save(options.json, result)
-            save(options.json, result)
-        if options.json == self.file:
-            self.draw(result)
+        machine = f"{platform.machine()}, Python {platform.python_version()}"
+        result |= {"command": f"scripts/study {self.name}", "machine": machine, **self.facts}
+        runs = result.setdefault("runs", {}) if self.names() else {}
+        first, every = map(int, options.part.split("/"))
+        for run in itertools.islice(self.names(), first, None, every):
+            if options.only in run and (options.again or run not in runs):
+                print(run, file=sys.stderr)
+                runs[run] = self.measure(run)
+                save(options.json, result)
+        self.complete(result)
+        save(options.json, result)
         print(self.table(result))
 
 
@@ -145,7 +141,11 @@ def launched(command: Sequence[str], timeout_s: float = 1200, **variables: str) 
     }
 
 
-def horovodrun(size: int, example: str) -> list[str]:
-    """The beginning of a launch of an example."""
-    script = str(ROOT / "examples" / f"{example}.py")
-    return ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", str(size), "python", script]
+def horovodrun(size: int, *words: str) -> list[str]:
+    """A launch of Python with these words."""
+    return ["horovodrun", "--gloo", "--log-level", "ERROR", "-np", str(size), "python", *words]
+
+
+def example(name: str) -> str:
+    """The path of an example."""
+    return str(ROOT / "examples" / f"{name}.py")

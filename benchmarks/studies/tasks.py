@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import digits
 import numpy as np
@@ -15,11 +14,9 @@ from gpt import GPT
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["DigitNet", "Task", "digits_task", "gpt_task", "images_task", "small_digits_task", "text_task"]
+__all__ = ["DigitNet", "Task", "digits_task", "gpt_task", "small_digits_task", "text_task"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-#: more steps than any training has
-ENDLESS = 10**9
 
 
 @dataclass(frozen=True)
@@ -104,25 +101,6 @@ def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:
 
     images, labels = torch.from_numpy(test.images), torch.from_numpy(test.labels)
     return _classes(make_model, batches, images, labels)
-
-
-def images_task(folder: Path, batch_size: int = 8, num_test: int = 500) -> Task:
-    """ResNet-20 on images of CIFAR-10's shape, from files of its form: 0.27 million parameters."""
-    from cifar10_resnet import augmented, load, normalized
-    from resnet import resnet
-
-    images, labels = load(folder, [f"data_batch_{number}" for number in range(1, 6)])
-    test_images, test_labels = (part[:num_test] for part in load(folder, ["test_batch"]))
-
-    def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(images), generator=generator)
-            order = order[: len(order) // (size * batch_size) * size * batch_size]
-            for chosen in order[rank::size].split(batch_size):
-                yield augmented(normalized(images[chosen])), labels[chosen]
-
-    return _classes(lambda: resnet("resnet20", 10), batches, normalized(test_images), test_labels)
 
 
 def _classes(

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.studies.study import PICTURES, Result, Study, markdown, rounded
+from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import Task, digits_task, text_task
 from benchmarks.studies.training import train
 from horovod_sparse.feedback import ErrorFeedback, recipe
@@ -32,9 +28,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "digits": {"learning_rate": 0.02, **_COMMON},
     "text": {"learning_rate": 0.5, **_COMMON},
 }
-_TASKS = {"digits": "CNN on digits", "text": "LSTM on source text"}
-#: colours that differ in lightness, too
-_COLORS = {"paper": "#c44e00", "sketch": "#1f5fbf"}
 
 
 def measure(run: str, task: Task | None = None, setting: dict[str, Any] | None = None) -> Result:
@@ -106,38 +99,10 @@ def table(result: Result) -> str:
     return markdown(head, rows)
 
 
-def draw(result: Result) -> None:
-    """Density of the union over the steps."""
-    figure, grid = plt.subplots(2, 2, figsize=(11, 7), sharex=True, sharey="row", layout="constrained")
-    for row, (task, title) in zip(grid, _TASKS.items(), strict=True):
-        setting = result["settings"][task]
-        steps = np.arange(1, 1 + setting["num_steps"])
-        for axes, algorithm in zip(row, ("exdyna", "micro"), strict=True):
-            for rule, color in _COLORS.items():
-                run = result["runs"][f"{task}/{algorithm} {rule}"]
-                density = np.array(run["counts"], float) / run["num_elements"]
-                density[density == 0.0] = np.nan  # an empty union has no place on a logarithmic axis
-                axes.plot(steps, density, color=color, linewidth=1.2, label=rule)
-            asked = np.array(run["targets"]) / run["num_elements"]
-            axes.plot(steps, asked, color="black", linewidth=0.9, linestyle="--", label="asked")
-            axes.set_yscale("log")
-            axes.set_title(f"{algorithm}, {title}", fontsize=10)
-            for step in (setting["warmup_steps"], setting["drop_at"]):
-                axes.axvline(step + 1, color="black", linewidth=0.6, linestyle=":")
-            axes.grid(True, which="major", linewidth=0.3)
-        row[0].set_ylabel("density of the union")
-    for axes in grid[-1]:
-        axes.set_xlabel("step (dotted: warm-up ends; learning rate x 0.1)")
-    grid[0, 0].legend(fontsize=9)
-    figure.savefig(PICTURES / "threshold_density.png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 STUDY = Study(
     "threshold",
     lambda: [f"{task}/{rule}" for task in SETTINGS for rule in RULES],
     measure,
     table,
     facts={"settings": SETTINGS},
-    draw=draw,
 )

@@ -66,7 +66,7 @@ def train(
     seed: int = 0,
     score_every: int = 0,
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
-    edit: Callable[[torch.optim.Optimizer, torch.Tensor], None] | None = None,
+    edit: Callable[[torch.Tensor], None] | None = None,
     exchange: Callable[[list[torch.Size]], Exchange] | None = None,
 ) -> Trace:
     """Trains with sparsified gradients.
@@ -84,7 +84,7 @@ def train(
         seed: of the model's start and of the order of the data.
         score_every: steps from one score on the way to the next; 0 for none.
         make_optimizer: makes another optimizer than the task's SGD; its rate is set in every step.
-        edit: called with the optimizer and the averaged gradient, [n], which it may change, before a step.
+        edit: called with the averaged gradient, [n], which it may change, before a step.
         exchange: made for the parameters' shapes, in place of the recipe; a trace then has losses, norms,
             bytes and the score alone.
     """
@@ -148,7 +148,7 @@ def train(
             flat.copy_(found)
             num_bytes += sent
         if edit is not None:
-            edit(optimizer, flat)
+            edit(flat)
         trace.applied_norms.append(float(flat.norm()))
         for parameter, view in zip(parameters, views, strict=True):
             if makes_steps:

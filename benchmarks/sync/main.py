@@ -7,15 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common.hosts import cluster_for, machine_facts, parts_of
-from benchmarks.common.layers import LAYER_TABLES, layer_table
 from benchmarks.common.options import (
-    PAIRS_SUFFIX,
-    add_common,
+    add_sparsifiers,
     baselines,
     carry_out,
     count,
-    launch,
+    hosts_parser,
+    launches,
     named_sparsifiers,
 )
 from benchmarks.common.tables import launch_tables
@@ -24,104 +22,56 @@ from horovod_sparse.sparsifiers import ALGORITHMS
 _BASELINES = ("dense", "dense float16", "naive")
 #: behind the name of a sparsifier that is synchronized on two levels
 LEVELS_SUFFIX = ", two levels"
-#: of DistributedDataParallel: its own allreduce, and what it has of compression
-_OF_DDP = ("dense", "powersgd 1", "powersgd 4")
+#: behind the name of a sparsifier whose rounds are messages between pairs of ranks
+PAIRS_SUFFIX = ", pairs"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="scripts/bench sync", description=__doc__)
-    size = made.add_mutually_exclusive_group()
-    size.add_argument(
-        "--elements", type=count, default=25_600_000, help="n, one tensor (default %(default)s)"
-    )
-    size.add_argument(
-        "--layers", choices=LAYER_TABLES, metavar="TABLE", help=f"one of {', '.join(LAYER_TABLES)}"
-    )
-    made.add_argument("--bucket-bytes", type=count, help="of gradient per bucket, where there are layers")
-    made.add_argument(
-        "--engine",
-        choices=("horovod", "ddp", "both"),
-        default="horovod",
-        help="whose collectives; ddp: those of DistributedDataParallel, with its allreduce and PowerSGD, and "
-        "Horovod's dense allreduce beside them",
-    )
-    made.add_argument(
-        "--ranks-per-host",
-        type=count,
-        default=1,
-        metavar="L",
-        help="with more than one (default %(default)s) each sparsifier is measured on two levels, too",
-    )
+    made = hosts_parser("sync", __doc__)
+    add = made.add_argument
+    add("--elements", type=count, default=25_600_000, help="n, one tensor (default %(default)s)")
+    text = "with more than one (default %(default)s) each sparsifier is measured on two levels, too"
+    add("--ranks-per-host", type=count, default=1, metavar="L", help=text)
     text = "sparsifiers in a launch, each beside the baselines: what memory holds (default %(default)s)"
-    made.add_argument("--at-once", type=count, default=4, metavar="N", help=text)
+    add("--at-once", type=count, default=4, metavar="N", help=text)
     text = "each sparsifier is measured with its rounds as messages between pairs of ranks, too"
-    made.add_argument("--pairs", action="store_true", help=text)
-    add_common(made, list(ALGORITHMS), _BASELINES)
+    add("--pairs", action="store_true", help=text)
+    add_sparsifiers(made, ALGORITHMS)
+    add("--baselines", default=",".join(_BASELINES), help="default: %(default)s")
     return made
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the command line asks for, as it is written to JSON."""
-    machine = machine_facts()
     sparsifiers = named_sparsifiers(options.sparsifiers, options.density)
     references = baselines(options.baselines, _BASELINES)
-    layers = None
-    if options.layers:
-        layers = [(item.name, item.num_elements) for item in layer_table(options.layers).workload.parameters]
-    elements = sum(size for _, size in layers) if layers else options.elements
-    launches = []
-    with cluster_for(max(options.hosts) if options.hosts else None, options.rate, options.name) as hosts:
-        for network in options.networks or ["gloo"]:
-            for num_hosts in options.hosts or [hosts.num_hosts]:
-                num_ranks = num_hosts * options.ranks_per_host
-                for names in parts_of(list(sparsifiers), options.at_once) or [[]]:
-                    behind = {name: name for name in _OF_DDP}
-                    behind |= {name: sparsifiers[name] for name in names}
-                    behind = {} if options.engine == "horovod" else behind
-                    own = ["dense"] if options.engine == "ddp" else [*references, *names]
-                    if options.engine == "horovod" and options.ranks_per_host > 1:
-                        two = [name + LEVELS_SUFFIX for name in names if name != "hard_threshold"]
-                        own += two + [name + PAIRS_SUFFIX for name in two if options.pairs]
-                    if options.pairs:
-                        own += [name + PAIRS_SUFFIX for name in names]
-                    settings = {
-                        "elements": elements,
-                        "layers": layers,
-                        "density": options.density,
-                        "methods": own,
-                        "ddp": behind,
-                        "sparsifiers": {name: sparsifiers[name] for name in names},
-                        "options": {"bucket_bytes": options.bucket_bytes},
-                        "repeat": options.repeat,
-                    }
-                    total = len(own) * (options.repeat + 1) + 5 * (len(own) - len(references))
-                    total += len(behind) * (options.repeat + 6)
-                    launches.append(
-                        launch(
-                            "benchmarks.sync.rank",
-                            settings,
-                            options,
-                            hosts=hosts,
-                            network=network,
-                            num_ranks=num_ranks,
-                            total=total,
-                        )
-                    )
-    return {
-        "benchmark": "sync",
-        "elements": elements,
-        "layers": options.layers,
-        "density": options.density,
-        "ranks_per_host": options.ranks_per_host,
-        "machine": machine,
-        "launches": launches,
-    }
+    names = list(sparsifiers)
+    num_parts = max(1, -(-len(names) // options.at_once))
+    settings = []
+    for number in range(num_parts):
+        own = names[number * len(names) // num_parts : (number + 1) * len(names) // num_parts]
+        methods = [*references, *own]
+        if options.ranks_per_host > 1:
+            methods += [name + LEVELS_SUFFIX for name in own if name != "hard_threshold"]
+        if options.pairs:
+            methods += [name + PAIRS_SUFFIX for name in own]
+        settings.append(
+            {
+                "elements": options.elements,
+                "density": options.density,
+                "methods": methods,
+                "sparsifiers": {name: sparsifiers[name] for name in own},
+                "repeat": options.repeat,
+            }
+        )
+    facts = {name: getattr(options, name) for name in ("elements", "density", "ranks_per_host")}
+    return {**facts, "launches": launches("benchmarks.sync.rank", options, lambda num_hosts: settings)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit code."""
-    return carry_out("sync", arguments, parser().parse_args(arguments), measure, launch_tables)
+    return carry_out(parser(), arguments, measure, launch_tables)
 
 
 if __name__ == "__main__":

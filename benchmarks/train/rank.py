@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,9 @@ import torch
 
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
-from benchmarks.common.iteration import iterate
 from benchmarks.common.replay import Replay
 from benchmarks.common.wire import Round, rounds_of
-from benchmarks.studies.tasks import DigitNet
-from benchmarks.train.main import ALONE, BY_DEFAULT, DENSELY, DIGITS
-from horovod_sparse.merging import min_elements
+from benchmarks.train.main import ALONE, BY_DEFAULT, DENSELY
 from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import Sparsifier, WholeSum
 
@@ -49,8 +45,8 @@ def densely(sparsifier: Sparsifier) -> Sparsifier:
     return type("Densely", (_DecodedDensely, type(sparsifier)), {})(**arguments)
 
 
-class Training:
-    """A model, its optimizer, and one way of synchronizing: a method, as `measure_methods` takes it.
+class Training(ranks.Measurable):
+    """A model, its optimizer, and one way of synchronizing.
 
     Args:
         name: in results.
@@ -62,7 +58,7 @@ class Training:
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self.name = name
         torch.manual_seed(hvd.rank())  # data differ between ranks; parameters are made equal below
-        self._model, self._loss = make_model(settings["model"], settings["batch"])
+        self._model = Replay(settings["model"])
         sgd = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         named = [(f"{name}.{label}", p) for label, p in self._model.named_parameters()]
         self.num_elements = sum(p.numel() for _, p in named)
@@ -72,23 +68,17 @@ class Training:
             self._optimizer: Any = sgd
             return
         compression = {"dense": "none", "dense float16": "fp16"}.get(name) or settings["sparsifiers"][name]
-        options = dict(settings["options"]) if name in settings["sparsifiers"] else {}
-        if options and settings["min_elements"] is not None:
-            options["tensor_selection"] = min_elements(settings["min_elements"])
         os.environ[TENSOR_SELECTION_VARIABLE] = "large" if BY_DEFAULT in name else "all"
         chosen = hvd.Compression.parse(compression)
         if DENSELY in name:
             recipe = replace(chosen.recipe, sparsifier=densely(chosen.recipe.sparsifier))
             chosen = type(chosen)(recipe)
-        self._optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=chosen, **options)
+        self._optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=chosen)
         hvd.broadcast_parameters(dict(named), root_rank=0)
-
-    def prepare(self) -> None:
-        """Nothing: everything belongs to an iteration."""
 
     def run(self) -> None:
         """One iteration."""
-        self.parts = iterate(self._optimizer, self._loss, alone=self.name == ALONE)
+        self.parts = ranks.iterate(self._optimizer, self._model, alone=self.name == ALONE)
 
     def rounds(self) -> list[Round]:
         """The collectives of the last iteration, as one of each kind."""
@@ -114,15 +104,6 @@ class Training:
         return {name: getattr(last, name) for name in names}
 
 
-def make_model(name: str, batch: int) -> tuple[Any, Callable[[], Any]]:
-    """A model, and what computes its loss, of random data."""
-    if name != DIGITS:
-        replay = Replay(name)
-        return replay, replay
-    model, images, labels = DigitNet(320), torch.randn(batch, 28, 28), torch.randint(0, 10, (batch,))
-    return model, lambda: torch.nn.functional.cross_entropy(model(images), labels)
-
-
 def _dense_round(part: Any) -> Round:
     # half types are summed in float32
     element_bytes = max(4, part.gradient.flat.element_size())
@@ -132,9 +113,7 @@ def _dense_round(part: Any) -> Round:
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Every way of synchronizing in turn."""
     methods = [Training(name, settings) for name in settings["methods"]]
-    own = ranks.own_traffic(5)
-    results = ranks.results_of(methods, settings["repeat"], own)
-    return {"horovod_own": own, "elements": methods[0].num_elements, "results": results}
+    return {"elements": methods[0].num_elements, **ranks.results_of(methods, settings["repeat"])}
 
 
 if __name__ == "__main__":

@@ -36,13 +36,12 @@ def _by_method(result: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("network", ["gloo", "mpi"])
 def test_a_synchronization_on_a_running_cluster(slow: str, network: str) -> None:
     sparsifiers = "topk,exdyna"
-    sizes = ("--hosts", "2", "--elements", "1e5", "--density", "0.01", "--repeat", "3", "--engine", "both")
+    sizes = ("--hosts", "2", "--elements", "1e5", "--density", "0.01", "--repeat", "3")
     result = _bench("sync", "--name", slow, f"--{network}", "--sparsifiers", sparsifiers, *sizes)
     [launch] = result["launches"]
     assert (launch["ranks"], launch["rate"], launch["network"]) == (2, "100mbit", network)
     found = _by_method(result)
-    behind = [f"{name} (ddp)" for name in ("dense", "powersgd 1", "powersgd 4", "topk", "exdyna")]
-    assert list(found) == ["dense", "dense float16", "naive", "topk", "exdyna", *behind]
+    assert list(found) == ["dense", "dense float16", "naive", "topk", "exdyna"]
     # of a 100 kB message, and of 400 kB at 100 Mbit/s, which take 32 ms at the very least
     assert found["dense"]["seconds"]["median"] > 0.025
     assert found["dense"]["bytes_sent"] == pytest.approx(400_000, rel=0.15)
@@ -50,7 +49,6 @@ def test_a_synchronization_on_a_running_cluster(slow: str, network: str) -> None
     assert 8_000 < found["topk"]["bytes_sent"] < 60_000
     assert found["topk"]["facts"]["density_selected"] == pytest.approx(0.01)
     assert 0.01 < found["topk"]["facts"]["density_union"] <= 0.02
-    assert found["powersgd 4 (ddp)"]["bytes"]["wire_bytes"] == 4 * 4 * (400 + 250)
     for item in found.values():
         assert item["repetitions"] == 3
         assert 0 < item["own_cpu_seconds"]["median"] <= item["cpu_seconds"]["median"]

@@ -160,7 +160,7 @@ def test_every_requirement_is_locked_to_a_version_that_fits() -> None:
 
 
 def test_the_appendix_is_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("mlxtend", "matplotlib", "rich"):
+    for name in ("mlxtend", "matplotlib"):
         pytest.importorskip(name)
     from benchmarks.report.main import main
 

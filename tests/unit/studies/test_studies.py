@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
 
-from benchmarks.studies import appendix, convergence, feedback, local, residuals, schedules, threshold
+from benchmarks.report.main import PICTURES, STUDIES
+from benchmarks.studies import convergence, local, schedules, threshold
 from benchmarks.studies.baselines import BASELINES
-from benchmarks.studies.papers import counts, pictures, trainings
-from benchmarks.studies.study import load
+from benchmarks.studies.papers import counts, trainings
+from benchmarks.studies.study import load, measured
 from benchmarks.studies.tasks import digits_task, gpt_task, small_digits_task
 
 
@@ -21,10 +21,6 @@ def test_every_study_measures_at_a_toy_size() -> None:
     setting |= {"num_steps": 6, "drop_at": 3, "warmup_steps": 2}
     for rule in threshold.RULES:
         threshold.measure(f"digits/{rule}", task, setting)
-    for form in feedback.FORMS:
-        feedback.measure(f"exdyna, {form}/seed 0", task, setting)
-    for mode in residuals.MODES:
-        residuals.measure(f"digits/{mode}/0.2/seed 0", task, {**setting, "size": 6})
     for schedule in schedules.SCHEDULES:
         schedules.measure(f"{schedule}/SGD/topk/seed 0", small_digits_task(width=4, batch_size=2), setting)
     setting |= {"width": 4, "samples": 4, "batch_size": 1, "rate": 0.1, "score_every": 3}
@@ -33,7 +29,7 @@ def test_every_study_measures_at_a_toy_size() -> None:
 
 
 def test_every_run_has_a_name_that_its_study_knows() -> None:
-    for study in appendix.STUDIES:
+    for study in STUDIES:
         result = load(study.file)
         assert study.table(result), study.name
         assert result["command"] == f"scripts/study {study.name}"
@@ -86,8 +82,8 @@ def test_dense_merging_is_no_worse_than_none_and_one_bucket() -> None:
 
 
 def test_committed_numbers_can_be_drawn() -> None:
-    for measurement, make in pictures.DRAWN.values():
-        assert make(pictures.measured(measurement)).axes
+    for measurement, make in PICTURES.values():
+        assert make(measured(measurement)).axes
 
 
 def test_what_was_promised_was_measured() -> None:

@@ -6,7 +6,6 @@ every step, as means over ranks.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -22,14 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
-from benchmarks.common.hosts import NETWORKS, cluster_for
+from benchmarks.common.hosts import cluster_for
 from benchmarks.studies.adamw import groups, rate_at
-from benchmarks.studies.study import load, markdown, save
+from benchmarks.studies.study import Result, Study, markdown
 from benchmarks.studies.tasks import gpt_task
-from benchmarks.sync.ddp_methods import start_torch_distributed
 from horovod_sparse import ddp
 
-DENSE, POWER, MARK = "dense", "PowerSGD of rank 4", "finished "
+DENSE, POWER = "dense", "PowerSGD of rank 4"
 LOCAL, LATE = "30 local steps, sparseloco", "the same, 5 steps late"
 #: of every rank 2 pieces of so many bytes in a step
 LENGTH, PIECES, EVERY, NUM_WARMUP = 64, 2, 30, 33
@@ -56,23 +54,12 @@ class Cell(NamedTuple):
     width: int
     methods: Mapping[str, str | Local]
 
-    def num_steps(self, name: str) -> int:
-        """Of a method's training."""
-        method = self.methods[name]
-        return self.steps * (method.longer if isinstance(method, Local) else 1)
-
 
 _BOTH: dict[str, str | Local] = {DENSE: "", POWER: "powersgd"}
+_SHORT = "best:density=0.003,values=2bit,indices=gaps"
 CELLS = {
     "2 hosts, 1 Gbit/s": Cell(2, "1gbit", 1500, 2, 192, {**_BOTH, "best, 1 %": "best:density=0.01"}),
-    "2 hosts, 100 Mbit/s": Cell(
-        2,
-        "100mbit",
-        1500,
-        2,
-        192,
-        {**_BOTH, "best, 0.3 %, 2 bits": "best:density=0.003,values=2bit,indices=gaps"},
-    ),
+    "2 hosts, 100 Mbit/s": Cell(2, "100mbit", 1500, 2, 192, {**_BOTH, "best, 0.3 %, 2 bits": _SHORT}),
     "4 hosts, 100 Mbit/s": Cell(
         4, "100mbit", 3000, 4, 128, {DENSE: "", LOCAL: Local(0), LATE: Local(5, longer=1)}
     ),
@@ -124,45 +111,24 @@ def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
     return run if local is None else {**run, "share_computing": round(float(told[0]), 4)}
 
 
-def work(settings: dict[str, Any]) -> dict[str, Any]:
-    """Methods one after the other, each told when it is done."""
-    start_torch_distributed()
+def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
+    """One training, after a short one in which everything is compiled and allocated."""
+    ranks.start_torch_distributed()
     hvd.shutdown()  # its thread looks for work all the time
     cell = CELLS[settings["cell"]]
-    for name, num_steps in settings["steps"].items():
-        train(cell, cell.methods[name], NUM_WARMUP)  # what is compiled and allocated
-        run = train(cell, cell.methods[name], num_steps)
-        if dist.get_rank() == 0:
-            print(MARK + json.dumps([f"{settings['cell']}/{name}", run]), flush=True)
-    return {}
+    method = cell.methods[settings["method"]]
+    longer = method.longer if isinstance(method, Local) else 1
+    return [train(cell, method, num_steps) for num_steps in (NUM_WARMUP, longer * cell.steps)][1]
 
 
-def measure(file: Path, only: str, again: bool) -> None:
-    """Runs the missing ones of cells and methods that have the text in their name."""
-
-    def keep(line: str) -> None:
-        _, found, text = line.partition(MARK)
-        if found:
-            name, run = json.loads(text)
-            result = load(file)  # another launch may have written
-            result.setdefault("runs", {})[name] = run
-            save(file, result)
-
-    for name, cell in CELLS.items():
-        runs = load(file).get("runs", {})
-        todo = [one for one in cell.methods if only in f"{name}/{one}"]
-        todo = [one for one in todo if again or f"{name}/{one}" not in runs]
-        if todo:
-            with cluster_for(cell.size, cell.rate, "links") as hosts:
-                hosts.run(
-                    "benchmarks.studies.time_to_accuracy.links",
-                    {"cell": name, "steps": {one: cell.num_steps(one) for one in todo}},
-                    num_ranks=hosts.num_hosts,
-                    network=NETWORKS["gloo"],
-                    variables={},
-                    timeout_s=1800,
-                    on_progress=keep,
-                )
+def measure(name: str) -> Result:
+    """Launches a training on hosts."""
+    cell, _, method = name.rpartition("/")
+    size, rate, *_ = CELLS[cell]
+    with cluster_for(size, rate, "links") as hosts:
+        settings = {"cell": cell, "method": method}
+        found: Result = hosts.run("benchmarks.studies.slow_links", settings, num_ranks=size)
+    return {key: value for key, value in found.items() if key != "ranks"}
 
 
 def seconds_of(run: Mapping[str, Any]) -> np.ndarray:
@@ -197,9 +163,9 @@ def share_computing(run: Mapping[str, Any]) -> float:
     return float(1 - held_up.sum() / seconds.sum())
 
 
-def _measured(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def measured(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Runs by cell and method, of cells whose dense training is there."""
-    runs = result.get("runs", {})
+    runs = result["runs"]
     found = {cell: {name: runs.get(f"{cell}/{name}") for name in CELLS[cell].methods} for cell in CELLS}
     return {cell: {n: run for n, run in some.items() if run} for cell, some in found.items() if some[DENSE]}
 
@@ -207,7 +173,7 @@ def _measured(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def table(result: Mapping[str, Any]) -> str:
     """A row per cell and method."""
     rows = []
-    for cell, runs in _measured(result).items():
+    for cell, runs in measured(result).items():
         target = float(smooth(runs[DENSE])[-1]) + NOISE
         dense = seconds_to(runs[DENSE], target)
         for name, run in runs.items():
@@ -224,30 +190,12 @@ def table(result: Mapping[str, Any]) -> str:
     return markdown([*head, "sooner", "computing: told, measured"], rows)
 
 
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Smooth bits over seconds, a panel per cell."""
-    from matplotlib.figure import Figure
-
-    cells = _measured(result)
-    figure = Figure(figsize=(4.2 * len(cells), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(cells), squeeze=False)[0]
-    for axes, (cell, runs) in zip(panels, cells.items(), strict=True):
-        target = smooth(runs[DENSE])[-1] + NOISE
-        for name, run in runs.items():
-            color = {DENSE: "0.3", POWER: "#CC79A7", LOCAL: "#009E73"}.get(name, "#0072B2")
-            bits, clock = smooth(run), clock_of(run)
-            axes.plot(clock[len(clock) - len(bits) :], bits, color=color, label=name)
-            if (until := seconds_to(run, target)) < math.inf:
-                axes.plot([until], [target], "o", color=color)
-                axes.annotate(f"{until:.0f} s", (until, target), (-9, -13), textcoords="offset points")
-        axes.axhline(target, color="0.3", linewidth=0.8, linestyle=":")
-        axes.set(title=cell, xlabel="seconds of training", xscale="log", ylim=(target - 0.4, 5))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-        axes.xaxis.set_minor_formatter(lambda value, place: "")
-    panels[0].set_ylabel("bits per byte")
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-
+STUDY = Study(
+    "slow_links",
+    lambda: [f"{name}/{method}" for name, cell in CELLS.items() for method in cell.methods],
+    measure,
+    table,
+)
 
 if __name__ == "__main__":
-    sys.exit(ranks.main(work))
+    sys.exit(ranks.main(on_rank))

@@ -1,51 +1,88 @@
-"""The pages of docs/appendix about the studies."""
+"""The pages of docs/appendix: sections, and how to read their tables."""
 
-from __future__ import annotations
+from benchmarks.common.pages import Section
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import demo
-
-from benchmarks.common.pages import FOLDER, Section, page
-from benchmarks.studies import (
-    adamw,
-    convergence,
-    feedback,
-    gpt,
-    levels,
-    local,
-    passes,
-    residuals,
-    schedules,
-    threshold,
-)
-from benchmarks.studies.papers import counts, sixteen, tables, trainings
-from benchmarks.studies.study import MEASUREMENTS, load
-from benchmarks.studies.time_to_accuracy import curves, links
-
-__all__ = ["STUDIES", "TABLES", "pages", "write"]
-
-STUDIES = (
-    *(
-        module.STUDY
-        for module in (adamw, convergence, feedback, gpt, levels, local, passes, residuals, schedules)
+PERFORMANCE = (
+    Section(
+        "A rank's own work",
+        "One rank, one thread, all but the network, beside one copy of the gradient in the same minute.",
+        ("local",),
+        "scripts/bench local",
     ),
-    *(threshold.STUDY, sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY, counts.STUDY),
+    Section(
+        "TensorFlow beside PyTorch",
+        "The same step through both front ends.",
+        ("frameworks",),
+        "scripts/bench frameworks",
+    ),
+    Section(
+        "One synchronization",
+        "From the first rank's start to the last rank's end, and its parts on an average rank. CPU: of the "
+        "whole process; own CPU: of the thread that synchronizes. By expected: bytes that left the "
+        "interface over those that formulas and Horovod's own traffic make. Union: density of what all "
+        "ranks selected together. Naive: `torch.topk` and two allgathers. Gradients are drawn "
+        "independently, so build-up is at its largest.",
+        ("sync_gloo", "sync_mpi"),
+    ),
+    Section(
+        "Messages between pairs of ranks",
+        'Rounds by Horovod beside messages from each rank to each over MPI ("pairs").',
+        ("rounds_pairs_mpi",),
+    ),
+    Section(
+        "Two levels",
+        "Gradients summed within hosts of two ranks, by messages over the loopback device, and sparsified "
+        "between hosts.",
+        ("levels_gloo",),
+    ),
+    Section(
+        "Sparse all-reduces",
+        "Communication: the messages of a step sent once more, with no work between them. Step: selection, "
+        "messages and sums of eight ranks on two cores. Ok-Topk finds its thresholds anew every four steps.",
+        ("sparse_allreduce",),
+        "scripts/bench allreduce",
+    ),
+    Section("Cost against the number of ranks", "The same elements on 2, 4 and 8 hosts.", ("growth",)),
+    Section(
+        "Quantizers, and dense decoding",
+        "`signsgd` and `qsgd` send every element; densely: each message is scattered into n zeros and added.",
+        ("local_quantizers", "quantizers", "train_parts"),
+    ),
+    Section("Formats of messages", "Values and indices in fewer bits.", ("wire",)),
+    Section(
+        "Whole iterations",
+        "ResNet-50's layer table; computing times are slept through, everything else is real. Alone: "
+        "without synchronization.",
+        ("bandwidth", "train"),
+    ),
 )
-#: by name of the measurement
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    **{study.file.stem: study.table for study in STUDIES},
-    "demo": demo.table,
-    "time_to_accuracy": lambda result: f"{curves.table(result)}\n\n{links.table(result)}",
-    "paper_workers": tables.workers_on_hosts,
-    "paper_densities": tables.densities,
-    "merging_vgg16_cifar": tables.plans_on_hosts,
-    "train_parts": tables.parts,
-}
 
-_RESULTS = (
+PLANS = (
+    Section(
+        "Plans on four hosts",
+        "ResNet-50's layer table at a quarter of its sizes and times, top-k at density 0.01, 1 Gbit/s, "
+        "Gloo. One launch measures in its warm-up, its profile predicts all plans, and every plan has a "
+        "launch of its own.",
+        ("merging_hosts",),
+        "scripts/bench merging --hosts 4 --rate 1gbit",
+    ),
+    Section(
+        "The same after 300 other names",
+        "Horovod keeps every name that it has seen in its response cache.",
+        ("merging_names",),
+        "scripts/bench merging --hosts 4 --rate 1gbit --names 300",
+    ),
+    Section(
+        "By formulas",
+        "First random inputs: sizes from 100 to 3 million elements, backward times exponential, constants "
+        "over two decades. Then the models and constants of the OMGS-SGD paper for 16 ranks, and how much "
+        "longer the greedy plan's step is than the best one's (buckets of both). All times are predictions.",
+        ("merging",),
+        "scripts/bench plans",
+    ),
+)
+
+RESULTS = (
     Section(
         "Accuracy of every sparsifier",
         "A CNN of 0.18 million parameters on digits, two real ranks, 8 epochs of 62 steps, density 0.01 "
@@ -58,24 +95,17 @@ _RESULTS = (
         "scripts/study convergence",
     ),
     Section(
-        "A small GPT with AdamW",
-        "Four layers of width 128, 1,000 steps of 2 x 8 pieces of 128 bytes of source text, clipping to "
-        "norm 1, products in bfloat16, density falling from 0.25 in 100 steps; two real ranks, one seed.",
-        ("gpt",),
-        "scripts/study gpt",
-    ),
-    Section(
         "AdamW whose steps are sparsified",
-        "The same GPT at width 96 (0.48 million parameters), 400 steps, 16 pieces of 128 bytes per step in "
-        "all, beta2 0.99, decay 0.1, rate rising for 40 steps and falling to 0 by a cosine; ranks "
-        "simulated in one process. `error` is AdamW behind error feedback, with the sum clipped to norm 1, "
-        "as for dense, fp16, qsgd and PowerSGD, which is PyTorch's hook. That is dense for 40 steps, 1-bit "
-        "Adam for 80; bytes are means of all steps. Each row at the rate that was best with the first "
-        "seed, among those tried, as mean of its seeds, beside dense training with the same ones; "
-        "training: mean of the last tenth of the steps, of text that is new to the model. 5 M: 1,500 steps "
-        "of 8 pieces of 64 bytes. Seconds to within 0.05 "
-        "bits of dense's last training bits, with the first seed, are calculated: steps times CPU time of "
-        "a gradient on one core, and bytes at that rate.",
+        "The GPT of `examples/gpt_text.py` at width 96 (0.48 million parameters), 400 steps, 16 pieces of "
+        "128 bytes per step in all, beta2 0.99, decay 0.1, rate rising for 40 steps and falling to 0 by a "
+        "cosine; ranks simulated in one process. `error` is AdamW behind error feedback, with the sum "
+        "clipped to norm 1, as for dense, fp16, qsgd and PowerSGD, which is PyTorch's hook. That is dense "
+        "for 40 steps, 1-bit Adam for 80; bytes are means of all steps. Each row at the rate that was best "
+        "with the first seed, among those tried, as mean of its seeds, beside dense training with the same "
+        "ones; training: mean of the last tenth of the steps, of text that is new to the model. 5 M: 1,500 "
+        "steps of 8 pieces of 64 bytes. Seconds to within 0.05 bits of dense's last "
+        "training bits, with the first seed, are calculated: steps times CPU time of a "
+        "gradient on one core, and bytes at that rate.",
         ("adamw",),
         "scripts/study adamw",
     ),
@@ -107,26 +137,32 @@ _RESULTS = (
     ),
     Section(
         "Time to accuracy",
-        "Scores after equally many steps on two real ranks, three seeds, times the median iteration on two "
-        "emulated hosts that share two cores. Density 0.01 (GPT 0.05) from the first step; PowerSGD is "
-        "PyTorch's hook of rank 4 from the 2nd step. In parentheses: times sooner than dense. "
-        "Last table: a GPT with AdamW at rate 0.003, rising for a tenth of the steps, then a cosine, 2 "
+        "Accuracy of a CNN of 4.3 million parameters on digits after equally many steps on two real ranks, "
+        "three seeds, times the median iteration on two emulated hosts that share two cores. Density 0.01 "
+        "from the first step; PowerSGD is PyTorch's hook of rank 4 from the 2nd step. In parentheses: times "
+        "sooner than dense.",
+        ("time_to_accuracy",),
+        "scripts/study time_to_accuracy",
+    ),
+    Section(
+        "Slow links",
+        "A GPT with AdamW at rate 0.003, rising for a tenth of the steps, then a cosine, 2 "
         "pieces of 64 bytes per step and host, one seed. On two hosts 0.95 million parameters (two layers"
         " of width 192), 1,500 steps; on four 0.83 (four of 128), 3,000. Bits: mean of the last tenth of "
         "the steps, of text new to the model. Seconds: until the mean of as many steps is within 0.02 "
         "bits of dense's; a step takes a thirtieth of the median time of 30 in a row. Two hosts at 1 Gbit/s "
         "were alone on the machine. All else had its highest priority beside other programs: at 100 Mbit/s "
         "samples of 40 to 60 s of dense and `sparseloco`, whose trainings had no priority. Local steps: "
-        '`combine="senders"`. Computing, as share of the time: by telemetry, and by how much longer '
-        "steps with an exchange take than the median of others.",
-        ("time_to_accuracy",),
-        "scripts/study time_to_accuracy",
+        '`combine="senders"`. PowerSGD: the same hook. Computing, as share of the '
+        "time: by telemetry, and by how much longer steps with an exchange take than the median of others.",
+        ("slow_links",),
+        "scripts/study slow_links",
     ),
     Section(
         "Schedules and optimizers",
         "A perceptron of 3,850 parameters on digits, two simulated ranks, 240 steps at density 0.01 without "
         "a warm-up of it, three seeds; in parentheses points to dense training of the same row; best: "
-        "`feedback=best`. Then remedies for momentum with warm restarts.",
+        "`feedback=best`.",
         ("schedules",),
         "scripts/study schedules",
     ),
@@ -144,24 +180,9 @@ _RESULTS = (
         ("threshold",),
         "scripts/study threshold",
     ),
-    Section(
-        "The residual when the learning rate falls",
-        "The CNN on 4 simulated ranks, 400 steps, the rate falling to a tenth at step 301, three seeds; "
-        "scaled: `scale_residual=True`.",
-        ("feedback",),
-        "scripts/study feedback",
-    ),
-    Section(
-        "Residuals of SparDL",
-        "Six simulated ranks, density 0.001, one team, plain SGD, 500 steps, three seeds, the better of two "
-        "learning rates. Measured while the residual followed the learning rate, and before discards stayed "
-        "with their rank in one step of 16.",
-        ("residuals",),
-        "scripts/study residuals",
-    ),
 )
 
-_PAPERS = (
+PAPERS = (
     Section(
         "Sixteen simulated ranks, and encoding",
         "A CNN on digits, density 0.01, the learning rate falling to a tenth at step 110. Encoding: fold "
@@ -220,22 +241,3 @@ _PAPERS = (
         "--sparsifiers dgc,dragonn --by-default --densely",
     ),
 )
-
-
-def pages() -> dict[Path, str]:
-    """What the pages have to hold, by file."""
-    made = {name: make(load(MEASUREMENTS / f"{name}.json")) for name, make in TABLES.items()}
-    found = {}
-    for name, title, sections in (
-        ("results.md", "Measurements of accuracy", _RESULTS),
-        ("papers.md", "Measurements beside the papers", _PAPERS),
-    ):
-        found[FOLDER / name] = page(title, f"What they mean is in [{name}](../{name}).", sections, made)
-    return found
-
-
-def write() -> None:
-    """Writes the pages anew."""
-    FOLDER.mkdir(exist_ok=True)
-    for path, text in pages().items():
-        path.write_text(text, "utf-8")

@@ -1,1 +1,0 @@
-"""Score over seconds: real trainings, and iterations on emulated hosts; `scripts/study time_to_accuracy`."""
