@@ -16,6 +16,7 @@ from benchmarks import plans
 from benchmarks.allreduce.main import tables as allreduce_table
 from benchmarks.common.pages import FOLDER, page
 from benchmarks.common.tables import frameworks_table, hosts_table, launch_tables, local_table
+from benchmarks.report import paper_pictures as papers
 from benchmarks.report import pictures, sections
 from benchmarks.studies import (
     adamw,
@@ -29,7 +30,6 @@ from benchmarks.studies import (
     time_to_accuracy,
 )
 from benchmarks.studies.papers import counts, sixteen, tables, trainings
-from benchmarks.studies.papers import pictures as papers
 from benchmarks.studies.study import ROOT, Result, measured
 
 __all__ = ["PICTURES", "STUDIES", "TABLES", "main", "write"]
