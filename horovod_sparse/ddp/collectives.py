@@ -162,7 +162,7 @@ class Carrier:
         theirs = "something else" if word is None else self._names.get(word, "something unknown here")
         return CollectiveMismatchError(
             f"ranks are out of step: this one is at {self.name or 'a request'}, {who} at {theirs}. All ranks "
-            "have to take the same steps, and make and attach their models in the same order"
+            "have to take the same steps, freeze the same parameters, and attach models in the same order"
         )
 
     def _exchange(self, sends: Mapping[int, np.ndarray], sources: Iterable[int]) -> dict[int, np.ndarray]:

@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ _QUIET_SECONDS, _LOOK_SECONDS = 5.0, 0.05
 #: by name of a group: how many have attached here, and how many of these have come to their first step
 _attached: Counter[str] = Counter()
 _begun: Counter[str] = Counter()
-_errors: dict[str, ConstructionErrors] = {}
+#: by group: one that is made when another was destroyed may have its name, and other ranks
+_errors: MutableMapping[dist.ProcessGroup, ConstructionErrors] = weakref.WeakKeyDictionary()
 
 
 class GroupStore:
@@ -61,7 +63,7 @@ class GroupStore:
 def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
     place = dist.get_rank(group), list(range(dist.get_world_size(group)))
     made = ConstructionErrors(lambda _: place, GroupStore.of(group))
-    return _errors.setdefault(group.group_name, made)
+    return _errors.setdefault(group, made)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.backward import GradientTraining
-from horovod_sparse.tensors.parts import checked_entry
+from horovod_sparse.tensors.parts import ENTRY, checked_entry
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
 
@@ -76,7 +76,11 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 model.register_forward_hook(hooks.after, always_call=True),
             ]
         if optimizer is not None:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_state_dict_post_hook(self._after_saving),
+                optimizer.register_load_state_dict_pre_hook(self._before_loading),
+            ]
             if not self._of_ddp:
                 optimizer._synchronize_for_scaler = self._synchronize_for_scaler
 
@@ -257,9 +261,12 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def compare(self) -> None:
         if self.step >= self.drift.next_step:
-            parameters = {name: one for name, (_, one) in self.facts.items()}
-            check = self.drift.run(self.step, layout.shared_entries(parameters, self.optimizer))
-            self.starter.run("drift", check)
+            self.check_drift()
+
+    def check_drift(self) -> None:
+        parameters = {name: one for name, (_, one) in self.facts.items()}
+        check = self.drift.run(self.step, layout.shared_entries(parameters, self.optimizer))
+        self.starter.run("drift", check)
 
     def make_ready(self) -> None:
         super().make_ready()
@@ -271,6 +278,14 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             vars(self.optimizer).pop("_synchronize_for_scaler", None)
 
     # checkpoints
+
+    def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
+        """Saves the residual with the optimizer, as any trainer saves it."""
+        saved[ENTRY] = self.state_dict()
+
+    def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
+        if ENTRY in saved:
+            self.load_state_dict(saved[ENTRY])
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.

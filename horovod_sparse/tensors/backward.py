@@ -100,6 +100,10 @@ class GradientTraining(Training):
     def compare(self) -> None:
         """Compares replicas of the last step, before this one is applied."""
 
+    def check_drift(self) -> None:
+        """Compares the ranks' models, on all ranks together."""
+        raise NotImplementedError
+
     def forget(self, *, alike: bool) -> None:
         """Drops what the driver has put off for a step that is cancelled."""
 
@@ -231,6 +235,8 @@ class GradientTraining(Training):
         self.give_up(drop=drop, alike=isinstance(error, _ALIKE))
         if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
+            if self.drift.every:  # parameters of a rank that are not finite would be skipped for ever
+                self.check_drift()
             return
         assert error is not None  # there are errors
         if isinstance(error, errors.EditedGradientError) and edited:

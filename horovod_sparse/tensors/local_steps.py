@@ -19,7 +19,7 @@ from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, host_view, zeros
 from horovod_sparse.tensors.layout import TensorEntry, local, memory_strides, view_into
 from horovod_sparse.tensors.own_steps import ParameterBucket
-from horovod_sparse.tensors.parts import ModelBuffers, checked_entry
+from horovod_sparse.tensors.parts import ModelBuffers, checked_entry, parameters_of
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import local_steps
 from horovod_sparse.training.collective_errors import some_of
@@ -169,7 +169,7 @@ class LocalBucket(ParameterBucket):
 
 def _others_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the parameters that no LocalSteps exchanges."""
-    return [(name, one) for name, one in model.named_parameters() if one not in _have_local_steps]
+    return [(name, one) for name, one in parameters_of(model) if one not in _have_local_steps]
 
 
 def _mark(tensor: torch.Tensor, by_version: bool) -> bytes:

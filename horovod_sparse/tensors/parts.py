@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
 from horovod_sparse.training.state import check_entry, checked_states
 
+#: where an optimizer's state_dict has this rank's exact entry; PyTorch passes over what it does not know
+ENTRY = "horovod_sparse"
 _ADVICE = (
     "the training uses {}: use the same algorithm, or load None (a state_dict without 'horovod_sparse') to "
     "start with no residual"
@@ -105,7 +107,12 @@ class Part(common.BucketPart):
         step = self._step(refused)
         if self.streams is not None:
             step = self.streams.run(step)
-        self.task = driver.start(self.name, step)
+        name = self.name
+        if (
+            self.gradient.absent and not self.gradient.told
+        ):  # then all ranks have frozen the same: else they differ
+            name += " without " + ", ".join(self.names[number] for number in self.gradient.absent)
+        self.task = driver.start(name, step)
 
     def apply(self) -> BucketReport:
         """Puts the scaled sum over ranks, once the task is done, where the gradients are."""
@@ -249,7 +256,7 @@ def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) 
     Raises:
         ArgumentError: if it trains others, too.
     """
-    parameters = inner_of(model).named_parameters()
+    parameters = parameters_of(inner_of(model))
     if optimizer is None:
         return {_plain(name): one for name, one in parameters}
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -264,6 +271,14 @@ def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) 
         allowed = f"one of the model's parameters alone; it also has {'; '.join(strange[:3])}"
         raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
     return named
+
+
+def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns a model's parameters: FSDP2 shows whole ones after a forward pass without a backward pass."""
+    for one in model.modules():
+        if hasattr(one, "reshard"):
+            one.reshard()
+    return model.named_parameters()
 
 
 def inner_of(model: torch.nn.Module) -> torch.nn.Module:

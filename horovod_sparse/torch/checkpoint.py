@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.tensors.parts import checked_entry
+from horovod_sparse.tensors.parts import ENTRY, checked_entry
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together
-from horovod_sparse.torch.methods import ENTRY, check_groups
+from horovod_sparse.torch.methods import check_groups
 
 _NAME = "horovod_sparse.checkpoint"
 #: marks a tensor of a type that NumPy has not

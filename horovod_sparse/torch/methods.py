@@ -12,6 +12,7 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
+from horovod_sparse.tensors.parts import ENTRY
 from horovod_sparse.torch._horovod import StockOptimizer, hvd
 from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
@@ -20,8 +21,6 @@ from horovod_sparse.training.settings import Settings
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision
 
-#: where an optimizer's state_dict has what we save; optimizers of PyTorch pass over what they do not know
-ENTRY = "horovod_sparse"
 _IN_FLIGHT = (
     "optimizer.{method}() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."

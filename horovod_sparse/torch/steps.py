@@ -13,16 +13,13 @@ from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding
-from horovod_sparse.tensors.parts import checked_entry
+from horovod_sparse.tensors.parts import ENTRY, checked_entry
 from horovod_sparse.torch._horovod import claim, hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
-
-#: where an optimizer's state_dict has this rank's exact entry
-ENTRY = "horovod_sparse"
 
 
 class StepSynchronizer(OverHorovod, Binding):

@@ -199,6 +199,24 @@ def test_frozen_parameters_keep_their_places_in_a_saved_state(rank):
             assert torch.equal(optimizer.state[one][name], again.state[same][name])
 
 
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda net: net], ids=["DDP", "module"])
+def test_the_optimizers_state_has_the_residual_of_exchanged_gradients(wrap, rank):
+    saved, ends = None, []
+    for _ in range(2):
+        net = net_of()
+        model, optimizer = wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+        ddp.attach(model, "topk:density=0.1", optimizer)
+        if saved is None:
+            train(model, optimizer, rank, 6)
+            saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        else:
+            net.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        train(model, optimizer, rank, 6)
+        ends.append(flat(net))
+    assert torch.equal(*ends)
+
+
 @schedules
 def test_training_is_attached_once_more_where_it_stands(every, delay, rank):
     ends = []

@@ -156,14 +156,11 @@ def warmed() -> None:
     """Imports and compiles before a fork what every case would."""
     import torch._dynamo
 
-    from horovod_sparse.ddp import distributed_engine
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for way in (PLAIN, STEPS, LOCAL):
         Run(over_ddp, Loop(way=way, wrapper=None, optimizer=sgd if way == PLAIN else adamw), 0).go()
     dist.destroy_process_group()
-    distributed_engine._errors.clear()  # which knows groups by their names alone
 
 
 @dataclass(frozen=True)
@@ -173,6 +170,8 @@ class Case:
     both: Loop
     other: dict[str, Any]
     kinds: tuple[str, ...]
+    #: whether one rank stands in a collective of PyTorch's or Gloo's own, whose words end it
+    pytorchs: bool = False
 
     def carried_out(self, kind: str, rank: int, folder: Path) -> list[float]:
         from horovod_sparse.training import agreement
@@ -239,6 +238,7 @@ def row(
     /,
     kinds: Any = ("ddp", "horovod"),
     both: Any = None,
+    pytorchs: bool = False,
     **other: Any,
 ) -> None:
     """Adds a case for each way to train."""
@@ -246,7 +246,8 @@ def row(
         if way != PLAIN or "ddp" in kinds:
             more = {} if way != GRADIENTS and way != PLAIN else {"optimizer": sgd}
             loop = Loop(way=way, **{**more, **(both or {})})
-            CASES.append(Case(f"{name}, {way}", words, loop, other, ("ddp",) if way == PLAIN else kinds))
+            of_case = ("ddp",) if way == PLAIN else kinds
+            CASES.append(Case(f"{name}, {way}", words, loop, other, of_case, pytorchs))
 
 
 # fmt: off
@@ -262,7 +263,7 @@ for _text in ("topk:density=0.2", "exdyna:density=0.1", "topk:density=0.1,values
 for _text in "best:density=0.2", "exdyna:density=0.1", "topk:density=0.1,feedback=none", "signsgd":
     row(_text, "compression|feedback", f"{STEPS} {LOCAL}", compression=_text)
 row("no compression", "compression|attach|whole|come|waited", compression=None)
-row("not attached", "attach|come|waited", attached=False)
+row("not attached", "attach|come|waited", pytorchs=True, attached=False)
 row("another way", "engine|differs|come", STEPS, way=GRADIENTS, optimizer=sgd, compression="topk:density=0.1")
 row("local steps", "engine|differs|come", _BOTH, way=LOCAL)
 for _name, _value, _ways, _kinds in [
@@ -297,9 +298,10 @@ for _name, _model in {
     "deeper": lambda: small().append(torch.nn.Linear(4, 4)), "other order": lambda: renamed("2", "0"),
     "other names": lambda: renamed("a", "b"), "one frozen": lambda: frozen(small()),
     "buffers": lambda: small().append(torch.nn.BatchNorm1d(4, affine=False))}.items():
-    row(f"model: {_name}", "param|shape|size|buffer|differ", model=_model)
+    # what a DistributedDataParallel that is made waits for is PyTorch's own
+    row(f"model: {_name}", "param|shape|size|buffer|differ|attach", pytorchs=_name == "buffers", model=_model)
 row("tied weights", "param", both={"model": square}, model=lambda: square(True))
-row("not wrapped", "attach|engine|differs|come|wrap", _ALL, ("ddp",), wrapper=None)
+row("not wrapped", "attach|engine|differs|come|wrap", _ALL, ("ddp",), pytorchs=True, wrapper=None)
 for _wrapper in ({"static_graph": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.001},
                  {"gradient_as_bucket_view": True}):
     row(str(_wrapper), "plan|static|unused", _ALL, ("ddp",), wrapper=_wrapper)
@@ -315,7 +317,7 @@ row("terminated", _LEFT, between=at(2, ended_by(signal.SIGTERM)))
 row("stops", "waited|ended, or left", between=at(2, lambda run: time.sleep(8)))
 row("NaN", "NaN|finite", between=at(2, put(float("nan"))))
 row("Inf", "Inf|finite", between=at(2, put(float("inf"))))
-row("NaN skipped", "NaN|finite", both={"options": {"on_nonfinite": "skip"}}, between=at(2, put(float("nan"))))
+row("NaN skipped", "NaN|finite|differ|changed", both={"options": {"on_nonfinite": "skip"}}, between=at(2, put(float("nan"))))
 row("NaN in a parameter", "NaN|finite|differ", both={"options": {"check_every": 2}},
     before=at(2, put(float("nan"), "data")))
 row("parameters changed", "differ", both={"options": {"check_every": 2}}, between=at(2, put(9.0, "data")))
@@ -329,7 +331,7 @@ row("no_sync once", _SAME, _BOTH, ("ddp",), around=without_sync)
 row("skip_synchronize once", _SAME, GRADIENTS, _HVD,
     skips=lambda run, step: run.optimizer.skip_synchronize() if step == 2 else contextlib.nullcontext())
 row("backward twice", _SAME, _BOTH, between=at(2, lambda run: run.model(torch.ones(2, 24)).sum().backward()))
-row("frozen later", "parameter|gradient|differ", before=at(2, lambda run: frozen(run.net)))
+row("frozen later", "parameter|without", before=at(2, lambda run: frozen(run.net)))
 row("a group added", "parameter|group|ended, or left", before=at(2, lambda run: run.optimizer.add_param_group(
     {"params": [torch.nn.Parameter(torch.ones(3))]})))
 row("a state loaded", "step|state|differ", both={"before": keeping(99)}, before=keeping(3))

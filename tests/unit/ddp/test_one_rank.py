@@ -1,0 +1,51 @@
+"""What needs a group of torch.distributed, and no other rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from horovod_sparse import ddp
+from horovod_sparse.ddp.distributed_engine import _errors_of
+from support.passes import backward, batches, flat, net_of
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("when", ["before attach", "before the first step"])
+@pytest.mark.parametrize("text", ["topk:density=1.0", "topk:density=1.0,feedback=best", "local steps"])
+def test_fsdp2_may_be_evaluated_first(text, when, mesh):
+    """A forward pass without a backward pass leaves whole parameters in the model."""
+    inputs, ends = next(batches(0))[0], []
+    for evaluates in (False, True):
+        net = fully_shard(net_of(), mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if evaluates and when == "before attach":
+            net(inputs)
+        if text == "local steps":
+            group = mesh["replicate"].get_group()
+            ddp.LocalSteps(optimizer, net, every=2, process_group=group)
+        else:
+            ddp.attach(net, text, optimizer, replicas=mesh["replicate"])
+        for number, batch in enumerate(batches(0, 4)):
+            backward(net, batch)
+            if evaluates and number == 0 and when != "before attach":
+                net(inputs)
+            optimizer.step()
+        net.reshard()
+        ends.append(flat(net).full_tensor())
+    assert torch.equal(*ends)
+
+
+def test_a_group_that_is_made_when_another_was_destroyed_has_its_own_rank():
+    for rank in (1, 0):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        assert _errors_of(dist.group.WORLD)._ranks(None) == (rank, [0, 1])
+        dist.destroy_process_group()
