@@ -108,9 +108,7 @@ class Part(common.BucketPart):
         if self.streams is not None:
             step = self.streams.run(step)
         name = self.name
-        if (
-            self.gradient.absent and not self.gradient.told
-        ):  # then all ranks have frozen the same: else they differ
+        if self.gradient.absent and not self.gradient.told:  # ranks that have frozen others must not meet
             name += " without " + ", ".join(self.names[number] for number in self.gradient.absent)
         self.task = driver.start(name, step)
 

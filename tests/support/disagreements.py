@@ -317,7 +317,8 @@ row("terminated", _LEFT, between=at(2, ended_by(signal.SIGTERM)))
 row("stops", "waited|ended, or left", between=at(2, lambda run: time.sleep(8)))
 row("NaN", "NaN|finite", between=at(2, put(float("nan"))))
 row("Inf", "Inf|finite", between=at(2, put(float("inf"))))
-row("NaN skipped", "NaN|finite|differ|changed", both={"options": {"on_nonfinite": "skip"}}, between=at(2, put(float("nan"))))
+row("NaN skipped", "NaN|finite|differ|changed", both={"options": {"on_nonfinite": "skip"}},
+    between=at(2, put(float("nan"))))
 row("NaN in a parameter", "NaN|finite|differ", both={"options": {"check_every": 2}},
     before=at(2, put(float("nan"), "data")))
 row("parameters changed", "differ", both={"options": {"check_every": 2}}, between=at(2, put(9.0, "data")))
