@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from horovod_sparse.collectives import AllGather, Synchronization
-from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.ddp.steps import OverGroup, end_first_pass, refuse_join
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
-from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.parts import ENTRY, checked_entry
 from horovod_sparse.training.engine import Facts
@@ -36,6 +34,8 @@ _log = logging.getLogger("horovod_sparse")
 
 class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     """Exchanges a model's gradients; see `attach`, which returns it, for its arguments."""
+
+    compares_first = True
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
-        elif self.engine.facts(self.facts):
+        else:
             self.take_in()
 
     join = meet
@@ -252,22 +252,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             told.append(here)
         return np.concatenate(told)
 
-    def _start(self, part: Any, *, refused: bool = False) -> None:
-        starter: Any = self.starter
-        if part.whole and part.streams is not None:
-            starter = _OnDevice(starter)
-        part.start(starter, self.loss_scale.value, refused=refused)
-        self.num_started += 1
-
-    def compare(self) -> None:
-        if self.step >= self.drift.next_step:
-            self.check_drift()
-
-    def check_drift(self) -> None:
-        parameters = {name: one for name, (_, one) in self.facts.items()}
-        check = self.drift.run(self.step, layout.shared_entries(parameters, self.optimizer))
-        self.starter.run("drift", check)
-
     def make_ready(self) -> None:
         super().make_ready()
         self._come = set()
@@ -334,13 +318,6 @@ def _all_present(own: np.ndarray) -> Synchronization[np.ndarray]:
     told = np.asarray(gathered).view(np.uint8).reshape(-1, 4 * words.size)
     present: np.ndarray = np.logical_or.reduce(told, axis=0)[: own.size]
     return present
-
-
-class _OnDevice:
-    """Starts a sum of whole tensors where they are."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self.start = communicator.start_on_device
 
 
 class _ForwardHooks:

@@ -97,12 +97,15 @@ class GradientTraining(Training):
         """Adds failures of ranks that do not exchange with this one, but have to step alike."""
         return failures
 
-    def compare(self) -> None:
-        """Compares replicas of the last step, before this one is applied."""
+    #: True where replicas are compared before a step is applied; else whoever steps compares behind it
+    compares_first = False
 
-    def check_drift(self) -> None:
-        """Compares the ranks' models, on all ranks together."""
-        raise NotImplementedError
+    def compare(self) -> None:
+        """Compares the ranks' models, on all ranks together, if they ever do."""
+        if self.drift.every:
+            parameters = {name: one for name, (_, one) in self.facts.items()}
+            entries = layout.shared_entries(parameters, self.optimizer) if self.size > 1 else ()
+            self._together(self.drift.run(self.step, entries))
 
     def forget(self, *, alike: bool) -> None:
         """Drops what the driver has put off for a step that is cancelled."""
@@ -186,7 +189,7 @@ class GradientTraining(Training):
                 if part.task is None:
                     self._start(part, refused=bool(edited))
             failures = self._waited()
-            if not failures:
+            if self.compares_first and self.step >= self.drift.next_step and not failures:
                 self.compare()
         except errors.DeadlineError:
             self.give_up()
@@ -235,8 +238,7 @@ class GradientTraining(Training):
         self.give_up(drop=drop, alike=isinstance(error, _ALIKE))
         if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
-            if self.drift.every:  # parameters of a rank that are not finite would be skipped for ever
-                self.check_drift()
+            self.compare()  # where parameters of one rank are not finite all would skip for ever
             return
         assert error is not None  # there are errors
         if isinstance(error, errors.EditedGradientError) and edited:

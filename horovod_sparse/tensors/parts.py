@@ -110,7 +110,10 @@ class Part(common.BucketPart):
         name = self.name
         if self.gradient.absent and not self.gradient.told:  # ranks that have frozen others must not meet
             name += " without " + ", ".join(self.names[number] for number in self.gradient.absent)
-        self.task = driver.start(name, step)
+        start = driver.start
+        if self.whole and self.streams is not None:  # a sum of whole tensors begins where they are
+            start = getattr(driver, "start_on_device", start)
+        self.task = start(name, step)
 
     def apply(self) -> BucketReport:
         """Puts the scaled sum over ranks, once the task is done, where the gradients are."""

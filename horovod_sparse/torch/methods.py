@@ -155,7 +155,7 @@ class Methods(torch.optim.Optimizer):
             inner = closure if not self._should_synchronize else self._synchronized_after(closure)
             self._synchronized = False
             result = super(self.__class__, self).step(inner)
-            self._check_drift()
+            self._compare()
             return result
         if self._should_synchronize and not (self._synchronized and self._for_scaler):
             if self._synchronized:
@@ -174,13 +174,13 @@ class Methods(torch.optim.Optimizer):
         if self._synchronizer is not None and self._synchronizer.skipped is not None:
             return None
         result = super(self.__class__, self).step()
-        self._check_drift()
+        self._compare()
         return result
 
-    def _check_drift(self: Any) -> None:
+    def _compare(self: Any) -> None:
         synchronizer = self._synchronizer
         if synchronizer is not None and synchronizer.step >= synchronizer.drift.next_step:
-            synchronizer.check_drift()
+            synchronizer.compare()
 
     # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:
     # with this mark they run once, after synchronization.

@@ -252,19 +252,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         total = hvd.allreduce(value, op=op, name=name, process_set=self.process_set).reshape(())
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
-    def check_drift(self) -> None:
-        """Compares the ranks' models after the optimizer's step, on all ranks together."""
-        if self.size == 1:
-            self.drift.postpone(self.step)
-            return
-        from horovod_sparse.tensors.layout import shared_entries
-
-        parameters = {name: parameter for name, (_, parameter) in self.facts.items()}
-        entries = shared_entries(parameters, self.optimizer)
-        name, seconds = f"{self.driver.label}horovod_sparse.drift", self.settings.deadline_seconds
-        check = self.drift.run(self.step, entries)
-        carry_out_together(check, self.process_set, name, deadline_seconds=seconds)
-
     def retire(self) -> None:
         super().retire()
         self._retired = True
