@@ -265,7 +265,10 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
         """Saves the residual with the optimizer, as any trainer saves it."""
-        saved[ENTRY] = self.state_dict()
+        if self.under_way:
+            _log.warning("the optimizer is saved without its residual, since a backward pass has failed")
+        else:
+            saved[ENTRY] = self.state_dict()
 
     def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
         if ENTRY in saved:

@@ -217,7 +217,7 @@ def embeddings(on):
     on.fit(Words())
 
 
-@loop(without=("FSDP2",), refused={"Horovod": "sparse_as_dense"})
+@loop(without=("FSDP2",), refused={"Horovod": "sparse_as_dense", "stock": ""})
 def sparse_embeddings(on):
     on.fit(Words(sparse=True))
 

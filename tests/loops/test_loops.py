@@ -35,14 +35,18 @@ def plainly(loop: Loop, way: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "way", [way if way in BY_DAY else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]
+    "way",
+    [
+        way if way in BY_DAY else pytest.param(way, marks=pytest.mark.nightly)
+        for way in (*WAYS, "stock", "stock steps")
+    ],
 )
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
 def test_a_loop_is_right_or_refused_by_name(loop, way):
-    if way.split()[0] in loop.without:
+    if Training(way, None).front in loop.without:
         pytest.skip("no such loop")
-    if way in loop.refused:
-        with pytest.raises((HorovodSparseError, AssertionError), match=loop.refused[way]):
+    if words := loop.words(way):
+        with pytest.raises((HorovodSparseError, AssertionError), match=words):
             run(loop, way, 1.0)
         return
     expected = plainly(loop, loop.reference or ("DDP" if way == "DDP" else "module"))

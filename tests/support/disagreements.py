@@ -58,6 +58,10 @@ def sgd(net: torch.nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr)
 
 
+def everything(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), 1e-2)
+
+
 def grouped(net: torch.nn.Module, order: int = 1, at: int = 2) -> torch.optim.Optimizer:
     every = list(net.parameters())
     return torch.optim.AdamW([{"params": every[:at]}, {"params": every[at:]}][::order], lr=1e-3)
@@ -222,6 +226,24 @@ def without_sync(run: Run, step: int) -> Any:
     return run.model.no_sync() if step == 2 else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def interrupted(run: Run, step: int) -> Any:
+    """Raises an interrupt while this rank waits for one that is late, and goes on."""
+
+    def handle(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if step == 2:
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
 def ended_by(number: int) -> Callable[[Run], None]:
     return lambda run: os.kill(os.getpid(), number)
 
@@ -336,3 +358,10 @@ row("frozen later", "parameter|without", before=at(2, lambda run: frozen(run.net
 row("a group added", "parameter|group|ended, or left", before=at(2, lambda run: run.optimizer.add_param_group(
     {"params": [torch.nn.Parameter(torch.ones(3))]})))
 row("a state loaded", "step|state|differ", both={"before": keeping(99)}, before=keeping(3))
+row("interrupted", rf"{_SAME}|step|exchange", both={"before": at(2, lambda run: time.sleep(1.5))},
+    before=nothing, around=interrupted, skips=interrupted)
+row("thawed later", "parameter|step|pass|wait",
+    both={"model": lambda: frozen(small()), "optimizer": everything},
+    before=at(2, lambda run: run.net[0].bias.requires_grad_(True)))
+row("the optimizer's state loaded", "step|state|differ|wait",
+    before=at(2, lambda run: run.optimizer.load_state_dict(run.optimizer.state_dict())))

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from horovod_sparse import ddp
@@ -42,6 +43,24 @@ def test_fsdp2_may_be_evaluated_first(text, when, mesh):
         net.reshard()
         ends.append(flat(net).full_tensor())
     assert torch.equal(*ends)
+
+
+def test_an_optimizer_may_be_saved_after_a_backward_pass_that_failed(mesh, caplog):
+    net = net_of()
+    model, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp.attach(model, "topk:density=0.5", optimizer)
+    batch = next(batches(0))
+    backward(model, batch)
+    optimizer.step()
+    assert "horovod_sparse" in optimizer.state_dict()
+    failing = net[0].weight.register_hook(lambda _: [][0])
+    with pytest.raises(IndexError):
+        backward(model, batch)
+    assert "horovod_sparse" not in optimizer.state_dict()
+    assert "without its residual" in caplog.text
+    failing.remove()
+    backward(model, batch)
+    assert "horovod_sparse" in optimizer.state_dict()
 
 
 def test_a_group_that_is_made_when_another_was_destroyed_has_its_own_rank():
