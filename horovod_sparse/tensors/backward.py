@@ -156,7 +156,9 @@ class GradientTraining(Training):
         self.follow(facts, what)
 
     def _start(self, part: Part, *, refused: bool = False) -> None:
-        part.start(self.starter, self.loss_scale.value, refused=refused)
+        tells = self.compares_first or part.whole  # Horovod's sparse messages carry their step
+        turn = f" of an {('even', 'odd')[self.step % 2]} step" if tells else ""
+        part.start(self.starter, self.loss_scale.value, turn, refused=refused)
         self.num_started += 1
 
     # and sums

@@ -98,8 +98,10 @@ class Part(common.BucketPart):
     def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
         return unshaped(values, self.gradient.layouts[number])
 
-    def start(self, driver: Starter, loss_scale: float = 1.0, *, refused: bool = False) -> None:
-        """Takes the gradients and starts their synchronization."""
+    def start(
+        self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, refused: bool = False
+    ) -> None:
+        """Takes the gradients and starts their synchronization; `turn` says in its name of which step."""
         if self.streams is not None:
             self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
         self.gradient.settle()
@@ -107,7 +109,7 @@ class Part(common.BucketPart):
         step = self._step(refused)
         if self.streams is not None:
             step = self.streams.run(step)
-        name = self.name
+        name = self.name + turn
         if self.gradient.absent and not self.gradient.told:  # ranks that have frozen others must not meet
             name += " without " + ", ".join(self.names[number] for number in self.gradient.absent)
         start = driver.start
