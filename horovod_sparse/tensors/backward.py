@@ -93,6 +93,10 @@ class GradientTraining(Training):
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
             self.take_in()
 
+    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
+        """Adds failures of ranks that do not exchange with this one, but have to step alike."""
+        return failures
+
     #: True where replicas are compared before a step is applied; else whoever steps compares behind it
     compares_first = False
 

@@ -117,10 +117,6 @@ class Training:
     def _stop_measuring(self) -> None:
         """Stops measuring, because some rank has not measured what the others have."""
 
-    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
-        """Adds failures of ranks that do not exchange with this one, but have to step alike."""
-        return failures
-
     def _entered(self, parts: Sequence[Any]) -> None:
         """Called with parts that were made."""
 
