@@ -6,21 +6,17 @@ waits for a network. The baseline is PyTorch's step of the same sparsifier, in t
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    os.environ.setdefault(_variable, "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from benchmarks.common.timing import Timing, Work, measure, tell  # noqa: E402
-from horovod_sparse.feedback import parse_recipe  # noqa: E402
+from benchmarks.common.timing import Timing, Work, measure, rank_parser, tell
+from horovod_sparse.feedback import parse_recipe
 
 #: largest ratio of TensorFlow's step to PyTorch's that is allowed
 _BUDGET = 1.5
@@ -73,17 +69,9 @@ def _tensorflow_step(text: str, gradient: np.ndarray) -> Work:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints.
-
-    Returns the exit code: 1 if --check found the budget exceeded.
-    """
-    parser = argparse.ArgumentParser(prog="scripts/bench frameworks", description=__doc__)
-    parser.add_argument("--elements", type=int, default=25_600_000, help="n (default %(default)s)")
-    parser.add_argument("--density", type=float, default=0.001, help="kept fraction (default %(default)s)")
+    """Measures and prints; returns 1 if --check found the budget exceeded."""
+    parser = rank_parser("frameworks", __doc__, 0.001)
     parser.add_argument("--sparsifiers", default="topk,exdyna", help="names (default %(default)s)")
-    parser.add_argument("--repeat", type=int, default=15, help="rounds (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE")
-    parser.add_argument("--check", action="store_true", help="fail if the budget is exceeded")
     options = parser.parse_args(arguments)
     # As stock: one rank alone synchronizes nothing, unless others may join it.
     os.environ.setdefault("HOROVOD_ELASTIC", "1")
@@ -97,16 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.sparsifiers.split(","):
         text = f"{name}:density={options.density}"
         timings += measure(_pytorch_step(text, gradient), [_tensorflow_step(text, gradient)], options.repeat)
-    facts = {
-        "elements": options.elements,
-        "density": options.density,
-        "rounds": options.repeat,
-        "threads": 1,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "budget": _BUDGET,
-    }
-    tell(timings, facts, options.json)
-    return 1 if options.check and not all(timing.fits for timing in timings) else 0
+    return tell(timings, options, {"budget": _BUDGET})
 
 
 if __name__ == "__main__":

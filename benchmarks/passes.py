@@ -6,26 +6,21 @@ and one thread, so that nothing waits for a network. The baseline is the fused s
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    os.environ.setdefault(_variable, "1")
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks.common.options import count, density  # noqa: E402
-from benchmarks.common.timing import Timing, Work, measure, tell  # noqa: E402
-from horovod_sparse import ddp  # noqa: E402
+from benchmarks.common.timing import Timing, Work, measure, rank_parser, seconds_by, tell
+from horovod_sparse import ddp
 
 #: an optimizer of parameters, and the largest ratio of a pass to its fused step that is allowed
 OPTIMIZERS: dict[str, tuple[Any, float]] = {
@@ -51,14 +46,6 @@ class _Model:
         return Work(name, self.optimizer.step, self.prepare, budget)
 
 
-def _cpu_seconds(work: Work) -> float:
-    """Counts all threads of the process: ranks select in one of their own."""
-    work.prepare()
-    start = time.process_time()
-    work.run()
-    return time.process_time() - start
-
-
 def passes(name: str, num_elements: int, kept: float, num_rounds: int) -> list[Timing]:
     """Times an optimizer's fused step and its passes at each schedule, in CPU time."""
     made, budget = OPTIMIZERS[name]
@@ -69,8 +56,10 @@ def passes(name: str, num_elements: int, kept: float, num_rounds: int) -> list[T
         ddp.attach(model.net, compression, model.optimizer, every=every, delay=delay, check_every=0)
         works.append(model.work(f"pass: {name}, every={every}, delay={delay}", budget))
     fused = _Model(num_elements, made).work(f"torch: fused {name}")
-    # the first passes fill a residual from nothing: bounds of a selection are learned from those before
-    return measure(fused, works, num_rounds, num_warmup=12, seconds=_cpu_seconds)
+    # the first passes fill a residual from nothing: bounds of a selection are learned from those before; all
+    # threads count, since ranks select in one of their own
+    clock = partial(seconds_by, clock=time.process_time)
+    return measure(fused, works, num_rounds, num_warmup=12, seconds=clock)
 
 
 def _resident_bytes() -> int:
@@ -101,40 +90,19 @@ def bytes_kept(name: str, num_elements: int, kept: float) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 if --check found a budget exceeded."""
-    parser = argparse.ArgumentParser(prog="scripts/bench passes", description=__doc__)
-    parser.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
-    parser.add_argument("--density", type=density, default=0.01, help="kept fraction (default %(default)s)")
-    parser.add_argument("--repeat", type=count, default=16, help="rounds (default %(default)s)")
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout"
-    )
-    parser.add_argument("--check", action="store_true", help="fail if a budget is exceeded")
+    parser = rank_parser("passes", __doc__, 0.01)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sizes = options.elements, options.density, options.repeat
         timings = [timing for name in OPTIMIZERS for timing in passes(name, *sizes)]
-        memory = {key: count for name in OPTIMIZERS for key, count in bytes_kept(name, *sizes[:2]).items()}
+        memory = {key: n for name in OPTIMIZERS for key, n in bytes_kept(name, *sizes[:2]).items()}
     finally:
         dist.destroy_process_group()
-    facts = {
-        "elements": options.elements,
-        "density": options.density,
-        "rounds": options.repeat,
-        "threads": 1,
-        "clock": "cpu",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "bytes_per_parameter": memory,
-    }
-    tell(
-        timings,
-        facts,
-        options.json,
-        *(f"{name}: keeps {n} bytes per parameter" for name, n in memory.items()),
-    )
-    return 1 if options.check and not all(timing.fits for timing in timings) else 0
+    facts = {"clock": "cpu", "torch": torch.__version__, "bytes_per_parameter": memory}
+    words = [f"{name}: keeps {n} bytes per parameter" for name, n in memory.items()]
+    return tell(timings, options, facts, *words)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.wire import counters
+from benchmarks.common.wire import bytes_sent
 
 
 def _clocks() -> tuple[float, float, float]:
@@ -48,11 +48,11 @@ class Sample:
 def timed(run: Callable[[], object], barrier: Callable[[], object]) -> Sample:
     """Runs something once, between two barriers."""
     barrier()
-    counted, first = counters(), _clocks()
+    counted, first = bytes_sent(), _clocks()
     run()
     last = _clocks()
     barrier()
-    sent = counters().sent - counted.sent
+    sent = bytes_sent() - counted
     cpu, own = last[1] - first[1], last[2] - first[2]
     return Sample(first[0], last[0], cpu, own, sent, interval=time.perf_counter() - first[0])
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
+import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+# one thread everywhere, before anything starts a pool
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+import numpy as np  # noqa: E402
+
+from benchmarks.common.options import count, density  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -57,11 +66,12 @@ class Timing:
         return self.budget is None or self.ratio <= self.budget
 
 
-def _seconds(work: Work) -> float:
+def seconds_by(work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Prepares a work, and returns what it takes."""
     work.prepare()
-    start = time.perf_counter()
+    start = clock()
     work.run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def measure(
@@ -69,7 +79,7 @@ def measure(
     works: Sequence[Work],
     num_rounds: int,
     num_warmup: int = 2,
-    seconds: Callable[[Work], float] = _seconds,
+    seconds: Callable[[Work], float] = seconds_by,
 ) -> list[Timing]:
     """Times everything in turn, round after round.
 
@@ -109,15 +119,37 @@ def _timing(work: Work, seconds: list[float], ratios: list[float]) -> Timing:
     return Timing(work.name, middle, (low, high), float(np.median(ratios)), work.budget)
 
 
-def tell(timings: Sequence[Timing], facts: dict[str, Any], target: str | None, *words: str) -> None:
+def rank_parser(name: str, about: str | None, density_default: float) -> argparse.ArgumentParser:
+    """The command line that measurements of one rank alone, on one thread, have.
+
+    Args:
+        name: of the measurement.
+        about: what it does.
+        density_default: where none is given.
+    """
+    parser = argparse.ArgumentParser(prog=f"scripts/bench {name}", description=about)
+    add = parser.add_argument
+    add("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
+    add("--density", type=density, default=density_default, help="kept fraction (default %(default)s)")
+    add("--repeat", type=count, default=15, help="rounds (default %(default)s)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    add("--check", action="store_true", help="fail if a budget is exceeded")
+    return parser
+
+
+def tell(timings: Sequence[Timing], options: argparse.Namespace, facts: dict[str, Any], *words: str) -> int:
     """Prints a table with some words, and writes the JSON that was asked for.
 
     Args:
         timings: the baseline's first.
+        options: of `rank_parser`.
         facts: beside them in the JSON.
-        target: a file, "-" for stdout, None for no JSON.
         words: lines behind the table.
+
+    Returns:
+        The exit code: 1 if --check found a budget exceeded.
     """
+    target = options.json
     out, width = sys.stderr if target == "-" else sys.stdout, max(len(timing.name) for timing in timings)
     print(f"{'':{width}}    median   quartiles (ms)     ratio  budget", file=out)
     for timing in timings:
@@ -126,8 +158,17 @@ def tell(timings: Sequence[Timing], facts: dict[str, Any], target: str | None, *
         numbers = f"{timing.median_ms:8.3f}  {low:8.3f} {high:8.3f} {timing.ratio:8.2f}"
         print(f"{timing.name:{width}}  {numbers}  {budget}", file=out)
     print(*words, sep="\n", file=out)
-    text = json.dumps({**facts, "timings": [asdict(timing) for timing in timings]}, indent=2)
+    common = {
+        "elements": options.elements,
+        "density": options.density,
+        "rounds": options.repeat,
+        "threads": 1,
+    }
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    result = {**common, "machine": machine, **facts, "timings": [asdict(timing) for timing in timings]}
+    text = json.dumps(result, indent=2)
     if target == "-":
         print(text)
     elif target:
         Path(target).write_text(text + "\n")
+    return int(options.check and not all(timing.fits for timing in timings))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horovod_sparse.simulation import share_of_bytes
+
 
 @dataclass(frozen=True)
 class Round:
@@ -21,41 +23,26 @@ class Round:
     payload: int
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Bytes that went over all interfaces but the loopback, ever."""
-
-    sent: int
-    received: int
-
-
-def counters(table: str | None = None) -> Counters:
-    r"""Reads the counters of the network namespace that this process is in.
+def bytes_sent(table: str | None = None) -> int:
+    r"""Counts what all interfaces but the loopback of this process's network namespace ever sent.
 
     Args:
         table: in the form of /proc/net/dev, which is read if left out.
 
     Example:
         >>> lines = ["", "", "    lo: 7 0 0 0 0 0 0 0 7 0", "  eth0: 9 1 0 0 0 0 0 0 5 1"]
-        >>> counters("\n".join(lines))
-        Counters(sent=5, received=9)
+        >>> bytes_sent("\n".join(lines))
+        5
     """
     text = Path("/proc/net/dev").read_text() if table is None else table
-    sent = received = 0
-    for line in text.splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        if name.strip() != "lo":
-            fields = numbers.split()
-            received, sent = received + int(fields[0]), sent + int(fields[8])
-    return Counters(sent, received)
+    lines = (line.partition(":") for line in text.splitlines()[2:])
+    return sum(int(numbers.split()[8]) for name, _, numbers in lines if name.strip() != "lo")
 
 
 def wire_bytes(rounds: list[Round], size: int) -> float:
     """Payload bytes that a rank must send on average, all ranks alike.
 
-    An allgather sends every message to P - 1 others, as often as that; an allreduce moves
-    ``2 (P - 1) / P`` of its buffer (no algorithm moves less; ring and Rabenseifner's move as much);
-    a broadcast reaches P - 1 ranks; messages between pairs go once.
+    As many as arrive at one, and of a broadcast P - 1 messages.
 
     Args:
         rounds: of a step, with the mean payload of all ranks.
@@ -65,9 +52,10 @@ def wire_bytes(rounds: list[Round], size: int) -> float:
         >>> wire_bytes([Round("AllReduce", 800), Round("AllGather", 100)], size=4)
         1500.0
     """
-    share = (size - 1) / size
-    factors = {"AllGather": size - 1, "AllReduce": 2 * share, "Broadcast": size - 1}
-    return math.fsum(factors.get(item.kind, 1) * item.payload for item in rounds)
+    return math.fsum(
+        item.payload * (size - 1 if item.kind == "Broadcast" else share_of_bytes(item.kind.lower(), size))
+        for item in rounds
+    )
 
 
 def rounds_of(part: Any) -> list[Round]:

@@ -11,28 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common.timing import Work
+from benchmarks.common.gradients import GradientSource, random_layers
+from benchmarks.common.timing import Work, seconds_by
 from horovod_sparse import kernels
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
-
-
-def layered_gradient(num_elements: int, seed: int = 0) -> NDArray[np.float32]:
-    """Returns numbers like those of a network: layers of 1 000 to 2.5 million elements, each with its scale.
-
-    Half the layers are Gaussian, half Laplace.
-    """
-    generator = np.random.default_rng(seed)
-    gradient = np.empty(num_elements, np.float32)
-    start = 0
-    while start < num_elements:
-        stop = min(num_elements, start + int(10 ** generator.uniform(3, 6.4)))
-        layer = generator.standard_normal(stop - start, dtype=np.float32)
-        if generator.random() < 0.5:
-            # A Laplace number is a Gaussian one times the root of twice an exponential one.
-            layer *= np.sqrt(2 * generator.standard_exponential(stop - start, dtype=np.float32))
-        gradient[start:stop] = layer * np.float32(10 ** generator.normal(-3, 0.5))
-        start = stop
-    return gradient
 
 
 class Works:
@@ -47,7 +29,8 @@ class Works:
     def __init__(self, num_elements: int, density: float, num_ranks: int) -> None:
         self.num_elements, self.density, self.num_ranks = num_elements, density, num_ranks
         self.k = max(1, round(density * num_elements))
-        self.drawn = layered_gradient(num_elements)
+        self.drawn = np.empty(num_elements, np.float32)
+        GradientSource(random_layers(num_elements), rank=0).fill(self.drawn)
         self.source, self.gradient, self._copy = (
             self.put(array) for array in (self.drawn, *np.zeros((2, num_elements), np.float32))
         )
@@ -72,10 +55,7 @@ class Works:
         kernels.apply_scaled_sum(self.gradient, indices, values, 1.0 / self.num_ranks)
 
     def seconds(self, work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
-        work.prepare()
-        start = clock()
-        work.run()
-        return clock() - start
+        return seconds_by(work, clock)
 
     def extra_memory(self, step: Callable[[Accumulator], None]) -> float | None:
         """Returns what a step needs beyond residual and gradient, as a share of it; None if unknown."""

@@ -103,9 +103,7 @@ RESULTS = (
         "for 40 steps, 1-bit Adam for 80; bytes are means of all steps. Each row at the rate that was best "
         "with the first seed, among those tried, as mean of its seeds, beside dense training with the same "
         "ones; training: mean of the last tenth of the steps, of text that is new to the model. 5 M: 1,500 "
-        "steps of 8 pieces of 64 bytes. Seconds to within 0.05 bits of dense's last "
-        "training bits, with the first seed, are calculated: steps times CPU time of a "
-        "gradient on one core, and bytes at that rate.",
+        "steps of 8 pieces of 64 bytes.",
         ("adamw",),
         "scripts/study adamw",
     ),

@@ -6,11 +6,8 @@ that all ranks hold, and `SimulatedCluster` synchronizes them and counts what is
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-import time
-import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +19,7 @@ from benchmarks.studies.baselines import BASELINES
 from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import gpt_task
 from benchmarks.studies.training import train
-from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe, recipe_for
-from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
 from horovod_sparse.sparsifiers.dense import Dense
 
 SETTING = {"num_steps": 400, "batch": 16, "warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
@@ -31,8 +27,6 @@ SEEDS = (0, 1, 2)
 RATES = (1.5e-3, 3e-3, 6e-3)
 #: for the larger GPT, too
 SLOWER = (3.75e-4, 7.5e-4)
-#: bits per second between two hosts, of which seconds to a score are calculated, and how near it has to be
-NETWORKS, MARGIN = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}, 0.05
 #: a larger GPT, of 5.0 million parameters, on shorter pieces
 LARGE = {"num_steps": 1500, "batch": 8, "layers": 4, "width": 320, "length": 64}
 #: the last part of the steps, whose loss is the training score: text that the model has not seen before
@@ -166,61 +160,6 @@ def best(result: Result, name: str) -> tuple[float, dict[int, dict[str, Any]]] |
     return min(rates.items(), key=lambda item: float(item[1][min(item[1])]["training_bits"]))
 
 
-def compute_seconds(setting: dict[str, Any], num_steps: int = 8) -> float:
-    """CPU time of a gradient of one of two ranks, the median."""
-    task = gpt_task(batch_size=setting["batch"] // 2)
-    model, seconds = task.make_model(), []
-    for batch in task.batches(0, 2, num_steps, 0):
-        started = time.process_time()
-        loss = task.loss(model, *batch)
-        torch.autograd.grad(loss, list(model.parameters()))
-        seconds.append(time.process_time() - started)
-    return float(np.median(seconds))
-
-
-def memory(num_elements: int = 1_000_000) -> dict[str, float]:
-    """Bytes per parameter that AdamW and a recipe keep between two steps, beside parameter and gradient."""
-    parameter = torch.nn.Parameter(torch.zeros(num_elements))
-    parameter.grad = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
-    found = {}
-    texts = ("", "topk:density=0.01", "topk:density=0.01,feedback=adam")
-    for text in (*texts, *texts):  # once for what is imported and compiled
-        optimizer, cluster = torch.optim.AdamW([parameter]), None
-        tracemalloc.start()
-        if text:
-            recipe = parse_recipe(text)
-            if makes_steps := recipe.feedback.applies_rate:
-                recipe = recipe_for(optimizer, recipe)
-            cluster = SimulatedCluster(recipe, num_elements, 1)
-            for _ in range(3):
-                cluster.synchronize([parameter.grad.numpy()], 1e-3)
-            gc.collect()
-        if not text or not makes_steps:
-            optimizer.step()
-        moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-        found[text or "dense"] = round((tracemalloc.get_traced_memory()[0] + moments) / num_elements, 2)
-        tracemalloc.stop()
-    return found
-
-
-def smooth(runs: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Training bits over the steps, as the mean of the last tenth of them and of all seeds."""
-    bits = np.mean([run["losses"] for run in runs], axis=0) / math.log(2)
-    last = round(LAST * len(bits))
-    return np.convolve(bits, np.full(last, 1 / last), "valid")
-
-
-def seconds_to(result: Result, runs: Sequence[dict[str, Any]], target: float) -> list[float]:
-    """Calculated for each network: steps to a score, times a gradient's CPU time and a message's bits.
-
-    Latency, and what folding and selecting take, are left out; infinite where the score is not reached.
-    """
-    steps = np.flatnonzero(smooth(runs) <= target)
-    count = LAST * len(runs[0]["losses"]) + float(steps[0]) if steps.size else math.inf
-    sent = 8 * float(np.mean([run["bytes_per_step"] for run in runs]))
-    return [count * (result["compute_seconds"] + sent / rate) for rate in NETWORKS.values()]
-
-
 def table(result: Result) -> str:
     """A row per method, at its best rate, as means over the seeds."""
     rows = []
@@ -236,15 +175,12 @@ def table(result: Result) -> str:
             for key in ("training_bits", "bits", "bytes_per_step")
         }
         spread = max(run["training_bits"] for run in runs) - min(run["training_bits"] for run in runs)
-        behind, seconds = "", ["" for _ in NETWORKS]
+        behind = ""
         common = sorted(seed for seed in found[1] if seed in dense)
         if common:
             base = float(np.mean([dense[seed]["training_bits"] for seed in common]))
             own = [found[1][seed] for seed in common]
             behind = f"{float(np.mean([run['training_bits'] for run in own])) - base:+.3f}"
-            if method.size == 2:
-                target = dense[common[0]]["training_bits"] + MARGIN
-                seconds = [f"{found:.0f}" for found in seconds_to(result, own[:1], target)]
         rows.append(
             [
                 name,
@@ -255,20 +191,11 @@ def table(result: Result) -> str:
                 f"{means['bits']:.3f}",
                 f"{means['bytes_per_step'] / 1000:,.1f}",
                 f"{4 * runs[0]['num_elements'] / means['bytes_per_step']:.0f}x",
-                *("never" if found == "inf" else found for found in seconds),
                 str(len(runs)),
             ]
         )
     head = ["method", "rate", "bits, training", "spread", "to dense", "bits, test", "kB per step", "fewer"]
-    head += [*(f"s at {name}" for name in NETWORKS), "seeds"]
-    kept = [[name, f"{value:.2f}"] for name, value in result["memory"].items()]
-    kept_head = ["kept between steps", "bytes per parameter"]
-    return f"{markdown(head, rows)}\n\n{markdown(kept_head, kept)}"
-
-
-def _complete(result: Result) -> None:
-    result.setdefault("compute_seconds", round(compute_seconds(SETTING), 4))
-    result.setdefault("memory", memory())
+    return markdown([*head, "seeds"], rows)
 
 
 STUDY = Study(
@@ -281,5 +208,4 @@ STUDY = Study(
     measure,
     table,
     facts={"setting": SETTING},
-    complete=_complete,
 )

@@ -1,25 +1,19 @@
 """What scripts/bench measures: it runs, and writes what it measured; memory that passes take."""
 
 import json
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
-from benchmarks import passes
 from benchmarks.allreduce.rank import recorded, replayed
 from benchmarks.common.samples import summarize
-from benchmarks.common.wire import Round, wire_bytes
 from benchmarks.local import works
 from benchmarks.local.main import main
-from horovod_sparse import ddp
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllToAll, Exchange, Request
 from horovod_sparse.feedback import Bucket, parse_recipe
-from horovod_sparse.simulation import Recorder, run_lockstep, share_of_bytes
+from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 
 
@@ -94,38 +88,3 @@ def test_medians_are_over_repetitions_of_means_over_ranks():
     assert found["repetitions"] == 3
     # ranks had 2.0, 1.0 and 1.5 seconds on average, and 0.1 of them folded
     assert found["parts"]["other"] == pytest.approx(1.4)
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_bytes_sent_by_all_are_bytes_received_by_all(size):
-    for kind in ("AllGather", "AllReduce"):
-        assert wire_bytes([Round(kind, 800)], size) == 800 * share_of_bytes(kind.lower(), size)
-    assert wire_bytes([Round("AllToAll", 700), Round("Exchange", 50)], size) == 750
-
-
-def test_passes_run(tmp_path):
-    file = tmp_path / "result.json"
-    assert passes.main(["--elements", "20000", "--repeat", "1", "--json", str(file)]) == 0
-    names = [timing["name"] for timing in json.loads(file.read_text())["timings"]]
-    assert names[0] == "torch: fused AdamW" and names[-1] == "pass: SGD, every=1, delay=1"
-
-
-@pytest.mark.parametrize("name", passes.OPTIMIZERS)
-@pytest.mark.parametrize(("every", "delay"), [(1, 0), (4, 0), (1, 2)])
-def test_passes_take_no_more_memory_of_size_n(name, every, delay):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for width in (10, 1000):  # kernels and modules take memory in the first training
-            tracemalloc.start()
-            net = torch.nn.Linear(width, width, bias=False)
-            optimizer = passes.OPTIMIZERS[name][0](net.parameters())
-            ddp.attach(net, "best:density=0.01", optimizer, every=every, delay=delay, check_every=0)
-            for _ in range(8):
-                net.weight.grad = torch.randn(width, width)
-                optimizer.step()
-            most = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        # the host's residual, and the second moment or velocity: NumPy tells of its memory
-        assert 2.0 <= most / 4_000_000 < 2.75  # 12 k bytes a move
-    finally:
-        dist.destroy_process_group()
