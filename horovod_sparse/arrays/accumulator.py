@@ -404,9 +404,6 @@ class Accumulator:
         """
         rule, companion = self._folded
         self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)
-        if companion is not None and rule.momentum:
-            self._values -= rule.factors(self.dtype).tolist()[3] * companion
-            companion /= rule.momentum
         self._start_anew()
 
     def values(self) -> Values:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import FoldRule
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host.fold import Pair
 from horovod_sparse.kernels.host.scatter import narrow, native_bits, wide
 
 Array = NDArray[Any]
@@ -20,6 +19,14 @@ Array = NDArray[Any]
 _LARGE = 1 << 16
 #: elements that are widened for a norm at a time: they stay in the cache between their uses
 _WIDENED = 1 << 16
+
+
+class Pair(NamedTuple):
+    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other; other may be None."""
+
+    one: Array
+    other: Array | None
+    factors: Array
 
 
 class GradientParts:
@@ -212,6 +219,9 @@ def take_out(
         _subtract(values, (factors[2] + factors[3]) * gradient, library)
         if companion is not None:
             _subtract(companion, gradient, library)
+            if rule.momentum:
+                values -= factors[3] * companion
+                companion /= rule.momentum
         return
     _, lasting, fresh, rate, eps = factors
     with np.errstate(over="ignore", invalid="ignore"):

@@ -100,11 +100,22 @@ class HostKernels(Kernels):
             parts = gradient.pairs(self.dtype, block, rule.clip_norm)
         else:
             parts = self._clipped(gradient, rule)
-        velocity, moment = (companion, None) if rule.moment is None else (None, companion)
-        more = velocity, moment, self._candidates
-        folded = folding.fold(values, parts, maxima, self.layout, factors, *more)
+        noted, count, first, square_norm = self._candidates.begin(), 0, -1, 0.0
+        for start, piece in parts:
+            one, other, weights = piece if isinstance(piece, gradients.Pair) else (piece, None, None)
+            here, report = slice(start, start + one.size), np.array([0.0, -1.0, 0.0])
+            tops = maxima[start // block : -(-here.stop // block)]
+            held = None if companion is None else companion[here]
+            velocity, moment = (held, None) if rule.moment is None else (None, held)
+            noted[1][1] = start
+            more = one, other, weights, tops, block, factors, report
+            folding.fold_piece(values[here], velocity, moment, *more, noted)
+            if first < 0 <= report[1]:
+                first = start + int(report[1])
+            count += int(report[0])
+            square_norm += float(report[2])
         carried = float(factors[0]) ** 2 * norm
-        return FoldReport(*folded, carried, step), folded.square_norm
+        return FoldReport(count, first, square_norm, carried, step), square_norm
 
     def _clipped(self, gradient: gradients.GradientParts, rule: FoldRule) -> Iterable[tuple[int, Array]]:
         parts = gradient.pieces(1024 * self.layout.block, self.layout.block)

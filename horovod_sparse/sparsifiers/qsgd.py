@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.checks import check_count
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.kernels.quantization import MOST_LEVELS, Quantization
 from horovod_sparse.sparsifiers.base import BucketInfo, step_generator
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
@@ -52,8 +52,6 @@ class QSGD(Quantizer):
 
     def __post_init__(self) -> None:
         check_count("levels", self.levels, f"a whole number from 1 to {MOST_LEVELS}")
-        if self.levels > MOST_LEVELS:
-            raise ArgumentError("levels", self.levels, f"a whole number from 1 to {MOST_LEVELS}")
         if self.norm not in ("max", "l2"):
             raise UnknownNameError("norm of qsgd", str(self.norm), ("max", "l2"))
         check_count("seed", self.seed, "a whole number, 0 or more", low=0)

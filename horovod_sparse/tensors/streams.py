@@ -94,15 +94,6 @@ class PendingReport(FoldReport):
     carried_square_norm = _ready_field("carried_square_norm")
     lean = _ready_field("lean")
 
-    def __eq__(self, other: object) -> bool:
-        return self._ready() == (other._ready() if isinstance(other, PendingReport) else other)
-
-    def __hash__(self) -> int:
-        return hash(self._ready())
-
-    def __repr__(self) -> str:
-        return repr(self._ready())
-
 
 Result = TypeVar("Result")
 

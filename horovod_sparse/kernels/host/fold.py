@@ -1,24 +1,21 @@
 """The one pass over all elements: accumulate, and leave block maxima.
 
 Plain, with momentum correction (Lin et al. 2018), where each rank has a velocity of its own before
-selection, or normalized by a second moment of its own. Kernels first, then `fold`, which calls them for as
-many pieces as the gradient comes in.
+selection, or normalized by a second moment of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.host.kth import Candidates, note
+from horovod_sparse.kernels.host.kth import note
 from horovod_sparse.kernels.lanes import as_key, infinity, magnitude, mask_at_least, read
-from horovod_sparse.kernels.layout import Layout
 
 Array = NDArray[Any]
 
@@ -218,52 +215,3 @@ def refresh_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-d
         if j != done:
             maxima[j] = maximum(values, j * block, min(j * block + block, values.size))
             done = j
-
-
-class Pair(NamedTuple):
-    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other; other may be None."""
-
-    one: Array
-    other: Array | None
-    factors: Array
-
-
-class Folded(NamedTuple):
-    """What a fold learned."""
-
-    num_nonfinite: int
-    first_nonfinite: int
-    square_norm: float
-
-
-def fold(
-    values: Array,
-    pieces: Iterable[tuple[int, Array | Pair]],
-    maxima: Array,
-    layout: Layout,
-    factors: Array,
-    velocity: Array | None = None,
-    moment: Array | None = None,
-    candidates: Candidates | None = None,
-) -> Folded:
-    """values = decay * values + gradient (or what velocity or moment make of it), and block maxima."""
-    noted = (candidates or Candidates(values.size, values.dtype)).begin()
-    count, first, square_norm = 0, -1, 0.0
-    block = layout.block
-    for start, piece in pieces:
-        one, other, weights = piece if isinstance(piece, Pair) else (piece, None, None)
-        stop = start + one.size
-        report = np.array([0.0, -1.0, 0.0])
-        tops = maxima[start // block : -(-stop // block)]
-        speed = None if velocity is None else velocity[start:stop]
-        square = None if moment is None else moment[start:stop]
-        noted[1][1] = start
-        fold_piece(
-            *(values[start:stop], speed, square, one, other, weights, tops, block, factors, report),
-            noted,
-        )
-        if first < 0 <= report[1]:
-            first = start + int(report[1])
-        count += int(report[0])
-        square_norm += float(report[2])
-    return Folded(count, first, square_norm)
