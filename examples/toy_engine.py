@@ -69,7 +69,7 @@ class ArrayPart(BucketPart):
 
     def apply(self, scale: float) -> tuple[np.ndarray, BucketReport]:
         applied, total = np.zeros(self.num_elements, np.float32), self.total
-        applied[total.indices] = total.values * np.float32(scale)
+        np.add.at(applied, total.indices, total.values * np.float32(scale))  # an index may come twice
         self.bucket.accept()
         report = BucketReport(self.bucket.last, len(total.indices), applied.nbytes, total.notes.norms)
         return applied, report

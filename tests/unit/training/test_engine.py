@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import Bucket, MomentumCorrection, Recipe, parse_recipe, recipe
 from horovod_sparse.merging import Plan
-from horovod_sparse.simulation import run_lockstep
+from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import redistribute
 from horovod_sparse.training import parts, state
@@ -124,24 +124,15 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def simulated(toy: Any, text: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    recipe = parse_recipe(text)
-    infos = [BucketInfo("bucket0.weight", 105, rank, RANKS) for rank in range(RANKS)]
-    buckets = [Bucket(info, recipe, parts.host_accumulator(info, recipe)) for info in infos]
+    cluster = SimulatedCluster(parse_recipe(text), 105, RANKS, name="bucket0.weight")
     parameters = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
     for _ in range(STEPS):
-        steps = []
-        for rank, bucket in enumerate(buckets):
-            gradients = toy.gradients_of(parameters, *toy.data_of(rank))
-            flat = np.concatenate([gradients["weight"].reshape(-1), gradients["bias"]])
-            steps.append(bucket.step(flat))
-        total = run_lockstep(steps)[0]
-        mean = np.zeros(105, np.float32)
-        mean[total.indices] = total.values * np.float32(1.0 / RANKS)
-        for bucket in buckets:
-            bucket.accept()
+        given = [toy.gradients_of(parameters, *toy.data_of(rank)) for rank in range(RANKS)]
+        total = cluster.step([np.concatenate([one["weight"].reshape(-1), one["bias"]]) for one in given])
+        mean = total * np.float32(1.0 / RANKS)
         parameters["weight"] -= np.float32(0.1) * mean[:100].reshape(20, 5)
         parameters["bias"] -= np.float32(0.1) * mean[100:]
-    return parameters, [np.array(bucket.accumulator.values()) for bucket in buckets]
+    return parameters, cluster.residuals()
 
 
 @pytest.mark.parametrize("text", ["topk:density=0.1", "exdyna:density=0.1,feedback=momentum"])
