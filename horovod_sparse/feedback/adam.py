@@ -1,7 +1,7 @@
 """Adam and AdamW: each rank normalizes its gradient by a second moment of its own.
 
 How long the whole batch's steps are (`whole_batch`) follows from how alike the ranks' gradients are. In every
-step all ranks draw the same random signs, and each tells, in spare bits of its message, how far its gradient
+step all ranks draw the same random signs, and each tells, beside what it sends, how far its gradient
 leans along them. The squared mean of what they tell estimates the mean gradient's square, and the mean of
 squares that of one rank's: both up to the same factor, averaged over steps.
 """
@@ -110,7 +110,7 @@ class AdamFeedback(Normalizing):
         whole_batch: steps as long as those of the mean gradient, whose v is up to P times smaller than that
             of one rank's part of the batch: ``s = (mean |g_i|^2 / |mean g_i|^2)^(1/2)``, at most sqrt(P),
             of means over about 30 steps. Ranks learn it from how far each one's gradient leans along random
-            signs that they share, which spare bits of their messages tell. False: s = 1.
+            signs that they share, in every pass. False: s = 1.
 
     Example:
         >>> AdamFeedback(beta2=0.99).with_settings(beta2=0.95, eps=1e-6)

@@ -133,15 +133,14 @@ class Bucket:
         self.feedback = recipe.feedback
         self._progress = Progress(summed=self.summed)
         self.last = BucketStep(info.name, info.num_elements)
-        #: the state before the step that may still be given up, and how far steps leaned
-        self._before: tuple[SparsifierState, tuple[float, float]] | None = None
+        #: before the step that may still be given up
+        self._before: tuple[SparsifierState, Progress] | None = None
         self._gradient: Any = None
         #: in a step: its age before, and residual and companions of what has no gradient
         self._hidden: tuple[int, Any] | None = None
         #: where ranks normalize their gradients by parts of a batch
-        self._alikeness: Alikeness | None = None
-        if isinstance(recipe.feedback, Normalizing) and recipe.feedback.whole_batch and info.size > 1:
-            self._alikeness = Alikeness(info)
+        apart = info.size > 1 and isinstance(recipe.feedback, Normalizing) and recipe.feedback.whole_batch
+        self._alikeness = Alikeness(info) if apart else None
 
     @property
     def progress(self) -> Progress:
@@ -260,11 +259,11 @@ class Bucket:
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
-        self._before = self.state, self._progress.leans
+        self._before = self.state, self._progress
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
-        if sum_.notes.norms is not None:
-            self._check_steps(sum_.notes.steps)
+        self._check_steps(sum_.notes.steps)
+        self.learn(sum_.notes.leans)
         overflow = self.received(sum_, report, scale)
         if sum_.notes.first_nonfinite or overflow is not None:
             self._take_back()
@@ -274,20 +273,22 @@ class Bucket:
 
     def received(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
         """Learns what a sum tells of all ranks; returns where it overflows, if it does."""
-        report.num_selected = int(sum_.counts[self.info.rank])
-        report.num_received = len(sum_.values)
+        report.num_selected, report.num_received = int(sum_.counts[self.info.rank]), len(sum_.values)
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:
-            if self._alikeness is not None and sum_.notes.leans.any():
-                learned = self._alikeness.learned(self._progress.leans, sum_.notes.leans)
-                self._progress = dataclasses.replace(self._progress, leans=learned)
             report.global_error = float(np.add.reduce(norms)) / len(norms)
         # all ranks have the same sum: so they find the same, without a message
         return overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
 
+    def learn(self, leans: np.ndarray) -> None:
+        """Learns how alike ranks' gradients of a pass are, from how far each one's leans, [P]."""
+        if self._alikeness is not None and leans.any():
+            learned = self._alikeness.learned(self._progress.leans, leans)
+            self._progress = dataclasses.replace(self._progress, leans=learned)
+
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """Refuses ranks that have not done the same number of steps: all know those of all."""
-        if (steps != steps[0]).any():
+        if (steps != steps[:1]).any():
             self._take_back()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
             at = {int(step): numbers[steps == step].tolist() for step in steps}
@@ -340,8 +341,7 @@ class Bucket:
     def _take_back(self) -> None:
         if self._before is not None:
             self.accumulator.abandon()
-            (self.state, leans), self._before = self._before, None
-            self._progress = dataclasses.replace(self._progress, leans=leans)
+            (self.state, self._progress), self._before = self._before, None
 
     def _show(self) -> None:
         if self._hidden is not None:

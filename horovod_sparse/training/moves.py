@@ -305,12 +305,15 @@ class Facts:
     present: int = 0
     #: factor of weight decay, by part
     shrink: list[float] = field(default_factory=list)
+    #: how far gradients lean, by pass and part
+    leans: list[list[float]] = field(default_factory=list)
     task: Any = None
     averaged: tuple[np.ndarray, Any] | None = None
 
     def told(self, number: int) -> Synchronization[list[Any]]:
         """Returns all ranks' facts of the exchange with this number."""
-        return shared_lines([number, self.bad, self.finishing, hex(self.present), self.shrink])
+        facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.leans
+        return shared_lines(facts)
 
 
 def present_in(parts: Sequence[StepPart]) -> int:
@@ -325,10 +328,13 @@ def present_in(parts: Sequence[StepPart]) -> int:
 
 def heard(lines: Sequence[Any], parts: Sequence[StepPart]) -> tuple[list[dict[float, list[int]]], bool]:
     """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
-    _, marks, finishing, present, shrink = zip(*lines, strict=True)
+    _, marks, finishing, present, shrink, leans = zip(*lines, strict=True)
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
         raise NonFiniteGradientError(next(iter(bad.values())), bad)
+    for of_ranks in zip(*leans, strict=False):  # a rank that has had fewer batches ends earlier
+        for part, told in zip(parts, zip(*of_ranks, strict=True), strict=True):
+            part.bucket.learn(np.array(told))
     somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
     shrunk: list[dict[float, list[int]]] = []
     for part, factors in zip(parts, zip(*shrink, strict=True), strict=True):

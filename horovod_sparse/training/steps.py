@@ -251,6 +251,7 @@ class Steps(Training):
             facts.present |= present_in(self.parts)
             before = facts.shrink or [1.0] * len(self.parts)
             facts.shrink = [old * part.shrink for old, part in zip(before, self.parts, strict=True)]
+            facts.leans.append([part.bucket.accumulator.report.lean for part in self.parts])
         self.taken += 1
         if self.taken >= self.schedule.every:
             self._begin_exchange()
@@ -327,7 +328,8 @@ class Steps(Training):
     def save(self, **more: Any) -> dict[str, Any]:
         """Saves as `Training.save` does, with this rank's own moves and those in flight."""
         if self.schedule.moves_alone and self.parts:
-            facts = [[one.bad, hex(one.present), one.shrink] for one in [*self._in_flight, self._facts]]
+            known = [*self._in_flight, self._facts]
+            facts = [[one.bad, hex(one.present), one.shrink, one.leans] for one in known]
             moves = [part.moves.save(self.engine.to_array) for part in self.parts]
             more["passes"] = {"taken": self.taken, "begun": self._num_begun, "facts": facts, "moves": moves}
         return super().save(**more)
@@ -349,10 +351,7 @@ class Steps(Training):
         if not fits or self.started_anew:
             self.roll_back()
             return
-        known = [
-            Facts(bad, present=int(present, 16), shrink=list(shrink))
-            for bad, present, shrink in passes["facts"]
-        ]
+        known = [Facts(bad, False, int(bits, 16), *lists) for bad, bits, *lists in passes["facts"]]
         self._num_begun = passes["begun"] - len(known) + 1
         for self._facts in known[:-1]:
             self._begin_exchange()

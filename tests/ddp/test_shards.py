@@ -16,6 +16,7 @@ from horovod_sparse.simulation import SimulatedCluster
 from support.cases import on_ranks
 from support.documents import blocks
 from support.linear import LinearModel, dyadic
+from support.passes import adamw, backward, batches, net_of
 from support.replicas import same_on_all_replicas
 from support.sampling import rows_by
 
@@ -296,3 +297,29 @@ def test_local_steps_exchange_shards_between_hosts(compression, mesh, rank):
     with pytest.raises(NonFiniteGradientError, match="not finite"):
         host.step(gradients(rank, 5))
     assert (local.step, local.taken) == (2, 0)
+
+
+@pytest.mark.controllers
+@pytest.mark.parametrize("delay", [0, 1])
+def test_shards_of_one_model_step_alike(delay, rank, size):
+    """FSDP2 within a host: a NaN in one shard alone gives the exchange up for the other, too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = fully_shard(net_of(), mesh=mesh["shard"])
+    optimizer = adamw(net)
+    sync = ddp.attach(net, "best:density=0.1", optimizer, delay=delay, replicas=mesh["replicate"])
+    raised = []
+    for step, batch in enumerate(batches(rank, 8)):
+        backward(net, batch)
+        if step == 3 and rank == 1:
+            net[0].weight.grad.to_local()[0, 0] = float("nan")
+        try:
+            optimizer.step()
+        except NonFiniteGradientError:
+            raised.append(step)
+    sync.finish()
+    assert raised == [3 + delay]
+    shards = [one.detach().to_local() for one in net.parameters()]
+    everyone = [None] * size
+    dist.all_gather_object(everyone, [one.sum().item() for one in shards])
+    assert everyone[0] == everyone[2] and everyone[1] == everyone[3]
+    assert all(torch.isfinite(one).all() for one in shards)
