@@ -23,17 +23,17 @@ class _Change(NamedTuple):
 
 
 class Journal:
-    """The changes of single elements since the last fold, in k-sized memory; `arrays` are what may change."""
+    """Records changes of single elements since the last fold, in k-sized memory; `arrays` may change."""
 
     def __init__(self, kernels: Kernels, arrays: tuple[Memory, ...]) -> None:
         self._kernels, self.arrays = kernels, arrays
         self._changes: list[_Change] = []
         self._seen = 0
-        #: places that were read while they were in cache, and what stands there in the first array
+        #: indices that a selection has read, and the values of the first array there
         self.found: tuple[Memory, Memory] | None = None
 
     def remember(self, where: Memory) -> tuple[Memory, ...]:
-        """Notes, and returns, what stands there in each array, just before it is changed."""
+        """Records and returns the values at these indices in every array, just before they change."""
         known, self.found = self.found, None
         read = () if known is None or not np.array_equal(known[0], where) else known[1:]
         olds = read + tuple(self._kernels.take(array, where) for array in self.arrays[len(read) :])
@@ -41,13 +41,13 @@ class Journal:
         return olds
 
     def unseen(self) -> Iterator[Memory]:
-        """The places of all changes that no earlier call has given out."""
+        """Yields the indices changed since the last call."""
         first, self._seen = self._seen, len(self._changes)
         for change in self._changes[first:]:
             yield change.where
 
     def undo(self) -> list[Memory]:
-        """Restores every array bit for bit, the last change first; returns the places, and forgets."""
+        """Restores every array bit for bit, the last change first; returns the changed indices."""
         for change in reversed(self._changes):
             for array, old in zip(self.arrays, change.olds, strict=True):
                 self._kernels.put(array, change.where, old)
@@ -56,7 +56,7 @@ class Journal:
         return places
 
     def forget(self) -> None:
-        """What changed stays changed."""
+        """Drops the record; the changes stay."""
         self._changes.clear()
         self._seen, self.found = 0, None
 
@@ -92,11 +92,11 @@ class Accumulator:
         self._norm = self._norm_at_fold = kernels.number(0.0)
         #: of the last fold, and the companion that it changed
         self._folded: tuple[FoldRule, Memory | None] = _PLAIN, None
-        #: what `quantize` leaves of the values
+        #: the values after `quantize`, until they are needed
         self._rest: Memory | None = None
         self._maxima: Memory = None
         self._maxima_known = False
-        #: whether a magnitude may be above its bound: seen to where some algorithm selects once more
+        #: whether a magnitude may be above its block's bound, which the next selection raises
         self._has_grown = False
 
     @property
@@ -170,7 +170,7 @@ class Accumulator:
         return self.report
 
     def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
-        """Zeros in these spans, so that nothing there is selected, until `show`; before a fold."""
+        """Sets spans to 0 until `show`, so that nothing there is selected; called before a fold."""
         self._settle()
         arrays = self._values, *self._companions
         hidden = [(slice(*span), [array[slice(*span)] * 1.0 for array in arrays]) for span in spans]
@@ -180,7 +180,7 @@ class Accumulator:
         return hidden
 
     def show(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
-        """Brings back what `hide` has hidden, companions times a factor."""
+        """Restores the spans that `hide` returned, companions times a factor."""
         for where, (values, *companions) in hidden:
             self._values[where] = values
             for companion, before in zip(self._companions, companions, strict=True):
@@ -189,7 +189,7 @@ class Accumulator:
         self._maxima_known = False
 
     def refuse(self) -> None:
-        """Lets the report of the last fold say that this rank refuses the step."""
+        """Marks the last fold's report: this rank refuses the step."""
         # a report that waits for a device is no FoldReport
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
@@ -200,7 +200,7 @@ class Accumulator:
         return self._maxima
 
     def _bounds(self) -> Memory:
-        """Upper bounds of the block maxima: exact, but for what was cleared since."""
+        """Returns upper bounds of the block maxima; exact where nothing was cleared since the fold."""
         maxima = self._room_for_maxima()
         if not self._maxima_known:
             self._kernels.scan_maxima(self._values, maxima)
@@ -220,7 +220,7 @@ class Accumulator:
         self._has_grown = False
 
     def _settle(self) -> None:
-        """Carries out what `quantize` has begun: it cannot be abandoned any more."""
+        """Applies a pending `quantize`; `abandon` cannot take it back afterwards."""
         if self._rest is not None:
             self._values[...] = self._rest
             self._rest = None
@@ -282,14 +282,14 @@ class Accumulator:
         return self._kernels.sample(self._values, stride, offset)
 
     def take(self, indices: Indices) -> Values:
-        """The values there, as a fresh array."""
+        """Returns the values at these indices, as a fresh array."""
         self._settle()
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
 
     def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
-        """`take` and `clear` in one reading: the values that stood there, as a fresh array.
+        """Takes and clears the values at these indices in one read; returns them as a fresh array.
 
-        Where something else is `sent` in their place, that is returned, and the difference stays.
+        With `sent`, a rounding, the rounded values are returned, and the difference stays.
         """
         where, olds = self._noted(indices)
         values = np.array(self._kernels.to_host(olds[0]))
@@ -305,12 +305,12 @@ class Accumulator:
         return rounded
 
     def clear(self, indices: Indices) -> None:
-        """Sets the values there to 0, and with masking the companions, as the last fold has said."""
+        """Sets the values at these indices to 0, and the companions if the last fold's rule masks them."""
         where, olds = self._noted(indices)
         self._clear(where, olds[0])
 
     def _noted(self, indices: Indices) -> tuple[Memory, tuple[Memory, ...]]:
-        """Where these are, and what the journal keeps of them."""
+        """Checks indices; returns them, and the old values, which the journal keeps."""
         self._settle()
         where = self._kernels.places(indices, keep=True)
         return where, self._journal.remember(where)
@@ -324,9 +324,9 @@ class Accumulator:
             self._norm = self._kernels.number(0.0)
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values there (what a rank gives back to its residual); indices are unique.
+        """Adds to the values at these unique indices, as a rank that keeps a part of what it selected.
 
-        What would not stay finite adds nothing.
+        A sum that would not be finite is left out.
         """
         where, new = self._matched(indices, values)
         olds = self._journal.remember(where)
@@ -334,7 +334,7 @@ class Accumulator:
         self._grew(olds[0], self._kernels.take(self._values, where))
 
     def put(self, indices: Indices, values: Values) -> None:
-        """Exactly these finite values there; companions stay. Indices are unique."""
+        """Writes finite values at these unique indices; companions stay."""
         where, new = self._matched(indices, values)
         olds = self._journal.remember(where)
         self._kernels.put(self._values, where, new)
@@ -352,7 +352,7 @@ class Accumulator:
         self._has_grown = True
 
     def mask(self, indices: Indices) -> None:
-        """Clears what a feedback clears with the values there, as `clear` does; the values stay."""
+        """Clears the companions at these indices as `clear` does, and leaves the values."""
         _, *companions = self._journal.arrays
         if companions:
             where = self._kernels.places(indices, keep=True)
@@ -391,7 +391,7 @@ class Accumulator:
             self._norm = self._norm_at_fold
 
     def accept(self) -> None:
-        """Called once the step is applied."""
+        """Called once the step is applied on all ranks."""
 
     def drop(self, gradient: Any) -> None:
         """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
@@ -417,7 +417,7 @@ class Accumulator:
         return (self.values(), *(self._kernels.view(companion) for companion in self._companions))
 
     def assign_held(self, held: Sequence[Any]) -> None:
-        """Replaces what `held` gives."""
+        """Replaces what `held` returns."""
         self.assign(held[0])
         for companion, values in zip(self._companions, held[1:], strict=True):
             self._kernels.assign(companion, values)
@@ -441,7 +441,7 @@ class Accumulator:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """All values have changed, and stay."""
+        """Computes the norm again after all values have changed, and empties the journal."""
         self._norm = self._norm_at_fold = self._kernels.squares(self._values)
         self._maxima_known = False
         self._journal.forget()

@@ -1,4 +1,4 @@
-"""What goes between an accumulator and who uses it, and what an accumulator asks of its memory."""
+"""The rule and the report of a fold, and the kernels that an accumulator needs of its memory."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Kernels(Protocol):
         """n zeros."""
 
     def checked(self, gradient: Any) -> Any:
-        """A gradient that `fold` takes, or an `ArgumentError`."""
+        """Returns a gradient as `fold` takes it; an `ArgumentError` refuses any other."""
 
     def fold(
         self,
@@ -182,20 +182,20 @@ class Kernels(Protocol):
         """Replaces all n values, or raises an `ArgumentError`."""
 
     def empty_maxima(self) -> Memory:
-        """Room for the maxima of all blocks."""
+        """Returns memory for the maxima of all blocks, not initialized."""
 
     def scan_maxima(self, values: Memory, maxima: Memory) -> None:
-        """Maxima of all blocks."""
+        """Writes the maxima of all blocks."""
 
     def refresh_maxima(self, values: Memory, maxima: Memory, where: Memory) -> None:
-        """Exact maxima of the blocks that hold these elements."""
+        """Writes the exact maxima of the blocks that hold these elements."""
 
     def largest(
         self, values: Memory, maxima: Memory, k: int, start: int, stop: int
     ) -> tuple[Indices, Memory | None]:
         """Returns the k largest by exact maxima, 0 < k < stop - start, in order; ties go to the lowest index.
 
-        What stands there, too, if that was in cache.
+        Also the values there, if they were in the cache; else None.
         """
 
     def largest_of_each(
@@ -207,46 +207,46 @@ class Kernels(Protocol):
         """Returns, by exact maxima, the magnitude bits of the k-th largest, 1 <= k <= stop - start."""
 
     def at_least(self, values: Memory, maxima: Memory, bits: Any, start: int, stop: int) -> Indices:
-        """Of upper bounds: ascending positions whose magnitude bits are >= bits, start < stop."""
+        """Returns, by upper bounds, ascending positions whose magnitude bits are >= bits; start < stop."""
 
     def sample(self, values: Memory, stride: int, offset: int) -> Values:
-        """Every stride-th magnitude."""
+        """Returns every stride-th magnitude."""
 
     def places(self, indices: Any, *, keep: bool = False) -> Memory:
-        """Indices, checked; with `keep` no memory of the caller's. Their `len` is how many."""
+        """Checks indices and brings them to the memory; with `keep` as a copy."""
 
     def numbers(self, values: Any) -> Memory:
-        """k values from the host, in the accumulator's dtype."""
+        """Brings k values from the host to the memory, in the accumulator's dtype."""
 
     def to_host(self, memory: Memory) -> Values:
-        """k values on the host, of which the caller may do what it likes."""
+        """Returns k values on the host, which the caller may change."""
 
     def view(self, values: Memory) -> Values:
-        """n values on the host: their own memory where that is possible."""
+        """Returns n values on the host, as a view where that is possible."""
 
     def take(self, values: Memory, where: Memory) -> Memory:
-        """The values there, fresh."""
+        """Returns a copy of the values at these indices."""
 
     def zero(self, values: Memory, where: Memory) -> None:
-        """0 there."""
+        """Writes 0 at these indices."""
 
     def put(self, values: Memory, where: Memory, new: Memory) -> None:
-        """These values there; places are unique."""
+        """Writes values at unique indices."""
 
     def add(self, values: Memory, where: Memory, olds: Memory, new: Memory) -> None:
-        """Adds to what stands there, `olds`, where that stays finite; places are unique."""
+        """Adds to the values at unique indices, `olds`, where the sum is finite."""
 
     def squares(self, values: Memory) -> Number:
-        """Sum of squares of n values."""
+        """Returns the sum of squares of n values."""
 
     def number(self, value: float) -> Number:
-        """A number as the kernels keep it."""
+        """Returns a number as the kernels keep it."""
 
     def float_of(self, number: Number) -> float:
-        """It, on the host."""
+        """Returns such a number as a float; may wait for a device."""
 
     def renormed(self, norm: Number, old: Memory, new: Memory | None = None) -> Number:
-        """A sum of squares after k old values were replaced by new ones, or zeros."""
+        """Returns a sum of squares after k old values were replaced by new ones, or by 0."""
 
     def quantize(self, values: Memory, code: Quantization, key: int, words: NDArray[np.int32]) -> Memory:
         """Writes words on the host; returns the values less what the words stand for."""

@@ -88,7 +88,7 @@ class Progress:
         return dataclasses.replace(self, learning_rate=counted, largest_rate=largest)
 
     def rescaled(self, factor: float) -> Progress:
-        """Of a residual that has been multiplied by a factor."""
+        """Returns the progress after the residual was multiplied by a factor."""
         return dataclasses.replace(self, scale=self.scale * factor)
 
     def flaw(self, _fresh: Progress) -> str:
@@ -148,7 +148,7 @@ class Bucket:
         return dataclasses.replace(self._progress, step=self.state.step)
 
     def restart(self, progress: Progress | None = None) -> None:
-        """The sparsifier's state anew. The residual stays what it is."""
+        """Resets the sparsifier's state; the residual stays."""
         self._progress = progress = progress or Progress(summed=self.summed)
         if progress.summed != self.summed:  # companions of other gradients
             self._progress = dataclasses.replace(
@@ -159,7 +159,7 @@ class Bucket:
         self._before = None
 
     def rescaled(self, factor: float) -> None:
-        """Whoever multiplies the residual, between two steps, calls this: the sparsifier's state follows."""
+        """Called by those who multiply the residual between two steps: scales the sparsifier's state."""
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
             self.state = rescaled(self.state, factor)
@@ -250,7 +250,7 @@ class Bucket:
         return report
 
     def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
-        """What follows `fold`: as `step`, whose second half it is."""
+        """Runs the sparsifier after `fold`: the second half of `step`."""
         sum_, overflow = yield from self._summed(report, scale)
         self.check(sum_.notes.first_nonfinite, overflow)
         return sum_
@@ -258,7 +258,7 @@ class Bucket:
     def _summed(
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
-        """The sum, and where it overflows, if it does; taken back already where no rank may apply it."""
+        """Returns the sum, and where it overflows, if so; takes the step back if no rank may apply it."""
         self._before = self.state, self._progress
         sum_, after = yield from self._recorded(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
@@ -309,7 +309,7 @@ class Bucket:
             raise NonFiniteSumError(name, {}, self.member_at(overflow))
 
     def _recorded(self, report: BucketStep) -> Synchronization[tuple[SparseSum, SparsifierState]]:
-        """The sparsifier's coroutine, its bytes counted and its time between collectives taken."""
+        """Runs the sparsifier's coroutine; counts its bytes, and its time between collectives."""
         coroutine = self.recipe.sparsifier.synchronize(self.accumulator, self.state, self.info)
         result: Any = None
         while True:
@@ -361,7 +361,7 @@ class Bucket:
         self._show()
 
     def member_at(self, position: int) -> str:
-        """Name of the parameter that holds an element of the bucket."""
+        """Returns the name of the parameter that holds an element of the bucket."""
         for member in self.members:
             if member.start <= position < member.stop:
                 return member.name
@@ -369,7 +369,7 @@ class Bucket:
 
 
 def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
-    """The first element of a sum that its gradient's type cannot hold; None where all are well. O(k)."""
+    """Returns the first element of a sum that its gradient's type cannot hold; None if there is none."""
     values, limit = sum_.values, _LARGEST[info.dtype]
     if not len(values):
         return None
@@ -390,7 +390,7 @@ def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
 
 
 def num_bytes_sent(request: Request, rank: int) -> int:
-    """Payload bytes that this rank puts into a request, each byte counted once."""
+    """Returns the payload bytes that this rank puts into a request."""
     if isinstance(request, Broadcast):
         return request.buffer.nbytes if request.root == rank else 0
     if isinstance(request, Exchange):
