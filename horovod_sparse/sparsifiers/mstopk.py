@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
 
-#: from so few elements above the lower threshold on, counting goes on among them alone
+#: from so few times k elements above the lower threshold on, counting goes on among them alone
 _FEW = 4
 
 
@@ -49,34 +49,26 @@ class MSTopK(SelectAndGather):
             return Selected(accumulator.largest(k))
         # at least k elements reach `low` (if there are so many that are not 0), fewer than k reach `high`
         low, high = 0.0, float(np.nextafter(accumulator.kth_magnitude(1), np.inf))
-        passes, count = self.num_passes, accumulator.num_elements
-        while passes and count > _FEW * k:
+        reserve: Indices | None = None
+        sizes = np.empty(0)
+        for _ in range(self.num_passes):
             middle = low + (high - low) / 2
-            reached = accumulator.at_least(middle).size
-            passes -= 1
-            if reached >= k:
-                low, count = middle, reached
-            else:
-                high = middle
-        reserve = accumulator.at_least(low)
+            found: Any = accumulator.at_least(middle) if reserve is None else np.flatnonzero(sizes >= middle)
+            low, high = (middle, high) if found.size >= k else (low, middle)
+            if reserve is None and k <= found.size <= _FEW * k:
+                reserve, sizes = found, _sizes(accumulator, found)
+            if found.size == k:
+                break
+        if reserve is None:
+            reserve = accumulator.at_least(low)
+            sizes = _sizes(accumulator, reserve)
         if reserve.size < k:
             return Selected(accumulator.largest(k))  # zeros have to fill up
-        return Selected(self._among(reserve, accumulator.take(reserve), k, low, high, passes))
-
-    @staticmethod
-    def _among(reserve: Indices, values: np.ndarray, k: int, low: float, high: float, passes: int) -> Indices:
-        """Runs the passes that are left, counting in what reaches `low`; then the fill."""
-        sizes = np.abs(values.astype(np.float64))
-        for _ in range(passes):
-            middle = low + (high - low) / 2
-            reached = int(np.count_nonzero(sizes >= middle))
-            if reached >= k:
-                low = middle
-            else:
-                high = middle
-            if reached == k:
-                break
         chosen = sizes >= high
         between = np.flatnonzero((sizes >= low) & ~chosen)
         chosen[between[: k - int(np.count_nonzero(chosen))]] = True
-        return reserve[chosen]
+        return Selected(reserve[chosen])
+
+
+def _sizes(accumulator: Accumulator, indices: Indices) -> np.ndarray:
+    return np.abs(accumulator.take(indices).astype(np.float64))
