@@ -38,20 +38,20 @@ _MADE_OF_TEXT = errors.StateMismatchError, MessageError, errors.CollectiveMismat
 
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
-    """A gradient on the host as one array that can be summed: half types in float32."""
+    """Returns a gradient on the host as one array that can be summed: half types in float32."""
     parts = gradient if isinstance(gradient, GradientParts) else GradientParts([gradient])
     return parts.joined(whole.value_dtype)
 
 
 def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
-    """A host's sum of a shard, as an accumulator of so many elements folds it, and leaves it as it is."""
+    """Returns a host's sum of a shard, filled up with zeros to so many elements, for a fold."""
     short = num_elements - shard.size
     return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
 
 
 @dataclass(frozen=True, eq=False)
 class ShardMessage:
-    """The result of a column for the ranks of a host: the sum of its shard, behind a line of JSON.
+    """Carries a column's result to the ranks of a host: a line of JSON, then the sum of its shard.
 
     Attributes:
         step: synchronizations that this rank has done.
@@ -127,7 +127,7 @@ class TwoLevelBucket(Bucket):
 
     @property
     def whole(self) -> BucketInfo:
-        """The facts of all of it, and of all ranks."""
+        """The facts of the whole bucket, and of all ranks."""
         return self._whole
 
     @property
@@ -144,7 +144,7 @@ class TwoLevelBucket(Bucket):
         self._load([values[slice(*self.shard)] for values in held])
 
     def gathered(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
-        """See `Bucket.gathered`; all ranks of the host do so together."""
+        """Loads the host's sums of this rank's shard; all ranks of the host do so together."""
         shards = []
         for values in held:
             shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
@@ -164,14 +164,14 @@ class TwoLevelBucket(Bucket):
         scale: float | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
-        """See `Bucket.step`; `gradient` is that of the whole, and the sum, too. Nothing is absent."""
+        """Steps as `Bucket.step`: takes the gradient of the whole bucket, and returns the whole sum."""
         summed = self._summable(gradient, self.whole)
         shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
         folded = self.fold(shard, learning_rate, refused=refused)
         return (yield from self._of_whole(self._summed(folded, scale)))
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
-        """See `Bucket._check_steps`; of this rank's column, if nothing else is said."""
+        """Checks as `Bucket._check_steps`, by default the ranks of this rank's column."""
         super()._check_steps(steps, self.topology.columns[self.local] if ranks is None else ranks)
 
     def check(self, marks: Mapping[int, int], overflow: int | None) -> None:
@@ -184,7 +184,7 @@ class TwoLevelBucket(Bucket):
     def _of_whole(
         self, of_shard: Synchronization[tuple[SparseSum, int | None]]
     ) -> Synchronization[SparseSum]:
-        """The sum of the whole, from the synchronization of this rank's shard; or an error of all ranks."""
+        """Runs this rank's shard, and returns the sum of the whole; raises errors on all ranks alike."""
         failure: HorovodSparseError | None = None
         try:
             sum_, overflow = yield from at_level(of_shard, "across")
@@ -219,7 +219,7 @@ class TwoLevelBucket(Bucket):
         return sum_
 
     def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
-        """What this rank's column has found, for the ranks of its host."""
+        """Returns the result of this rank's column, as words for the ranks of its host."""
         (start, stop), notes = self.shard, sum_.notes
         given_up = overflow is not None or bool(notes.first_nonfinite)
         whole = sum_.whole and not given_up
@@ -241,7 +241,7 @@ class TwoLevelBucket(Bucket):
         ).packed()
 
     def _joined(self, gathered: Words) -> tuple[SparseSum, dict[int, int], int | None]:
-        """The sum of the whole from those of its shards, the marks of ranks, and where it overflows."""
+        """Returns the sum of the whole from the shards' sums, the marks of ranks, and where it overflows."""
         n, dtype = self.whole.num_elements, self.whole.value_dtype
         messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host)
         self._check_steps(np.array([one.step for one in messages]), self.topology.hosts[self.host])
@@ -276,7 +276,7 @@ class TwoLevelBucket(Bucket):
 
 
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
-    """The facts of a rank's shard: N ranks, and as many elements as the longest shard has.
+    """Returns the facts of a rank's shard: N ranks, and as many elements as the longest shard has.
 
     Example:
         >>> shard_of(BucketInfo("w", 9, rank=3, size=4), Topology.regular(2, 2))

@@ -58,7 +58,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def _dispatcher(function: Callable[..., Any]) -> Any:
-    """Numba's; its cache is in the user's own folder where the package's is not the user's."""
+    """Returns numba's dispatcher; its cache is the user's own folder where the package is another user's."""
     given = numba.config.CACHE_DIR
     if not given and hasattr(os, "getuid") and os.stat(__file__).st_uid != os.getuid():
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -74,7 +74,7 @@ def _refuse(*_arguments: Any) -> Any:
 
 
 def _stamp(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of the kernel files a function is made from, its own and what it calls."""
+    """Returns name, size and time of the kernel files that a function is made from, by its calls, too."""
     files: dict[str, tuple[int, int]] = {}
     _visit(function.__globals__, files)
     return tuple((name, *facts) for name, facts in sorted(files.items()))

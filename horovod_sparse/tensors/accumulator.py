@@ -33,7 +33,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The fastest bodies for a device: Triton for CUDA where it is installed, else plain PyTorch."""
+    """Returns the fastest kernels for a device: Triton's for CUDA where it is installed, else PyTorch's."""
     return _triton() if device.type == "cuda" else plain_kernels
 
 
@@ -57,7 +57,7 @@ def _triton() -> ModuleType:
 
 
 def accumulating(dtype: Any) -> torch.dtype:
-    """As `gradients.accumulating`, as a dtype of PyTorch."""
+    """Returns what `gradients.accumulating` does, as a dtype of PyTorch."""
     return torch.float64 if gradients.accumulating(dtype) is np.float64 else torch.float32
 
 

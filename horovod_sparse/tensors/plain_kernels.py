@@ -16,7 +16,7 @@ from horovod_sparse.kernels.quantization import COUNTER, WORD, Quantization, dra
 
 
 def device_block_size(density: float) -> int:
-    """Elements per block on an accelerator, for a density.
+    """Returns the elements per block on an accelerator, for a density.
 
     About k blocks pass and are read again, so 1/8 of the blocks should pass: one read in 32 bytes of traffic.
     Larger blocks than 1024 would save nothing any more, smaller ones than 32 are not one transaction.
@@ -28,22 +28,22 @@ def device_block_size(density: float) -> int:
 
 
 def int_type(dtype: torch.dtype) -> torch.dtype:
-    """The signed type as wide as float32 or float64: magnitude bits are below its sign."""
+    """Returns the signed type as wide as float32 or float64: magnitude bits are below its sign."""
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
 def num_magnitude_bits(dtype: torch.dtype) -> int:
-    """31 or 63."""
+    """Returns 31 or 63."""
     return 63 if dtype == torch.float64 else 31
 
 
 def infinity_bits(dtype: torch.dtype) -> int:
-    """Magnitude bits of Inf: smaller are finite, larger are NaN."""
+    """Returns the magnitude bits of Inf: smaller are finite, larger are NaN."""
     return 0x7FF0000000000000 if dtype == torch.float64 else 0x7F800000
 
 
 def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """The bits without the sign; they order like the magnitudes, Inf and NaN on top."""
+    """Returns the bits without the sign; they order like the magnitudes, Inf and NaN on top."""
     kind = int_type(values.dtype)
     return values.view(kind) & torch.iinfo(kind).max
 
@@ -129,7 +129,7 @@ def _block_maxima(values: Tensor, block: int) -> Tensor:
 
 
 def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
-    """Maxima of all blocks, without a gradient (after an assignment)."""
+    """Writes the maxima of all blocks, without a gradient (after an assignment)."""
     block = layout.block
     for start in range(0, layout.num_elements, _TILE):
         stop = min(start + _TILE, layout.num_elements)
@@ -137,7 +137,7 @@ def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
 
 
 def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-    """Maxima of the blocks that hold the given elements."""
+    """Writes the maxima of the blocks that hold the given elements."""
     blocks = torch.unique(indices // layout.block)
     where = blocks[:, None].long() * layout.block + torch.arange(layout.block, device=values.device)
     # The last block may end early; its last element again changes no maximum.
@@ -183,7 +183,7 @@ def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor
 def _candidates(
     values: Tensor, maxima: Tensor, layout: Layout, threshold: int | Tensor, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions (int64, ascending) and magnitude bits of what reaches the threshold in a window."""
+    """Returns ascending positions (int64) and magnitude bits of a window's elements at the threshold."""
     block = layout.block
     first, last = start // block, -(-stop // block)
     passing = first + (maxima[first:last] >= threshold).nonzero().view(-1)
@@ -209,7 +209,7 @@ def at_least(
 def _smallest(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int
 ) -> tuple[int, Tensor, Tensor]:
-    """Magnitude bits of the k-th largest, and positions and bits of the candidates for the k largest."""
+    """Returns the k-th largest magnitude's bits, and positions and bits of candidates for the k largest."""
     first, last = layout.whole_blocks(start, stop)
     floor: int | Tensor = 1
     if k <= last - first:
@@ -264,7 +264,7 @@ _QUANTIZED = 1 << 20
 
 
 def _norms(values: Tensor, code: Quantization) -> Tensor:
-    """Of all groups, float64 with 24 significant bits."""
+    """Returns the norms of all groups, float64 with 24 significant bits."""
     n, length = values.numel(), code.length_of_group(values.numel())
     if length >= n:
         rows, counts = values.view(1, -1), torch.tensor([[max(1, n)]], device=values.device)

@@ -24,7 +24,7 @@ from horovod_sparse.collectives import Synchronization
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy on the device, by page-locked memory, from which a copy to a GPU need not be waited for."""
+    """Copies an array to the device by page-locked memory, so that a copy to a GPU does not wait."""
     if device.type != "cuda":
         return torch.tensor(array, device=device)
     array = np.ascontiguousarray(array)
@@ -34,7 +34,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class PendingCopy:
-    """Tensors on their way to the host; asking for them waits for the device once."""
+    """Copies tensors to the host in the background; `arrays` waits for the device once."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -49,7 +49,7 @@ class PendingCopy:
         self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def arrays(self) -> list[NDArray[Any]]:
-        """The copies, of which the caller may do what it likes."""
+        """Returns the copies, which the caller may change."""
         if self._event is not None:
             self._event.synchronize()
         return [copy.numpy() for copy in self._copies]
@@ -65,7 +65,7 @@ def _ready_field(name: str) -> Any:
 
 
 class PendingReport(FoldReport):
-    """What `FoldReport` says, without waiting for the device until it is read.
+    """A `FoldReport` that waits for the device when it is read.
 
     Args:
         pending: count and position of what is not finite, and both sums of squares.
@@ -99,7 +99,7 @@ Result = TypeVar("Result")
 
 
 class CudaStreams:
-    """The streams of one GPU, in the order of the work on one bucket."""
+    """Keeps the work on one bucket in order over the streams of one GPU."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
@@ -113,7 +113,7 @@ class CudaStreams:
             self._writers.append(stream)
 
     def meet(self) -> None:
-        """What is started on the current stream from now on comes after all gradients noted."""
+        """Makes the current stream wait for all gradients noted."""
         stream = self._cuda.current_stream(self._device)
         for writer in self._writers:
             if writer != stream:
@@ -121,7 +121,7 @@ class CudaStreams:
         self._writers.clear()
 
     def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
-        """The coroutine, whose work comes after all gradients noted; begins where it is called."""
+        """Returns a coroutine that runs on the current stream, after all gradients noted."""
         self.meet()
         self._home = self._cuda.current_stream(self._device)
         return self._at_home(self._home, coroutine)
@@ -141,7 +141,7 @@ class CudaStreams:
             coroutine.close()
 
     def join(self) -> None:
-        """What is started on the current stream from now on comes after the coroutine's work."""
+        """Makes the current stream wait for the coroutine's work."""
         stream = self._cuda.current_stream(self._device)
         if self._home is not None and stream != self._home:
             stream.wait_stream(self._home)

@@ -24,7 +24,7 @@ _WORDS_PER_NOTE = 4
 
 
 def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -> int:
-    """Length of a message in 32-bit words: of so many elements, and the notes of so many ranks."""
+    """Returns the length in 32-bit words of a message of so many elements and the notes of so many ranks."""
     return wire.message_words(count, info.num_elements, info.value_dtype) + _WORDS_PER_NOTE * num_notes
 
 
@@ -69,7 +69,7 @@ def bruck_bags(num_members: int) -> list[int]:
 
 
 def bruck_all_gather(message: Words, members: Sequence[int], me: int) -> Synchronization[list[Words]]:
-    """Every member's message, for every member, in ``ceil(log2 m)`` rounds for any number m.
+    """Returns every member's message to every member, in ``ceil(log2 m)`` rounds for any number m.
 
     In round t a member sends what it holds to the member 2**t before it. One word per message says its
     length. Source: Bruck et al., TPDS 1997.

@@ -50,7 +50,7 @@ def sum_at(
 def sum_traffic(
     num_indices: int, info: BucketInfo, wire: WireFormat, *, ask_health: bool = True
 ) -> tuple[Traffic, ...]:
-    """Declared cost of `sum_at`: values, and what the header of a message would have carried."""
+    """Declares the cost of `sum_at`: values, and the note that a message's header would have carried."""
     if wire.exact:
         padded = wire.padded(num_indices)
         health = _NUMBERS_PER_RANK * info.size if ask_health else 0

@@ -77,7 +77,7 @@ def cut(vector: SparseVector, start: int, stop: int) -> SparseVector:
 
 
 def joined(parts: Sequence[SparseVector], dtype: np.dtype) -> SparseVector:
-    """Vectors one behind the other; every index of a part lies above those of the part before."""
+    """Joins vectors; every index of a part lies above those of the part before."""
     if not parts:
         return empty(dtype)
     if len(parts) == 1:
@@ -140,7 +140,7 @@ def discards_meet(step: int) -> bool:
 def cut_and_pack(
     parts: Sequence[SparseVector], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> tuple[tuple[Words, ...], Values | None]:
-    """Messages of consecutive parts of a vector, each rounded by itself, as its receiver will see it."""
+    """Returns messages of consecutive parts of a vector, each rounded by itself, and the rounding error."""
     messages, errors = [], []
     for part in parts:
         seen, error = rounded(part, wire)
@@ -166,7 +166,7 @@ def reduce_in_regions(
 
 
 def split_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
-    """Declared cost of that: nothing leaves if all is in the own region, all if nothing is."""
+    """Declares the cost of `reduce_in_regions`: from nothing, if all is in the own region, to all."""
     words = [wire.message_words(number, info.num_elements, info.value_dtype) for number in (0, count)]
     others = info.size - 1
     # written plainly, elements cost the same in whichever message they are
