@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.feedback import Bucket, Member, Recipe, parse_recipe
+from horovod_sparse.feedback import Recipe, parse_recipe
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.topology import Placement
 from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
-from horovod_sparse.training.parts import BucketPart, host_accumulator
+from horovod_sparse.training.parts import BucketPart
 from horovod_sparse.training.settings import CommonOptions, Settings
 from horovod_sparse.training.training import Training
 
@@ -37,14 +36,9 @@ class ArrayPart(BucketPart):
     """A bucket: parameters that are synchronized together."""
 
     def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
-        self.name, self.names, self.dense = spec.label, spec.names, spec.dense
-        self.shapes = [facts[name][0].shape for name in spec.names]
-        self.num_elements = sum(facts[name][0].num_elements for name in spec.names)
+        super().__init__(spec, [facts[name][0].shape for name in spec.names], place, "float32")
+        self.num_elements = self.bucket.info.num_elements
         self.total, self.error = None, None
-        info = BucketInfo(spec.title, self.num_elements, *place)
-        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
-        memory = host_accumulator(info, spec.recipe, whole=spec.whole)
-        self.bucket = Bucket(info, spec.recipe, memory, members)
 
     def gathered(self, gradients: Mapping[str, np.ndarray]) -> np.ndarray:
         return np.concatenate([gradients[name].reshape(-1) for name in self.names])

@@ -90,7 +90,8 @@ def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
     setting, batches = {**SETTING, "num_steps": num_steps}, task.batches(rank, size, num_steps, 0)
     sent, found = Path("/sys/class/net/eth0/statistics/tx_bytes"), []
     dist.barrier()
-    before, ended = int(sent.read_text()), clock()
+    before, started = int(sent.read_text()), clock()
+    ended = started
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, top_rate, setting)
@@ -101,7 +102,8 @@ def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         began, ended = ended, clock()
         found.append([float(loss.detach()) / math.log(2), ended - began])
-    told = torch.tensor([0.0 if local is None else local.share_computing, int(sent.read_text()) - before])
+    computing = 0.0 if local is None else 1.0 - local.seconds_held_up / (ended - started)
+    told = torch.tensor([computing, int(sent.read_text()) - before])
     both = torch.tensor(found)
     for one in (told, both):
         dist.all_reduce(one)

@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.distributed_engine import told_to_others
 from horovod_sparse.ddp.gradients import GradientSynchronizer
-from horovod_sparse.ddp.steps import Synchronized, group_of, retire_former, silence, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensors.binding import unwrapped
-from horovod_sparse.tensors.parts import trained_by
+from horovod_sparse.tensors.parts import claim, trained_by
 from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings, WaitingOptions
@@ -143,7 +143,7 @@ def _attached_gradients(
             "levels", settings.levels, "'flat' with shards: their sums within hosts are FSDP's"
         )
     made = GradientSynchronizer(model, recipe, optimizer, group, settings)
-    retire_former(model, made)
+    claim(made, model.parameters())
     return made
 
 

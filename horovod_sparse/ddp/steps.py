@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import gc
 import logging
-import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding
-from horovod_sparse.tensors.parts import ModelBuffers, inner_of
+from horovod_sparse.tensors.parts import ModelBuffers, claim, inner_of, tell_of_loading
 from horovod_sparse.training.collective_errors import worst, worst_of_all
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 
 _log = logging.getLogger("horovod_sparse")
-
-#: by parameter, what exchanges its gradients
-_owners: Any = WeakTensorKeyDictionary()
-#: by model; a hook of the model that held them would go into its copies
-_attached: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-def _before_loading(model: torch.nn.Module, *_: Any) -> None:
-    """Takes moves back before parameters are replaced; moves of a checkpoint belong to the new ones."""
-    for sync in _attached.get(model, ()):
-        if sync.is_agreed:
-            sync.roll_back()
 
 
 class OverGroup:
@@ -73,11 +59,12 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
     ) -> None:
         engine = DistributedEngine(self, model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
-        inner = inner_of(model)
-        if inner not in _attached:
-            _attached[inner] = weakref.WeakSet()
-            inner._register_load_state_dict_pre_hook(_before_loading, with_module=True)
-        _attached[inner].add(self)
+        tell_of_loading([inner_of(model)], self)
+
+    def before_load(self) -> None:
+        """Takes moves back before parameters are replaced; moves of a checkpoint belong to the new ones."""
+        if self.is_agreed:
+            self.roll_back()
 
     def _before_saving(self, optimizer: Any) -> None:
         super()._before_saving(optimizer)
@@ -94,6 +81,7 @@ def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
     within = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     if within or not dist.is_initialized():
         return within
+    # a module knows nothing of its wrapper, which may have been made before this package was imported
     alive = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
     own = set(map(id, model.parameters()))
     whole = [one for one in alive if "module" in one._modules]
@@ -117,20 +105,10 @@ def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
                 "the model has a communication hook, which synchronizes gradients: attach to a "
                 "DistributedDataParallel without one"
             )
-        retire_former(one)
+        claim(None, one.parameters())
         one.require_backward_grad_sync = one.require_forward_param_sync = False
         one.register_forward_pre_hook(refuse_join)
         end_first_pass(one)
-
-
-def retire_former(model: torch.nn.Module, now: Any = None) -> None:
-    """Ends former exchanges of a model's gradients: what is attached last has its parameters."""
-    for one in model.parameters():
-        former = _owners.pop(one, lambda: None)()
-        if former is not None:
-            former.retire()
-        if now is not None:
-            _owners[one] = weakref.ref(now)
 
 
 def end_first_pass(model: Any) -> None:

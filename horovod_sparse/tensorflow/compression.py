@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as Compressor
 from horovod.tensorflow.compression import FP16Compressor as FP16Compressor
@@ -14,6 +17,7 @@ from horovod.tensorflow.compression import NoneCompressor as NoneCompressor
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import construction_errors
@@ -21,9 +25,9 @@ from horovod_sparse.tensorflow.dropin import DropIn
 from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.private import keep_functions_with_compressors, stock_call
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
-from horovod_sparse.tensorflow.sums import sparsified
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name
+from horovod_sparse.training.allreduce import ArrayMemory, LoneTensor, refuse_gradients
 from horovod_sparse.training.compression import Algorithms
 from horovod_sparse.training.settings import PlannedOptions, Settings
 
@@ -160,7 +164,7 @@ class SparseCompressor(WithState, Compressor):
             if dtype_name(tensor.dtype) is None:
                 return tensor, None
             self._num_compressed += 1  # random numbers go by it
-            return sparsified(tensor, self.recipe, f"compressed.{self._num_compressed}"), None
+            return on_host(partial(self._alone, f"compressed.{self._num_compressed}"), tensor), None
         if self.synchronizer is not None:
             raise UnsupportedError(
                 f"{self!r} is at work in a tape or optimizer of horovod_sparse: make another compressor for "
@@ -169,6 +173,13 @@ class SparseCompressor(WithState, Compressor):
         if self._dropin is None:
             self._dropin = DropIn(self.recipe)
         return self._dropin.compress(tensor, call)
+
+    def _alone(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Returns an array as one rank sends it; the very array if it is not finite, or has no elements."""
+        if array.size == 0:
+            return array
+        total, lone = lone_array(array, self.recipe, name, (0, 1))
+        return total if lone.write_alone() else array
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: tf.Tensor, ctx: tf.Tensor | None) -> tf.Tensor:
@@ -180,6 +191,30 @@ class SparseCompressor(WithState, Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
+
+
+def lone_array(
+    array: np.ndarray, recipe: Recipe, name: str, place: tuple[int, int]
+) -> tuple[np.ndarray, LoneTensor]:
+    """Returns an array for the sum of another one, and what sums that."""
+    total = np.empty(array.shape, array.dtype)
+    info = BucketInfo(name, array.size, *place, array.dtype.name)
+    return total, LoneTensor(recipe, info, ArrayMemory, array.reshape(-1), total.reshape(-1))
+
+
+def on_host(function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor) -> tf.Tensor:
+    """Runs a function of arrays, in a graph when the graph runs; refuses gradients through it."""
+
+    @tf.custom_gradient
+    def run(given: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        with tf.device("/cpu:0"):
+            if tf.executing_eagerly():
+                result = tf.convert_to_tensor(function(given.numpy()))
+            else:
+                result = tf.numpy_function(function, [given], given.dtype)
+        return tf.ensure_shape(result, given.shape), lambda _: refuse_gradients(True)
+
+    return run(tensor)
 
 
 def _not_its_own(compressor: SparseCompressor) -> ArgumentError:

@@ -14,10 +14,8 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.feedback import Bucket, Member
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.host.scatter import native_bits
-from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow.task import Task, has_open_rounds
@@ -43,27 +41,17 @@ class Part(common.BucketPart):
         label: str,
         scale: float | None = None,
     ) -> None:
-        name, names, recipe = spec.label, spec.names, spec.recipe
-        self.name, self.names, self.dense = name, names, spec.dense
+        self.dtype = facts[spec.names[0]][0].dtype
+        shapes = [facts[name][1].shape for name in spec.names]
+        super().__init__(spec, shapes, place, self.dtype, topology=topology)
         #: see `Bucket.step`
         self._scale = scale
-        self.shapes, self.dtype = [tuple(facts[one][1].shape) for one in names], facts[names[0]][0].dtype
         self._rank, self._topology = place[0], topology
-        whole = BucketInfo(spec.title, self.places[-1][1], *place, self.dtype)
-        members = [Member(item, *span) for item, span in zip(names, self.places, strict=True)]
-        if topology is None:
-            memory = common.host_accumulator(whole, recipe, whole=spec.whole)
-            self.bucket = Bucket(whole, recipe, memory, members)
-        else:
-            from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
-
-            memory = common.host_accumulator(shard_of(whole, topology), recipe)
-            self.bucket = TwoLevelBucket(whole, recipe, memory, members, topology)
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
-        waits = has_open_rounds(recipe.sparsifier, whole.num_elements, topology is not None)
-        collective = _collective(label, name, self.names)
-        self.task = Task(collective, kinds, accumulator_dtype(self.dtype), waits, f"{label}.{name}")
+        waits = has_open_rounds(spec.recipe.sparsifier, self.bucket.whole.num_elements, topology is not None)
+        collective = _collective(label, self.name, self.names)
+        self.task = Task(collective, kinds, accumulator_dtype(self.dtype), waits, f"{label}.{self.name}")
         self._output = DenseOutput(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:

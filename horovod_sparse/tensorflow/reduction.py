@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.tensorflow import sums
 from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, marks_of
-from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
+from horovod_sparse.tensorflow.compression import Compression, SparseCompressor, lone_array, on_host
 from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, scaled_locally, times
 from horovod_sparse.training import allreduce as common
@@ -76,29 +75,22 @@ def allreduce(
         last = name, process_set, ignore_name_scope
         return hvd.allreduce(tensor, average, *devices, compression, op, *factors, *last)
     refuse_graphs()
-    chosen, scale = common.scale_of(hvd, op, average, postscale_factor, process_set)
+    given = compression.recipe, op, average, prescale_factor, postscale_factor, process_set
+    scale, facts_of = common.terms(hvd, *given)
     if name is None:
         eagerly = tf.executing_eagerly()
         name = _call_names.next(present_start(), process_set) if eagerly else tensor.name.replace(":", ".")
-    label, recipe = name, compression.recipe
+    label, place = name, (int(process_set.rank()), int(process_set.size()))
 
     def together(array: np.ndarray) -> np.ndarray:
-        facts = common.agreed_facts(
-            *(recipe, array.shape, array.dtype.name, process_set),
-            op=chosen,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-        )
-        total, coroutine = array, compared(facts)
+        total, coroutine = array, compared(facts := facts_of(array.shape, array.dtype.name))
         if array.size:
-            total, work = sums.prepared(
-                array, recipe, label, (int(process_set.rank()), int(process_set.size()))
-            )
-            coroutine = common.summed(*work, facts, scale)
+            total, lone = lone_array(array, compression.recipe, label, place)
+            coroutine = lone.summed(facts, scale)
         carry_out_together(coroutine, process_set, f"horovod_sparse.allreduce.{label}")
         return total
 
-    return sums.on_host(together, tensor if prescale_factor == 1.0 else times(tensor, prescale_factor))
+    return on_host(together, tensor if prescale_factor == 1.0 else times(tensor, prescale_factor))
 
 
 class Reduction:

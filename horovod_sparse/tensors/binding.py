@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import RULES, OwnStep, Progress, Recipe, Rule, kind_of
+from horovod_sparse.feedback import RULES, Progress, Recipe, Rule, kind_of
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensors.layout import TensorEntry, local, settings_entries
 from horovod_sparse.tensors.own_steps import StepBucket
@@ -164,8 +164,7 @@ class Binding(Steps):
                 optimizer.found_inf, optimizer.grad_scale = found, scale
             self._loss_scale = 1.0 if scale is None else float(scale)
             self.meet()
-            for part in self.parts:
-                part.prepare()
+            self._prepare()
             self.pass_(overflowed=found is not None and bool(found))
         finally:
             for one, gradient in self._gradients.items():
@@ -177,8 +176,7 @@ class Binding(Steps):
     def finish(self) -> None:
         if not self.facts:  # this rank has had no batch
             self.meet()
-        for part in self.parts:
-            part.prepare()  # there are no gradients: nothing of this rank is sent any more
+        self._prepare()  # there are no gradients: nothing of this rank is sent any more
         super().finish()
 
     # the optimizer's own state
@@ -193,7 +191,7 @@ class Binding(Steps):
         for part in self.parts:
             memory = part.bucket.accumulator.memory()
             names = RESIDUAL, self._rule.moment
-            for number, parameter in enumerate(part.parameters.parameters):
+            for number, parameter in enumerate(part.given):
                 views = [part.view(number, one) for one in memory]
                 self.optimizer.state[parameter].update(zip(names, views, strict=False))
 
@@ -202,7 +200,7 @@ class Binding(Steps):
             self.meet()
         for part in self.parts:
             leans = torch.tensor(part.bucket.progress.leans, dtype=torch.float64)
-            for number, one in enumerate(part.parameters.parameters):
+            for number, one in enumerate(part.given):
                 told = {"step": torch.tensor(float(part.age(number))), LEANS: leans}
                 self.optimizer.state[one].update(told)
 
@@ -227,7 +225,7 @@ class Binding(Steps):
             for indices, values in moved:
                 where = torch.as_tensor(indices).to(residual.device).long()
                 residual.index_add_(0, where, torch.as_tensor(values).to(residual))
-            for number, parameter in enumerate(part.parameters.parameters):
+            for number, parameter in enumerate(part.given):
                 state = found[parameter if keys is None else keys[parameter]]
                 state[RESIDUAL] = part.view(number, residual)
                 if self._rule.moment == "exp_avg_sq":
@@ -271,7 +269,7 @@ class Binding(Steps):
         self.roll_back()
         self.step = 0
         for part in self.parts:
-            states = [loaded.get(one, {}) for one in part.parameters.parameters]
+            states = [loaded.get(one, {}) for one in part.given]
             ages = [int(float(one.get("step", 0))) if self._rule.moment in one else 0 for one in states]
             steps = max(ages)
             self.ages.update(zip(part.names, ages, strict=True))
@@ -327,21 +325,20 @@ class Binding(Steps):
             self.settle()  # what is under way knows nothing of new parameters
             self.take_in()
 
-    def step_of(self, number: int, age: int) -> OwnStep:
-        """Returns how gradients of a group become own steps in this pass."""
-        now = self._rule.own_step(self._kind, self.optimizer.param_groups[number], age)
-        own, beside = now.weights
-        return dataclasses.replace(now, weights=(own / self._loss_scale, beside))
+    def _prepare(self) -> None:
+        """Has parts read the optimizer's settings, and gradients, for this pass."""
+        for part in self.parts:
+            settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
+            now = self._rule.own_step(self._kind, settings, age)
+            own, beside = now.weights
+            now = dataclasses.replace(now, weights=(own / self._loss_scale, beside))
+            part.prepare(now, map(self._gradient_of, part.given))
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[StepBucket]:
         """See `Engine.make_parts`; engines of front ends ask for it."""
-        steps = [partial(self.step_of, facts[spec.names[0]][0].group) for spec in specs]
-        return [
-            StepBucket(spec, facts, place, step, self._gradient_of, self.ages)
-            for spec, step in zip(specs, steps, strict=True)
-        ]
+        return [StepBucket(spec, facts, place, self.schedule.moves_alone, self.ages) for spec in specs]
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = self._gradients.get(parameter)

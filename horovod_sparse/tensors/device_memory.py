@@ -18,7 +18,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.accumulator import TorchAccumulator, accumulating, kernels_for
-from horovod_sparse.tensors.gradients import GradientMemory, Indices, recipe_arguments
+from horovod_sparse.tensors.gradients import GradientMemory, Indices
 from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
 
@@ -34,13 +34,12 @@ class DeviceMemory(GradientMemory):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> TorchAccumulator:
-        return TorchAccumulator(
-            info.num_elements, info.dtype, device=self._device, **recipe_arguments(recipe)
-        )
-
-    def whole(self, info: BucketInfo) -> WholeTensor:
-        return WholeTensor(info.num_elements, info.dtype)
+    def accumulator(self, info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Any:
+        if whole:
+            return WholeTensor(info.num_elements, info.dtype)
+        density, companions = recipe.sparsifier.density, recipe.feedback.num_companions
+        kept = {"density": density, "companions": companions, "device": self._device}
+        return TorchAccumulator(info.num_elements, info.dtype, **kept)
 
     def streams(self) -> CudaStreams | None:
         return CudaStreams(self._device) if self._device.type == "cuda" else None

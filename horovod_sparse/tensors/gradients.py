@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator, WholeGradient
+from horovod_sparse.arrays import Accumulator, GradientParts
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import layout
+from horovod_sparse.training.parts import host_accumulator
 
 if TYPE_CHECKING:
     from horovod_sparse.tensors.streams import CudaStreams
@@ -44,20 +45,12 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def recipe_arguments(recipe: Recipe) -> dict[str, Any]:
-    return {"density": recipe.sparsifier.density, "companions": recipe.feedback.num_companions}
-
-
 class GradientMemory:
     """Makes accumulators on the host, and reads and writes gradients there; see `DeviceMemory`, too."""
 
-    def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
-        """Residual and companions of a bucket: zeros."""
-        return HostAccumulator(info.num_elements, info.dtype, **recipe_arguments(recipe))
-
-    def whole(self, info: BucketInfo) -> Accumulator:
-        """Returns the accumulator of a bucket that sends all elements and keeps none."""
-        return WholeGradient(info.num_elements, info.dtype)
+    def accumulator(self, info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
+        """Returns residual and companions of a bucket, zeros; with `whole` all is sent, and none kept."""
+        return host_accumulator(info, recipe, whole=whole)
 
     def streams(self) -> CudaStreams | None:
         """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""

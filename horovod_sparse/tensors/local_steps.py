@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,24 +12,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.arrays import WeightedParts
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.kernels.host.sparse_vectors import replace
-from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, host_view, zeros
 from horovod_sparse.tensors.layout import TensorEntry, local, memory_strides, view_into
-from horovod_sparse.tensors.own_steps import ParameterBucket
-from horovod_sparse.tensors.parts import ModelBuffers, checked_entry, parameters_of
+from horovod_sparse.tensors.own_steps import ParameterBucket, moved_parameters
+from horovod_sparse.tensors.parts import ModelBuffers, checked_entry, parameters_of, tell_of_loading
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import local_steps
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.schedules import LocalSchedule, mean_over_senders
+from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 
 #: parameters that some LocalSteps exchanges
 _have_local_steps: Any = WeakTensorKeyDictionary()
-#: by module; a hook of the module that held them would go into its copies
-_bound: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 class Displacement(local_steps.Displacement):
@@ -40,8 +35,7 @@ class Displacement(local_steps.Displacement):
     """
 
     def __init__(self, part: LocalBucket, parameters: Sequence[torch.Tensor], schedule: Any) -> None:
-        super().__init__(part.bucket, schedule)
-        self._parameters, self._places, self._layouts = tuple(parameters), part.places, part.layouts
+        self._parameters, self._layouts = tuple(parameters), part.layouts
         self._memory, first = part.memory, local(parameters[0])
         pinned = first.device.type == "cuda" and schedule.offload
         if schedule.offload:
@@ -55,6 +49,7 @@ class Displacement(local_steps.Displacement):
 
         self.start, self.velocity = empty(wide, n), empty(wide, n if schedule.outer.momentum else 0)
         self.sent = empty(first, n if schedule.delay else 0)
+        super().__init__(part, schedule, moved_parameters([self.start], [(0, n)]))
         self.adopt()
 
     @torch.no_grad()
@@ -63,7 +58,7 @@ class Displacement(local_steps.Displacement):
             self._view(into, number).copy_(local(parameter))
 
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
-        return view_into(flat, self._places[number][0], self._layouts[number])
+        return view_into(flat, self.places[number][0], self._layouts[number])
 
     def _line(self, number: int) -> torch.Tensor:
         """Returns a parameter's elements in the order of `start`, its own memory if strides have stayed."""
@@ -82,12 +77,12 @@ class Displacement(local_steps.Displacement):
     def displacement(self) -> Any:
         lines = [
             self.sent[slice(*place)] if self.sent.numel() else self._line(number)
-            for number, place in enumerate(self._places)
+            for number, place in enumerate(self.places)
         ]
         # half types went on from `start` as they can hold it: its rounding is no displacement
         pairs = [
             (self.start[slice(*place)].to(line.dtype), line.to(self.start.device))
-            for place, line in zip(self._places, lines, strict=True)
+            for place, line in zip(self.places, lines, strict=True)
         ]
         if self._memory is HOST:
             common, own = ([host_view(one) for one in some] for some in zip(*pairs, strict=True))
@@ -96,23 +91,10 @@ class Displacement(local_steps.Displacement):
         return self._memory.foldable([one.to(kind) - other.to(kind) for one, other in pairs])
 
     @torch.no_grad()
-    def step_by(self, sum_: SparseSum, scale: float | None) -> int:
-        outer = self.schedule.outer
-        if scale is None:
-            sum_, scale = mean_over_senders(sum_), 1.0
-        if not sum_.whole and self._memory is HOST:  # momentum is for whole sums alone
-            step = sum_.values * sum_.values.dtype.type(outer.lr * scale)
-            num_union, _ = replace([(self.start.numpy(), 0, 1.0)], total=(sum_.indices, step))
-            self.return_to_start()
-            return num_union
-        mean, indices = torch.empty_like(self.start), None if sum_.whole else sum_.indices
-        num_union = self._memory.write([mean], [(0, mean.numel())], indices, sum_.values, scale)
-        if outer.momentum:
-            self.velocity.mul_(outer.momentum).add_(mean)
-            mean.add_(self.velocity, alpha=outer.momentum)
-        self.start.sub_(mean, alpha=outer.lr)
-        self.return_to_start()
-        return num_union
+    def push(self, mean: Any) -> None:
+        mean, outer = torch.as_tensor(mean, device=self.start.device), self.schedule.outer
+        self.velocity.mul_(outer.momentum).add_(mean)
+        self.start.sub_(mean.add(self.velocity, alpha=outer.momentum), alpha=outer.lr)
 
     @torch.no_grad()
     def return_to_start(self) -> None:
@@ -177,11 +159,6 @@ def _mark(tensor: torch.Tensor, by_version: bool) -> bytes:
     return str(tensor._version).encode() if by_version else TensorEntry("", local(tensor)).sums().tobytes()
 
 
-def _before_loading(module: torch.nn.Module, *_: Any) -> None:
-    for training in _bound.get(module, ()):
-        training.before_load()
-
-
 class LocalBinding(local_steps.LocalTraining):
     """Binds one optimizer's steps to local steps; see `LocalSteps` of the front ends."""
 
@@ -204,11 +181,7 @@ class LocalBinding(local_steps.LocalTraining):
         super().__init__(engine, schedule, settings, engine.facts({}), ModelBuffers(model))
         for hook in getattr(optimizer, "_local_hooks", ()):  # the one that was made last has the optimizer
             hook.remove()
-        for module in model.modules():
-            if module not in _bound:
-                _bound[module] = weakref.WeakSet()
-                module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
-            _bound[module].add(self)
+        tell_of_loading(model.modules(), self)
         # the optimizer keeps this alive: a script need not. torch.compile(optimizer.step) leaves it as it is
         optimizer._local_hooks = [
             optimizer.register_step_pre_hook(self._before),
@@ -249,7 +222,7 @@ class LocalBinding(local_steps.LocalTraining):
         frozen, mark = self._known[name]
         return _mark(parameter, frozen) == mark
 
-    def _begin_exchange(self, *, finishing: bool = False) -> None:
+    def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._take_loaded()
         known = {id(parameter) for _, parameter in self.facts.values()}
         if new := [list(one.shape) for one in self._trained() if id(one) not in known]:
@@ -270,7 +243,7 @@ class LocalBinding(local_steps.LocalTraining):
                 f"{some_of([name for name, _ in moved])}, which no optimizer trains, have changed here: "
                 "give averages of parameters to register_buffer, which is averaged over ranks"
             )
-        super()._begin_exchange(finishing=finishing)
+        return super()._begin_exchange(finishing=finishing)
 
     def finish(self) -> None:
         """Ends a training: exchanges until all ranks have called it, at whatever step each is.

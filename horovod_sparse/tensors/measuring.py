@@ -29,9 +29,8 @@ class DeviceBucketMemory(BucketMemory):
         self._source: torch.Tensor | None = None
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
-        if isinstance(recipe.sparsifier, Dense):
-            return self._memory.whole(info)
-        return self._memory.accumulator(info, recipe)
+        held: Accumulator = self._memory.accumulator(info, recipe, whole=isinstance(recipe.sparsifier, Dense))
+        return held
 
     def gradient(self, num_elements: int, dtype: str) -> torch.Tensor:
         generator = torch.Generator(self._device).manual_seed(1)

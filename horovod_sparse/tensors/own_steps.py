@@ -1,42 +1,156 @@
-"""A bucket of parameters whose steps a rank makes on its own."""
+"""A bucket of tensors whose steps a rank makes on its own: moves reach the parameters' own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from horovod_sparse.arrays.gradients import GradientParts, joined_pieces
-from horovod_sparse.feedback import Bucket, Member, OwnStep
-from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.gradients import GradientMemory, host_view, memory_of
-from horovod_sparse.tensors.layout import dtype_name, local, shaped, unshaped, view_into
-from horovod_sparse.tensors.parameters import BucketParameters, flat
-from horovod_sparse.training import parts as common
+from horovod_sparse.arrays import GradientParts, Indices, Values
+from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.kernels.host import scatter
+from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.tensors.gradients import HOST, HOST_DEVICES, GradientMemory, host_view, memory_of
+from horovod_sparse.tensors.layout import dtype_name, local, memory_strides, shaped, unshaped, view_into
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.moves import OwnMoves
+from horovod_sparse.training.moves import StepPart
+from horovod_sparse.training.parameters import Parameters, folded, scaled
+from horovod_sparse.training.parts import BucketPart
 
 
-class ParameterBucket(common.BucketPart):
-    """A bucket of parameters that moves reach, one behind the other; see `StepPart`."""
+def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns a tensor's elements in the order of a parameter's memory; its own memory where it can."""
+    own = local(tensor)
+    strides = memory_strides(own if like is None else local(like))
+    if own.stride() != strides:
+        own = torch.empty_strided(own.shape, strides, dtype=own.dtype, device=own.device).copy_(own)
+    return own.as_strided((own.numel(),), (1,), own.storage_offset())
+
+
+def moved_parameters(tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> HostParameters:
+    """Returns a bucket's parameters, which are of one type and device."""
+    first = local(tensors[0])
+    plain = first.device.type in HOST_DEVICES and first.dtype in (torch.float32, torch.float64)
+    return (HostParameters if plain else TensorParameters)(tensors, places)
+
+
+class HostParameters(Parameters):
+    """Tensors of float32 or float64 on the host."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
+        for own in map(local, tensors):
+            if own.numel() and own.stride() != memory_strides(own):
+                shape, strides = list(own.shape), list(own.stride())
+                raise UnsupportedError(
+                    f"a parameter of shape {shape}, strides {strides}, has gaps in memory: "
+                    "steps reach its own memory, so make it of tensor.contiguous()"
+                )
+        super().__init__(places)
+        self.tensors, self.on_host = list(tensors), local(tensors[0]).device.type in HOST_DEVICES
+        #: where tensors lie
+        self._lie: list[Any] = []
+
+    def arrays(self) -> list[Any]:
+        own = [local(one) for one in self.tensors]
+        lie = [(one.data_ptr(), one.stride()) for one in own]
+        if lie != self._lie:
+            self._lie, self._memory = lie, [self._seen(flat(one)) for one in own]
+        return self._memory
+
+    def _seen(self, memory: torch.Tensor) -> Any:
+        """Returns flat memory as moves reach it."""
+        return host_view(memory)
+
+    def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
+        pairs = zip(gradients, self.tensors, strict=True)
+        given = [None if one is None else host_view(flat(one, like)) for one, like in pairs]
+        return folded(given, [host_view(flat(one)) for one in self.tensors], weights)
+
+
+class TensorParameters(HostParameters):
+    """Tensors on a device, or of a half type."""
+
+    def _seen(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory
+
+    def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Any]]:
+        for array, here, where in super()._within(indices):
+            yield array, here, torch.from_numpy(where).to(array.device).long()
+
+    def take(self, indices: Indices) -> list[Any]:
+        return [array[where] for array, _, where in self._within(indices)]
+
+    def replace(
+        self,
+        undone: Sequence[tuple[Indices, Any]] = (),
+        shrunk: Mapping[float, Sequence[int]] | None = None,
+        total: SparseSum | None = None,
+        scale: float = 1.0,
+        again: Sequence[tuple[Indices, Values]] = (),
+    ) -> tuple[int, list[Any]]:
+        arrays, num_union, stood = self.arrays(), 0, []
+        for indices, before in undone:
+            for (array, _, where), old in zip(self._within(indices), before, strict=True):
+                array[where] = old
+        for factor, numbers in (shrunk or {}).items():
+            torch._foreach_mul_([arrays[number] for number in numbers], factor)
+        if total is not None and total.whole:
+            values = scaled(total, scale)
+            num_union = len(values)
+            for array, place in zip(arrays, self.places, strict=True):
+                _subtract(array, ..., values[slice(*place)])
+        elif total is not None:
+            indices = scatter.checked(total.indices, int(self._stops[-1]))
+            indices, values = scatter.added_up(indices, scaled(total, scale))
+            num_union = indices.size
+            for array, here, where in self._within(indices):
+                _subtract(array, where, values[here])
+        for indices, values in again:
+            stood.append(self.take(indices))
+            for array, here, where in self._within(indices):
+                _subtract(array, where, values[here])
+        return num_union, stood
+
+    def to_save(self, before: Any, array: Callable[[np.ndarray], Any]) -> Any:
+        return [one.cpu() for one in before]
+
+    def from_saved(self, saved: Any) -> Any:
+        return [one.to(local(self.tensors[0]).device) for one in saved]
+
+    def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
+        if self.on_host:
+            return super().foldable(gradients, weights)
+        pairs = zip(gradients, self.arrays(), strict=True)
+        arrays = [torch.zeros_like(array) if one is None else array for one, array in pairs]
+        triples = zip(gradients, self.tensors, arrays, strict=True)
+        joined = torch.cat([array if one is None else flat(one, like) for one, like, array in triples])
+        if weights != (1.0, 0.0):
+            joined = joined.to(torch.promote_types(joined.dtype, torch.float32)) * weights[0]
+        if weights[1]:
+            joined.add_(torch.cat(arrays).to(joined.dtype), alpha=weights[1])
+        return joined
+
+
+def _subtract(array: torch.Tensor, where: Any, step: Any) -> None:
+    """Subtracts an array or tensor as wide as it is, and rounds once."""
+    given = torch.as_tensor(step, device=array.device)
+    array[where] = (array[where].to(given.dtype) - given).to(array.dtype)
+
+
+class ParameterBucket(BucketPart):
+    """A bucket of tensors, in the order of their memory."""
 
     def __init__(
         self, spec: PartSpec, facts: Facts, place: tuple[int, int], memory: GradientMemory | None = None
     ) -> None:
-        self.label = self.name = spec.label
-        self.names, self.dense = tuple(spec.names), spec.dense
         self.given = [facts[name][1] for name in spec.names]
         own = [local(parameter) for parameter in self.given]
-        stops = np.cumsum([one.numel() for one in own]).tolist()
-        self.places = list(zip([0, *stops[:-1]], stops, strict=True))
-        self.memory = memory or memory_of(own[0].device, self.names[0])
-        self.num_bytes = stops[-1] * own[0].element_size()
-        info = BucketInfo(spec.title, stops[-1], *place, dtype_name(own[0]) or "unknown")
-        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
-        held = self.memory.whole(info) if spec.whole else self.memory.accumulator(info, spec.recipe)
-        self.bucket = Bucket(info, spec.recipe, held, members)
+        self.memory = memory or memory_of(own[0].device, spec.names[0])
+        dtype, accumulator = dtype_name(own[0]) or "unknown", self.memory.accumulator
+        super().__init__(spec, [one.shape for one in own], place, dtype, memory=accumulator)
+        self.num_bytes = self.bucket.info.num_elements * own[0].element_size()
 
     def _layout(self, number: int) -> torch.Tensor:
         """Returns a tensor of a parameter's shape and order in the bucket."""
@@ -49,49 +163,21 @@ class ParameterBucket(common.BucketPart):
         return unshaped(values, self._layout(number))
 
 
-class StepBucket(ParameterBucket):
-    """A bucket of parameters whose steps are folded, selected and applied."""
+class StepBucket(ParameterBucket, StepPart):
+    """A bucket of tensors whose steps are folded, selected and applied."""
 
     def __init__(
-        self,
-        spec: PartSpec,
-        facts: Facts,
-        place: tuple[int, int],
-        step: Callable[[int], OwnStep],
-        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
-        ages: dict[str, int],
+        self, spec: PartSpec, facts: Facts, place: tuple[int, int], moves_alone: bool, ages: dict[str, int]
     ) -> None:
         super().__init__(spec, facts, place)
-        self.parameters = BucketParameters(self.given, self.places)
-        self._step, self._gradient_of = step, gradient_of
-        self.moves = OwnMoves(self.bucket, self.parameters)
+        #: of the optimizer
+        self.group = facts[spec.names[0]][0].group
         #: gradients that each parameter has had, by name: the moments of one that is used late are young
         self.ages = ages
         #: of the pass: moments that were made as old as the bucket's, and what they were before
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
-        self._gradients: list[torch.Tensor | None] = []
-        self._now = OwnStep(spec.recipe.feedback, (1.0, 0.0), 1.0, 0.0)
-
-    def prepare(self) -> None:
-        """Reads the optimizer's settings for this pass."""
-        self._now = self._step(self.bucket.progress.age)
-        self.bucket.feedback = self._now.feedback
-        self._gradients = [self._gradient_of(one) for one in self.parameters.parameters]
-
-    @property
-    def rate(self) -> float:
-        return self._now.rate
-
-    @property
-    def shrink(self) -> float:
-        return self._now.shrink
-
-    @property
-    def absent(self) -> list[int]:
-        if self._now.rate == 0.0:
-            return list(range(len(self.names)))
-        return [number for number, one in enumerate(self._gradients) if one is None]
+        self.bind(moved_parameters(self.given, self.places), moves_alone)
 
     def gradient(self) -> Any:
         """Makes moments of young parameters as old as the bucket's; returns what the accumulator folds."""
@@ -101,28 +187,28 @@ class StepBucket(ParameterBucket):
             own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
             if own <= self.bucket.progress.age:
                 self._make_older(number, own)
-        if self._now.matrices is None:
-            return self.parameters.foldable(self._gradients, self._now.weights)
+        if self.now.matrices is None:
+            return super().gradient()
         for momentum, gradient in self._whole():
-            self._now.matrices.advance(momentum, gradient)
-        if not self.parameters.on_host:
+            self.now.matrices.advance(momentum, gradient)
+        if self.memory is not HOST:
             return torch.cat(list(self._steps()))
-        return MadeParts(lambda: map(host_view, self._steps()), self.bucket.info)
+        return GradientParts(list(map(host_view, self._steps())))
 
     def _whole(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Momentum and gradient of the parameters that move, in their shape."""
         for number in self._counted:
             momentum = self.view(number, self.bucket.accumulator.companions[0])
-            gradient = self._gradients[number]
+            gradient = self.gradients[number]
             assert gradient is not None  # such a parameter stands still
-            yield momentum, local(gradient).to(momentum.dtype) * self._now.weights[0]
+            yield momentum, local(gradient).to(momentum.dtype) * self.now.weights[0]
 
     def _steps(self) -> Iterator[torch.Tensor]:
-        """Yields the steps of all parameters, flat: made anew each time, so the host keeps none of them."""
+        """Yields the steps of all parameters, flat."""
         made, moving = self._whole(), set(self._counted)
-        for number, parameter in enumerate(self.parameters.parameters):
+        for number, parameter in enumerate(self.given):
             if number in moving:
-                yield flat(self._now.matrices.step(*next(made)), parameter)
+                yield flat(self.now.matrices.step(*next(made)), parameter)
             else:
                 yield torch.zeros_like(self._flat_memory(number)[0])
 
@@ -132,13 +218,13 @@ class StepBucket(ParameterBucket):
         ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is
         that for the parameter's own. The fold adds (1 - b) g^2; this adds what is missing.
         """
-        feedback: Any = self._now.feedback
+        feedback: Any = self.now.feedback
         age = self.bucket.progress.age + 1
         before, after = feedback.moved(own - 1, age - 1), feedback.moved(own, age)
         if after - 1.0 < 1e-7:
             return
-        (_, moment), (weight, beside) = self._flat_memory(number), self._now.weights
-        parameter, gradient = self.parameters.parameters[number], self._gradients[number]
+        (_, moment), (weight, beside) = self._flat_memory(number), self.now.weights
+        parameter, gradient = self.given[number], self.gradients[number]
         self._young.append((moment, moment.clone()))
         step = flat(gradient, parameter).to(moment.dtype) * weight
         if beside:
@@ -149,20 +235,19 @@ class StepBucket(ParameterBucket):
         moment.add_(square, alpha=(after - 1.0) * (1.0 - feedback.beta2) / feedback.beta2)
 
     def abandon(self, *, drop: bool = False) -> None:
-        """See `StepPart.abandon`."""
-        self.bucket.abandon(drop=drop)
+        super().abandon(drop=drop)
         if drop:
             for moment, before in self._young:
                 moment.copy_(before)
-            for momentum, gradient in self._whole() if self._now.matrices else ():
-                self._now.matrices.take_back(momentum, gradient)
+            for momentum, gradient in self._whole() if self.now.matrices else ():
+                self.now.matrices.take_back(momentum, gradient)
         for number in self._counted:
             self.ages[self.names[number]] -= 1
         self._counted = []
 
     def release(self) -> None:
-        """Lets go of the pass's gradients, which others may want to free."""
-        self._young, self._counted, self._gradients = [], [], []
+        super().release()
+        self._young, self._counted = [], []
 
     def age(self, number: int) -> int:
         """Returns how many gradients a parameter's moment is made of."""
@@ -179,7 +264,7 @@ class StepBucket(ParameterBucket):
 
     def view(self, number: int, memory: Any) -> torch.Tensor:
         """Views a parameter's part of the bucket's residual, or of a companion, in its shape."""
-        parameter: Any = self.parameters.parameters[number]
+        parameter: Any = self.given[number]
         one = torch.as_tensor(memory)[slice(*self.places[number])]
         view = view_into(one, one.storage_offset(), local(parameter))
         if not hasattr(parameter, "device_mesh"):
@@ -188,18 +273,3 @@ class StepBucket(ParameterBucket):
 
         given = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
         return DTensor.from_local(view, parameter.device_mesh, parameter.placements, **given)
-
-
-class MadeParts(GradientParts):
-    """Arrays that are made when they are read, one after the other.
-
-    Args:
-        make: gives them.
-        info: of the bucket that they fill.
-    """
-
-    def __init__(self, make: Callable[[], Iterator[np.ndarray]], info: BucketInfo) -> None:
-        self._make, self.size, self.dtype = make, info.num_elements, info.value_dtype
-
-    def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, np.ndarray]]:
-        return joined_pieces(self._make(), self.dtype, min(size, self.size), block)

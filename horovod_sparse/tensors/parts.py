@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import Bucket, Member, ParameterRules
+from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.plans import ParameterFacts
-from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors.gradients import GradientMemory, Gradients
 from horovod_sparse.tensors.layout import dtype_name, host_entry, local, shaped, unshaped
@@ -37,18 +38,13 @@ class Part(common.BucketPart):
     """Parameters that are synchronized together, as their gradients lie in one memory.
 
     Attributes:
-        names: of the parameters.
-        name: stable over ranks and steps.
-        gradient: their memory.
+        gradient: memory of the parameters' gradients.
         streams: told of every gradient that is written, where there are several.
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
-        places: [start, stop) of every parameter.
         whole: whether the sum of all elements stays where gradients are, see `PartSpec`.
         group: the optimizer's settings for these parameters, as they are now; empty without an optimizer.
     """
-
-    bucket: Bucket
 
     def __init__(
         self,
@@ -59,12 +55,20 @@ class Part(common.BucketPart):
         *,
         topology: Topology | None = None,
     ) -> None:
-        recipe = spec.recipe
-        self.name, self.names, self.dense, self.whole = spec.label, spec.names, spec.dense, spec.whole
-        self.dtype = dtype_name(parameters[0]) or "unknown"  # others are refused before
-        self.gradient: Gradients = Gradients(parameters, self.names[0])
-        self.places = self.gradient.places
+        self.whole, self.dtype = (
+            spec.whole,
+            dtype_name(parameters[0]) or "unknown",
+        )  # others are refused before
+        self.gradient: Gradients = Gradients(parameters, spec.names[0])
+        self.gradient.all_get |= topology is not None
         self.memory: GradientMemory = self.gradient.memory
+        super().__init__(
+            *(spec, [one.shape for one in self.gradient.layouts], place, self.dtype),
+            memory=self.memory.accumulator,
+            topology=topology,
+            summable=self.memory.summable,
+            foldable=self.memory.shard,
+        )
         self.streams = self.memory.streams()
         self.num_missing = len(self.names)
         self.task: Task | None = None
@@ -76,21 +80,6 @@ class Part(common.BucketPart):
         self.keeps_sum = False
         self.last_sum: tuple[Any, Any] | None = None
         self._shown: float | None = None
-        info = BucketInfo(spec.title, self.gradient.num_elements, *place, self.dtype)
-        members = [Member(item, *span) for item, span in zip(self.names, self.places, strict=True)]
-        if topology is None:
-            accumulator = self.memory.whole(info) if spec.whole else None
-            self.bucket = Bucket(info, recipe, accumulator or self.memory.accumulator(info, recipe), members)
-        else:
-            from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
-
-            self.gradient.all_get = True
-            accumulator = self.memory.accumulator(shard_of(info, topology), recipe)
-            self.bucket = TwoLevelBucket(
-                *(info, recipe, accumulator, members, topology),
-                summable=self.memory.summable,
-                foldable=self.memory.shard,
-            )
 
     def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
         return shaped(values, self.gradient.layouts[number])
@@ -251,6 +240,37 @@ def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
     training.check_fits(entry, set(training.facts) - training.joined, known)
     checked_states(training, entry)
     return dict(entry)
+
+
+#: by parameter, what exchanges its gradients; neither is kept alive
+_owners: Any = WeakTensorKeyDictionary()
+#: by module, whom it tells before it loads; a hook of the module that held them would go into its copies
+_told: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def claim(owner: Any, parameters: Iterable[torch.Tensor], spared: type[Any] | tuple[()] = ()) -> None:
+    """Gives parameters to an owner, or to none. Owners that had one of them are retired, but those spared."""
+    taken = list(parameters)
+    former = {_owners.pop(one)() for one in taken if one in _owners}
+    for one in former - {None, owner}:
+        if not isinstance(one, spared):
+            one.retire()
+    for parameter in taken if owner is not None else ():
+        _owners[parameter] = weakref.ref(owner)
+
+
+def tell_of_loading(modules: Iterable[torch.nn.Module], training: Any) -> None:
+    """Has modules call `before_load` of a training before they load a state."""
+    for module in modules:
+        if module not in _told:
+            _told[module] = weakref.WeakSet()
+            module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+        _told[module].add(training)
+
+
+def _before_loading(module: torch.nn.Module, *_: Any) -> None:
+    for training in _told.get(module, ()):
+        training.before_load()
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from horovod_sparse.tensors.parts import claim
 from horovod_sparse.training.collective_errors import horovod_binding
 
 hvd: Any = horovod_binding("PyTorch", has="allreduce_async")
@@ -91,22 +91,6 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-#: by parameter, who synchronizes it; neither is kept alive
-_owners: Any = WeakTensorKeyDictionary()
-
-
-def claim(owner: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Gives parameters to an owner. Owners that had one of them are retired (`retire`), and do no more."""
-    taken = list(parameters)
-    before = {_owners[parameter]() for parameter in taken if parameter in _owners} - {None}
-    for one in before:
-        # what Horovod's own do with one another is its own affair
-        if one is not owner and not (isinstance(one, _StockOwner) and isinstance(owner, _StockOwner)):
-            one.retire()
-    for parameter in taken:
-        _owners[parameter] = weakref.ref(owner)
-
-
 class _StockOwner:
     """Horovod's own optimizer, which has hooks of its own."""
 
@@ -123,4 +107,6 @@ class _StockOwner:
 def claim_for_stock(optimizer: Any) -> None:
     """Claims the parameters of an optimizer of Horovod's own."""
     optimizer._owner_of_parameters = _StockOwner(optimizer)
-    claim(optimizer._owner_of_parameters, [p for group in optimizer.param_groups for p in group["params"]])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # what Horovod's own do with one another is its own affair
+    claim(optimizer._owner_of_parameters, parameters, spared=_StockOwner)

@@ -10,11 +10,14 @@ import torch
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors import sums
+from horovod_sparse.tensors.gradients import memory_of
+from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import construction_errors
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
+from horovod_sparse.training.allreduce import LoneTensor, refuse_gradients
 from horovod_sparse.training.compression import Algorithms
 
 
@@ -87,10 +90,14 @@ class SparseCompressor(hvd.compression.Compressor):
             >>> Compression.topk(density=0.5).compress(torch.tensor([1.0, -4.0]))
             (tensor([ 0., -4.]), None)
         """
-        if not sums.is_sparsifiable(tensor):
+        if not is_sparsifiable(tensor):
             return tensor, None
         self._num_compressed += 1  # random numbers go by it
-        return sums.sparsified(tensor, self.recipe, f"compressed.{self._num_compressed}"), None
+        refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())
+        if tensor.numel() == 0:
+            return tensor, None
+        total, lone = lone_tensor(tensor, self.recipe, f"compressed.{self._num_compressed}", (0, 1))
+        return total if lone.write_alone() else tensor, None
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Returns the tensor."""
@@ -133,6 +140,21 @@ class SparseCompressor(hvd.compression.Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
+
+
+def is_sparsifiable(tensor: Any) -> bool:
+    """True for a dense tensor of a type that sparsifiers take."""
+    return dtype_name(tensor) is not None and tensor.layout == torch.strided
+
+
+def lone_tensor(
+    tensor: torch.Tensor, recipe: Recipe, name: str, place: tuple[int, int]
+) -> tuple[torch.Tensor, LoneTensor]:
+    """Returns a tensor for the sum of another one, and what sums that."""
+    given = tensor.detach().contiguous()
+    total, memory = torch.empty_like(given), memory_of(tensor.device, name)
+    info = BucketInfo(name, tensor.numel(), *place, dtype_name(tensor) or "unknown")
+    return total, LoneTensor(recipe, info, memory, given.view(-1), total.view(-1))
 
 
 _COMMON_ARGUMENTS = """

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.tensors import sums
 from horovod_sparse.torch._horovod import hvd, present_start
-from horovod_sparse.torch.compression import Compression, SparseCompressor
+from horovod_sparse.torch.compression import Compression, SparseCompressor, is_sparsifiable, lone_tensor
 from horovod_sparse.torch.driver import HorovodDriver, explain
 from horovod_sparse.training import allreduce as common
 from horovod_sparse.training.agreement import compared
@@ -62,25 +61,20 @@ def allreduce_async(
         return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     # Horovod counts handles, of which a rank outside of a process set has fewer
     name = name or _call_names.next(present_start(), process_set)
-    if not sums.is_sparsifiable(tensor):
+    if not is_sparsifiable(tensor):
         return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     common.refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())
-    chosen, scale = common.scale_of(hvd, op, average, postscale_factor, process_set)
-    facts = common.agreed_facts(
-        compression.recipe,
-        *(tensor.shape, str(tensor.dtype), process_set),
-        op=chosen,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-    )
+    given = compression.recipe, op, average, prescale_factor, postscale_factor, process_set
+    scale, facts_of = common.terms(hvd, *given)
+    facts = facts_of(tensor.shape, str(tensor.dtype))
     driver = _driver_of(process_set)
     if prescale_factor != 1.0:
         tensor = tensor * prescale_factor
     if tensor.numel() == 0:
         return SparseHandle(driver, driver.start(name, compared(facts)), tensor.clone())
     place = int(process_set.rank()), int(process_set.size())
-    total, work = sums.prepared(tensor, compression.recipe, name, place)
-    return SparseHandle(driver, driver.start(name, common.summed(*work, facts, scale)), total)
+    total, lone = lone_tensor(tensor, compression.recipe, name, place)
+    return SparseHandle(driver, driver.start(name, lone.summed(facts, scale)), total)
 
 
 def allreduce(

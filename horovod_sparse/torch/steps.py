@@ -13,8 +13,8 @@ from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding
-from horovod_sparse.tensors.parts import ENTRY, checked_entry
-from horovod_sparse.torch._horovod import claim, hvd
+from horovod_sparse.tensors.parts import ENTRY, checked_entry, claim
+from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.engine import Facts

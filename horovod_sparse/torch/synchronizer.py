@@ -17,9 +17,9 @@ from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.loss_scale import scaled_passes
-from horovod_sparse.tensors.parts import Part, checked_entry
+from horovod_sparse.tensors.parts import Part, checked_entry, claim
 from horovod_sparse.topology import ClusterFacts, Topology, launched_hosts
-from horovod_sparse.torch._horovod import claim, hvd
+from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together

@@ -4,66 +4,78 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from horovod_sparse.arrays import Accumulator
+from horovod_sparse.arrays import GradientParts
 from horovod_sparse.carriers.exchanges import answer_alone
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError, warn_once
 from horovod_sparse.feedback import Bucket, NoFeedback, Recipe
-from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.kernels.host.scatter import apply_scaled_sums
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.training import engine
 from horovod_sparse.training.agreement import compared, declaration
 from horovod_sparse.training.parts import host_accumulator
 
-#: writes scale times a sum: indices (None for all elements), values, scale
-Write = Callable[[Any, Any, float], object]
+
+class ArrayMemory:
+    """Makes accumulators of arrays on the host, and reads and writes these."""
+
+    accumulator, foldable = staticmethod(host_accumulator), GradientParts
+    write = staticmethod(apply_scaled_sums)
 
 
-def stateless_bucket(
+class LoneTensor:
+    """A tensor that is summed by itself: rules apply to its name, feedback has no place.
+
+    Args:
+        recipe: sparsifier and rules.
+        info: the tensor's facts.
+        memory: `ArrayMemory`, or a memory of PyTorch's tensors.
+        given: the elements, flat.
+        total: becomes the sum, flat.
+    """
+
+    def __init__(self, recipe: Recipe, info: BucketInfo, memory: Any, given: Any, total: Any) -> None:
+        own = Recipe(recipe.sparsifier, NoFeedback(), recipe.rules)
+        own = own.for_parameter(info.name, info.num_elements)
+        self._bucket = Bucket(info, own, memory.accumulator(info, own))
+        self._given = memory.foldable([given])
+        self._write: Callable[..., object] = partial(memory.write, [total], [(0, info.num_elements)])
+
+    def summed(self, facts: Mapping[str, str], scale: float) -> Synchronization[None]:
+        """Sums over ranks, once ranks have compared facts; reads the tensor before its first request."""
+        report = self._bucket.fold(self._given, None)
+        yield from compared(facts)
+        self._put((yield from self._bucket.synchronize(report, scale)), scale)
+
+    def write_alone(self) -> bool:
+        """Writes what one rank sends; False, and nothing written, if the tensor is not finite."""
+        warn_once(
+            "Horovod's own allreduce sends every element of what a sparsifier compresses: elements that are "
+            "not selected are 0, and are kept for no later call. allreduce of horovod_sparse sends sparsely"
+        )
+        try:
+            self._put(engine.carry_out(self._bucket.step(self._given, scale=1.0), answer_alone), 1.0)
+        except NonFiniteGradientError:
+            return False
+        return True
+
+    def _put(self, sum_: SparseSum, scale: float) -> None:
+        self._write(None if sum_.whole else sum_.indices, sum_.values, scale)
+
+
+def terms(
+    hvd: Any,
     recipe: Recipe,
-    info: BucketInfo,
-    accumulator: Callable[[BucketInfo, Recipe], Accumulator] = host_accumulator,
-) -> Bucket:
-    """Returns a fresh bucket for one tensor: rules apply to its name, feedback has no place."""
-    own = Recipe(recipe.sparsifier, NoFeedback(), recipe.rules).for_parameter(info.name, info.num_elements)
-    return Bucket(info, own, accumulator(info, own))
-
-
-def summed(
-    bucket: Bucket, tensor: Any, write: Write, facts: Mapping[str, str], scale: float
-) -> Synchronization[None]:
-    """Sums a tensor over ranks, once ranks have compared facts; reads the tensor before its first request."""
-    report = bucket.fold(tensor, None)
-    yield from compared(facts)
-    sum_ = yield from bucket.synchronize(report, scale)
-    write(None if sum_.whole else sum_.indices, sum_.values, scale)
-
-
-def write_alone(bucket: Bucket, tensor: Any, write: Write) -> bool:
-    """Writes a tensor as one rank sends it; False, and nothing written, if the tensor is not finite."""
-    warn_once(
-        "Horovod's own allreduce sends every element of what a sparsifier compresses: elements that are not "
-        "selected are 0, and are kept for no later call. allreduce of horovod_sparse sends sparsely"
-    )
-    try:
-        sum_ = engine.carry_out(bucket.step(tensor, scale=1.0), answer_alone)
-    except NonFiniteGradientError:
-        return False
-    write(None if sum_.whole else sum_.indices, sum_.values, 1.0)
-    return True
-
-
-def agreed_facts(
-    recipe: Recipe, shape: Any, dtype: str, process_set: Any, **arguments: object
-) -> dict[str, str]:
-    """Returns what ranks have to give alike, in words."""
-    ranks = list(process_set.ranks)
-    return declaration(recipe, "allreduce", shape=list(shape), dtype=dtype, process_set=ranks, **arguments)
-
-
-def scale_of(hvd: Any, op: Any, average: Any, postscale_factor: float, process_set: Any) -> tuple[str, float]:
-    """Returns the operation's name, and the factor of a sum over the ranks of a process set.
+    op: Any,
+    average: Any,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Any,
+) -> tuple[float, Callable[[Any, str], dict[str, str]]]:
+    """Returns the factor of a sum over ranks, and what ranks have to give alike, by shape and dtype.
 
     Raises:
         ArgumentError: if the operation is neither Average nor Sum, or this rank is not in the process set.
@@ -81,7 +93,13 @@ def scale_of(hvd: Any, op: Any, average: Any, postscale_factor: float, process_s
         raise ArgumentError("op", chosen, allowed)
     if not process_set.included():
         raise ArgumentError("process_set", str(process_set), "a set that is set up, and holds this rank")
-    return chosen, float(postscale_factor) / (process_set.size() if chosen == "Average" else 1)
+
+    def facts(shape: Any, dtype: str) -> dict[str, str]:
+        given = {"shape": list(shape), "dtype": dtype, "process_set": list(process_set.ranks), "op": chosen}
+        factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+        return declaration(recipe, "allreduce", **given, **factors)
+
+    return float(postscale_factor) / (process_set.size() if chosen == "Average" else 1), facts
 
 
 def refuse_gradients(requires_grad: bool) -> None:

@@ -17,14 +17,14 @@ import numpy as np
 
 from horovod_sparse.collectives import Broadcast, Synchronization, shared_lines
 from horovod_sparse.errors import StateMismatchError
-from horovod_sparse.feedback import Bucket
 from horovod_sparse.plans import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training import agreement
-from horovod_sparse.training.drift import Entry
+from horovod_sparse.training.drift import Entry, HostEntry
 from horovod_sparse.training.engine import Engine, Facts, Starter, Task
-from horovod_sparse.training.parts import assign_residuals, shared_out
+from horovod_sparse.training.parameters import Parameters, scaled
+from horovod_sparse.training.parts import BucketPart, assign_residuals, shared_out
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Averaged, Steps, mean_of_finite
@@ -38,6 +38,11 @@ _SAVED = "start", "velocity"
 class Displacement:
     """How far a part's parameters have come from the common ones; stands where a pass has `OwnMoves`.
 
+    Args:
+        part: it belongs to.
+        schedule: has the outer step.
+        common: reaches `start`.
+
     Attributes:
         start: [n], the common parameters.
         velocity: [n], of the outer step; empty without momentum.
@@ -49,19 +54,12 @@ class Displacement:
     velocity: Any
     sent: Any
 
-    def __init__(self, bucket: Bucket, schedule: LocalSchedule) -> None:
-        self.bucket, self.schedule = bucket, schedule
+    def __init__(self, part: BucketPart, schedule: LocalSchedule, common: Parameters) -> None:
+        self.bucket, self.places, self.schedule, self._common = part.bucket, part.places, schedule, common
         self.task: Task | None = None
 
     def displacement(self) -> Any:
         """Returns ``start - parameters``, as the accumulator folds it."""
-
-    def step_by(self, sum_: SparseSum, scale: float | None) -> int:
-        """Moves `start` by scale times a sum over ranks, and the parameters after it.
-
-        A scale of None stands for `mean_over_senders`. Returns the size of the union.
-        """
-        raise NotImplementedError
 
     def adopt(self) -> None:
         """Makes the parameters as they are now the common ones."""
@@ -77,14 +75,15 @@ class Displacement:
 
     def entry(self, number: int, name: str) -> Entry:
         """Returns a common parameter, for ranks to compare."""
-        raise NotImplementedError
+        return HostEntry(name, self.start[slice(*self.places[number])])
 
     def to_host(self, name: str) -> np.ndarray:
         """Returns `start`, `velocity` or `sent`, [n]."""
-        raise NotImplementedError
+        return np.asarray(getattr(self, name))
 
     def from_host(self, name: str, values: np.ndarray) -> None:
         """Replaces `start`, `velocity` or `sent`."""
+        getattr(self, name)[...] = values
 
     def begin(self, starter: Starter, name: str) -> None:
         """Begins an exchange."""
@@ -101,11 +100,23 @@ class Displacement:
 
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
         """Applies the outer step by a sum over ranks; returns the size of the union."""
-        self.task = None
-        sparsifier, size = self.bucket.recipe.sparsifier, self.bucket.info.size
-        num_union = self.step_by(*self.schedule.combined(total, sparsifier, size))
+        self.task, outer = None, self.schedule.outer
+        total, scale = self.schedule.combined(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
+        if outer.momentum:  # all is sent
+            num_union = len(total.values)
+            self.push(scaled(total, scale))
+        else:
+            num_union, _ = self._common.replace(total=total, scale=outer.lr * scale)
+        self.return_to_start()
         self.bucket.accept()
         return num_union
+
+    def push(self, mean: Any) -> None:
+        """Moves `start` and `velocity` by the mean of all elements."""
+        outer = self.schedule.outer
+        self.velocity *= outer.momentum
+        self.velocity += mean
+        self.start -= outer.lr * (mean + outer.momentum * self.velocity)
 
     def cancel(self) -> None:
         """Drops the exchange's displacement, which was not finite on some rank."""
@@ -124,9 +135,11 @@ class LocalTraining(Steps):
     Attributes:
         taken: local steps since the last exchange began.
         step: exchanges done.
+        seconds_held_up: time that exchanges have taken from the training loop.
     """
 
     schedule: LocalSchedule
+    seconds_held_up = 0.0
 
     def __init__(
         self, engine: Engine, schedule: LocalSchedule, settings: Settings, facts: Facts, averaged: Averaged
@@ -140,24 +153,7 @@ class LocalTraining(Steps):
         self._if_completed: tuple[int, Sequence[Mapping[str, Any]]] | None = None
         #: whether the common parameters have been loaded anew since the last exchange
         self._replaced = False
-        #: steps of this process, when the first of them was, and seconds that exchanges have held it up
-        self._num_steps, self._since, self._held_up = 0, 0.0, 0.0
         self.begin(facts, self.first_plan_of(facts))
-
-    @property
-    def share_computing(self) -> float:
-        """Returns the share of time since the first step in which no exchange held this process up."""
-        passed = time.perf_counter() - self._since
-        return 1.0 - self._held_up / passed if self._num_steps else 1.0
-
-    def summary(self) -> str:
-        """Returns bytes a local step, time computing, and the means of exchanges, in one line."""
-        mean, every = self.telemetry.mean, self.schedule.every
-        sent = 0.0 if mean is None else mean.bytes_sent / every
-        return (
-            f"{self.step} exchanges, each after {every} steps: {sent:,.0f} B a step, "
-            f"{100 * self.share_computing:.1f} % of the time computing; {self.telemetry.summary()}"
-        )
 
     def first_plan_of(self, facts: Facts) -> Plan:
         """Returns buckets of 32 MiB; where everything is sent, none."""
@@ -193,7 +189,6 @@ class LocalTraining(Steps):
         """Has all ranks meet in the first step, and after a start or a load."""
         if not (self._has_begun and self.is_agreed):
             self.agree()
-            self._since, self._num_steps, self._held_up = time.perf_counter(), 0, 0.0
 
     def agree(self, *, as_first: bool = False) -> None:
         """Agrees as `Training.agree` does; who is new, or behind, takes what the furthest rank has.
@@ -261,11 +256,9 @@ class LocalTraining(Steps):
     def after_step(self) -> None:
         """Counts a step of the optimizer, and exchanges where it is time."""
         self.taken += 1
-        self._num_steps += 1
         if not self._in_flight and self.taken < self.schedule.every:
             return
-        began = time.perf_counter()
-        self._flying += 1
+        began, self._flying = time.perf_counter(), self._flying + 1
         self._advance()
         if self._flying >= self.schedule.delay:
             self._land(0)
@@ -273,16 +266,16 @@ class LocalTraining(Steps):
             self._begin_exchange()
             if not self.schedule.delay:
                 self._land(0)
-        self._held_up += time.perf_counter() - began
+        self.seconds_held_up += time.perf_counter() - began
 
     def _advance(self) -> None:
         """Carries on what is in flight, without waiting."""
 
-    def _begin_exchange(self, *, finishing: bool = False) -> None:
+    def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._land(0)
         taken, self._flying, self._if_completed = self.taken, 0, None
         try:
-            super()._begin_exchange(finishing=finishing)
+            return super()._begin_exchange(finishing=finishing)
         except BaseException:  # the user's interrupt
             self.roll_back()
             self.taken = taken

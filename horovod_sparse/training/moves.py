@@ -11,58 +11,27 @@ import dataclasses
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
 from horovod_sparse.errors import NonFiniteGradientError
-from horovod_sparse.feedback import Bucket
+from horovod_sparse.feedback import OwnStep
 from horovod_sparse.kernels.host.scatter import added_up
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
-from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.training.engine import Starter, Task
+from horovod_sparse.training.parameters import Parameters
+from horovod_sparse.training.parts import BucketPart
 from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
 
 #: positions that `OwnMoves.note` reads, at most
 _NUM_NOTED = 4096
-
-
-class Parameters(Protocol):
-    """The parameters of a bucket, one behind the other; indices are positions in the bucket."""
-
-    def take(self, indices: Indices) -> Any:
-        """Returns the values at ascending, unique positions, in the parameters' own type."""
-
-    def move(self, indices: Indices, values: Values) -> Any:
-        """Subtracts float32 or float64 values at ascending, unique positions; returns what stood there."""
-
-    def put(self, indices: Indices, before: Any) -> None:
-        """Writes values that `move` returned."""
-
-    def replace(
-        self,
-        undone: Sequence[tuple[Indices, Any]],
-        shrunk: Mapping[float, Sequence[int]],
-        total: SparseSum,
-        scale: float,
-        again: Sequence[tuple[Indices, Values]],
-    ) -> tuple[int, list[Any]]:
-        """Puts back, multiplies whole parameters by their factors, subtracts scale times a sum, moves again.
-
-        Returns at how many different positions the sum was, and what `move` returns for each of `again`.
-        """
-
-    def to_save(self, values: Any) -> Any:
-        """Converts the result of `move` for a checkpoint."""
-
-    def from_saved(self, saved: Any) -> Any:
-        """Inverts `to_save`."""
 
 
 @dataclass
@@ -93,8 +62,9 @@ class OwnMoves:
         in_flight: exchanges that have begun and not landed, the oldest first.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Parameters) -> None:
-        self._bucket, self._parameters = bucket, parameters
+    def __init__(self, part: StepPart) -> None:
+        self._part, self._bucket, self._parameters = part, part.bucket, part.parameters
+        bucket = part.bucket
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
@@ -119,7 +89,7 @@ class OwnMoves:
             indices, facts, after = sparsifier.select(bucket.accumulator, k, bucket.state, bucket.info)
         else:
             indices = np.arange(n, dtype=np.int32)
-        self._move(indices, bucket.accumulator.remove(indices))
+        self._move([(indices, bucket.accumulator.remove(indices))])
         bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
         self._report = report
@@ -139,9 +109,11 @@ class OwnMoves:
         now = self._parameters.take(indices)
         return not all(bool((one == other).all()) for one, other in zip(before, now, strict=True))
 
-    def _move(self, indices: Indices, values: Values) -> None:
+    def _move(self, steps: Sequence[tuple[Indices, Values]]) -> None:
         self._left = None
-        self.moves.append(Move(indices, values, self._parameters.move(indices, values)))
+        if steps:
+            _, before = self._parameters.replace(again=steps)
+            self.moves += [Move(*step, old) for step, old in zip(steps, before, strict=True)]
 
     def begin(self, starter: Starter, name: str) -> None:
         """Begins the mean over ranks of all moves that are in no exchange yet."""
@@ -198,10 +170,12 @@ class OwnMoves:
 
     def cancel(self) -> None:
         """Takes the oldest exchange's moves back into the residual."""
-        exchange, later = self._put_back()
-        self._return(exchange)
-        for move in later:
-            self._move(move.indices, move.values)
+        exchange = self.in_flight.popleft()
+        later = [(move.indices, move.values) for move in self.moves[exchange.num_moves :]]
+        self._undo()
+        if exchange.own.values is not None:
+            self._bucket.accumulator.add(exchange.own.indices, exchange.own.values)
+        self._move(later)
 
     def pending(self) -> list[tuple[Indices, Values]]:
         """Returns positions and values that this rank has moved and no mean has replaced."""
@@ -209,21 +183,9 @@ class OwnMoves:
         later = self.moves[sum(one.num_moves for one in self.in_flight) :]
         return sent + [(one.indices, one.values) for one in later]
 
-    def _return(self, exchange: Exchange) -> None:
-        sent = exchange.own.values
-        if sent is not None:
-            self._bucket.accumulator.add(exchange.own.indices, sent)
-
-    def _put_back(self) -> tuple[Exchange, list[Move]]:
-        """Puts the common parameters back; returns the oldest exchange and the moves after its own."""
-        exchange = self.in_flight.popleft()
-        later = self.moves[exchange.num_moves :]
-        self._undo()
-        return exchange, later
-
     def _undo(self) -> None:
-        for move in reversed(self.moves):
-            self._parameters.put(move.indices, move.before)
+        if self.moves:
+            self._parameters.replace([(move.indices, move.before) for move in reversed(self.moves)])
         self.moves, self._left = [], None
 
     def roll_back(self) -> None:
@@ -243,17 +205,16 @@ class OwnMoves:
         try:
             yield
         finally:
-            for move in moves:
-                self._move(move.indices, move.values)
+            self._move([(move.indices, move.values) for move in moves])
             if noted:
                 self.note()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
         """Returns moves and messages in flight for a checkpoint."""
+        to_save = self._parameters.to_save
         return {
             "moves": [
-                [array(move.indices), array(move.values), self._parameters.to_save(move.before)]
-                for move in self.moves
+                [array(move.indices), array(move.values), to_save(move.before, array)] for move in self.moves
             ],
             "in_flight": [[one.num_moves, array(one.message)] for one in self.in_flight],
         }
@@ -267,31 +228,89 @@ class OwnMoves:
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
 
 
-class StepPart(Protocol):
-    """A bucket of parameters, as a front end gives it to `horovod_sparse.training.steps.Steps`."""
+class JointMoves(OwnMoves):
+    """Moves by the sum over ranks, when that is there, and not before; for any sparsifier.
 
-    label: str
-    names: tuple[str, ...]
-    places: Sequence[tuple[int, int]]
-    bucket: Bucket
-    #: the parameters, as moves reach them
-    parameters: Parameters
-    moves: OwnMoves
-    #: the learning rate now, and the factor of weight decay that is no part of the gradient
-    rate: float
-    shrink: float
-    #: bytes of the gradient
+    This is every=1 and delay=0.
+    """
+
+    _task: Task | None = None
+
+    @property
+    def task(self) -> Task:
+        assert self._task is not None  # begun
+        return self._task
+
+    def begin(self, starter: Starter, name: str) -> None:
+        report = self._part.fold()
+        self._task = starter.start(name, self._bucket.synchronize(report, 1.0 / self._bucket.info.size))
+
+    def received(self, scale: float) -> SparseSum:
+        total: SparseSum = self.task.value()
+        return total
+
+    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+        self._task = None
+        num_union, _ = self._parameters.replace((), shrunk, total, scale)
+        self._bucket.accept()
+        return num_union
+
+    def cancel(self) -> None:
+        self._task = None
+        self._part.abandon(drop=True)
+
+    def roll_back(self) -> None:
+        if self._task is not None:
+            self._task = None
+            self._part.abandon()
+
+
+class StepPart(BucketPart):
+    """A bucket of parameters whose own steps are folded, selected and moved by.
+
+    Attributes:
+        parameters: as moves reach them.
+        now: how gradients become steps in this pass.
+        gradients: of the parameters in this pass; None where there is none.
+        num_bytes: of the gradient.
+    """
+
     num_bytes: int
+    gradients: list[Any]
+
+    def bind(self, parameters: Parameters, moves_alone: bool) -> None:
+        """Ends the construction."""
+        self.parameters = parameters
+        self.moves = OwnMoves(self) if moves_alone else JointMoves(self)
+        self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)
+        self.release()
+
+    def prepare(self, now: OwnStep, gradients: Iterable[Any]) -> None:
+        """Begins a pass."""
+        self.now, self.gradients, self.bucket.feedback = now, list(gradients), now.feedback
+
+    def release(self) -> None:
+        """Lets go of the pass's gradients, which others may want to free."""
+        self.gradients = [None] * len(self.names)
+
+    @property
+    def absent(self) -> list[int]:
+        """Returns the numbers of parameters that have no gradient now, or a rate of 0."""
+        still = self.now.rate == 0.0
+        return [number for number, one in enumerate(self.gradients) if still or one is None]
+
+    def fold(self) -> BucketStep:
+        """Folds the gradient; parameters without one keep residual and moments as they are."""
+        absent = [self.places[number] for number in self.absent]
+        return self.bucket.fold(self.gradient(), self.now.rate, absent=absent)
 
     def gradient(self) -> Any:
-        """Returns what the accumulator folds; raises nothing, and leaves gradients as they are."""
+        """Returns what the accumulator folds; leaves gradients as they are."""
+        return self.parameters.foldable(self.gradients, self.now.weights)
 
     def abandon(self, *, drop: bool = False) -> None:
         """Takes the pass back, as `Bucket.abandon` does."""
-
-    @property
-    def absent(self) -> Sequence[int]:
-        """Returns the numbers of parameters that have no gradient now, or a rate of 0."""
+        self.bucket.abandon(drop=drop)
 
 
 @dataclass
@@ -359,13 +378,3 @@ def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]
     indices = np.concatenate([move.indices for move in moves])
     values = np.concatenate([move.values for move in moves])
     return added_up(indices, values)
-
-
-def refuse_selections_of_peers(sparsifier: Any) -> str | None:
-    """Why a sparsifier cannot move on its own; None where it can."""
-    if isinstance(sparsifier, (SelectAndGather, Dense)):
-        return None
-    return (
-        f"every=1 and delay=0 with {sparsifier.name}, whose selections need other ranks in every step; "
-        "topk, chunk_topk, dgc, sidco, hard_threshold and randomk select on their own"
-    )

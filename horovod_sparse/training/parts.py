@@ -6,42 +6,67 @@ What parts hold back belongs to parameters: by their names it is saved, and surv
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator, WholeGradient
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe
+from horovod_sparse.feedback import Bucket, Feedback, Member, Progress, Recipe
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain
+from horovod_sparse.training.engine import PartSpec
 
 #: dense parameters are sent together until there are so many elements: a quarter of a MiB in float32
 _GROUPED_ELEMENTS = 1 << 16
 
 
 class BucketPart:
-    """Parameters that are synchronized together, one behind the other; `shapes` where they are NumPy arrays.
+    """Parameters that are synchronized together, one behind the other.
+
+    Args:
+        spec: which, and how.
+        shapes: of the parameters, in their order.
+        place: rank and number of ranks.
+        dtype: name of the type of gradients.
+        memory: makes the bucket's accumulator.
+        topology: gradients are summed within hosts first; None where they are not.
+        **summing: see `TwoLevelBucket`.
 
     Attributes:
         dense: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has no
             sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
+        places: [start, stop) of every parameter.
     """
 
-    bucket: Bucket
-    names: tuple[str, ...]
-    dense: bool
-    shapes: list[tuple[int, ...]]
-
-    @functools.cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """[start, stop) of every parameter."""
+    def __init__(
+        self,
+        spec: PartSpec,
+        shapes: Iterable[Sequence[int]],
+        place: tuple[int, int],
+        dtype: str,
+        *,
+        memory: Callable[..., Accumulator] | None = None,
+        topology: Topology | None = None,
+        **summing: Any,
+    ) -> None:
+        self.name, self.names, self.dense, recipe = spec.label, tuple(spec.names), spec.dense, spec.recipe
+        self.shapes, memory = [tuple(shape) for shape in shapes], memory or host_accumulator
         stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
-        return list(zip([0, *stops[:-1]], stops, strict=True))
+        self.places: list[tuple[int, int]] = list(zip([0, *stops[:-1]], stops, strict=True))
+        info = BucketInfo(spec.title, stops[-1], *place, dtype)
+        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
+        if topology is None:
+            self.bucket = Bucket(info, recipe, memory(info, recipe, whole=spec.whole), members)
+        else:
+            from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
+
+            held = memory(shard_of(info, topology), recipe)
+            self.bucket = TwoLevelBucket(info, recipe, held, members, topology, **summing)
 
     def held(self) -> tuple[np.ndarray, ...]:
         """Returns residual and companions, [n] each, to be read only; nothing where there are none."""

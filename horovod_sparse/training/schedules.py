@@ -16,7 +16,6 @@ from horovod_sparse.kernels.host.scatter import added_up
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.training.moves import refuse_selections_of_peers
 from horovod_sparse.training.settings import Settings
 
 #: the ranks that a mean is over: all, or at each position those that have sent it
@@ -52,10 +51,13 @@ class Schedule:
         """Refuses what a rank that moves alone cannot do."""
         if not self.moves_alone:
             return
-        for name, given, plain in (("every", self.every, 1), ("delay", self.delay, 0)):
-            allowed = refuse_selections_of_peers(recipe.sparsifier)
-            if allowed and given != plain:
-                raise ArgumentError(name, given, allowed)
+        if not isinstance(recipe.sparsifier, (SelectAndGather, Dense)):
+            name, given = ("every", self.every) if self.every > 1 else ("delay", self.delay)
+            allowed = (
+                f"every=1 and delay=0 with {recipe.sparsifier.name}, whose selections need other ranks in "
+                "every step; topk, chunk_topk, dgc, sidco, hard_threshold and randomk select on their own"
+            )
+            raise ArgumentError(name, given, allowed)
         if settings.levels != "flat":
             raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
 
@@ -222,9 +224,10 @@ class LocalSchedule(Schedule):
     def describe(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay", "clip")}
 
-    def combined(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float | None]:
-        """Returns a sum over ranks and the factor of its mean; None for the mean over senders."""
-        if not isinstance(sparsifier, SelectAndGather):
-            return sum_, 1.0 / size
-        sum_ = clipped_to_median(sum_) if self.clip else sum_
-        return sum_, None if self.combine == "senders" else 1.0 / size
+    def combined(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
+        """Returns a sum over ranks, and the factor that makes it the mean displacement."""
+        if isinstance(sparsifier, SelectAndGather):
+            sum_ = clipped_to_median(sum_) if self.clip else sum_
+            if self.combine == "senders":
+                return mean_over_senders(sum_), 1.0
+        return sum_, 1.0 / size

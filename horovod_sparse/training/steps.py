@@ -22,12 +22,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import NonFiniteGradientError, StateMismatchError, UnsupportedError
+from horovod_sparse.errors import (
+    HorovodSparseError,
+    NonFiniteGradientError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine, Starter, Task
-from horovod_sparse.training.moves import Facts, StepPart, heard, present_in
+from horovod_sparse.training.moves import Facts, heard, present_in
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -110,7 +115,6 @@ class Steps(Training):
                 finite on one of them. Nothing of that exchange is left.
         """
         self.agree()
-        idle = self.starter.idle_seconds
         if self.schedule.moves_alone:
             if any(part.moves.was_edited() for part in self.parts):
                 raise UnsupportedError(
@@ -121,7 +125,8 @@ class Steps(Training):
             for part in self.parts:
                 part.moves.note()
         else:
-            self._move_together(idle, overflowed)
+            self._begin_exchange()
+            self._land(0)
         self._compare()
 
     def _compare(self) -> None:
@@ -132,11 +137,6 @@ class Steps(Training):
     def shared_entries(self) -> Sequence[Any]:
         """Returns the entries that ranks compare from time to time."""
         raise NotImplementedError
-
-    def _fold(self, part: StepPart) -> Any:
-        """Folds a part's gradient; parameters without one keep residual and moments as they are."""
-        absent = [part.places[number] for number in part.absent]
-        return part.bucket.fold(part.gradient(), part.rate, absent=absent)
 
     def _begin_facts(self, facts: Facts, name: str) -> None:
         """Begins to tell all ranks the facts of an exchange, and to average what no gradient moves."""
@@ -161,46 +161,6 @@ class Steps(Training):
                 "often, and end its training with finish()"
             )
 
-    def _move_together(self, idle_before: float, overflowed: bool, finishing: bool = False) -> bool:
-        """every=1, delay=0: the sum over ranks of what each has selected is applied in this pass.
-
-        True if all ranks finish: then there is nothing to sum up.
-        """
-        shrink = [part.shrink for part in self.parts]
-        facts = Facts(present=present_in(self.parts), shrink=shrink, finishing=finishing)
-        tasks: list[Task] = []
-        self._begin_facts(facts, "pass")
-        if finishing:
-            self._wait(facts, [])
-            if self._heard(facts)[1]:
-                self._average(facts)
-                return True
-        for part in self.parts:
-            report = self._fold(part)
-            tasks.append(self.starter.start(part.label, part.bucket.synchronize(report, 1.0 / self.size)))
-        try:
-            self._wait(facts, tasks)
-        except BaseException:
-            self._abandon()
-            raise
-        failures = self.of_all([task.error for task in tasks if task.error is not None])
-        if failures:
-            self._refuse(failures, overflowed)
-            return False
-        shrunk, _ = self._heard(facts)
-        scale, reports = 1.0 / self.size, []
-        for part, task, factors in zip(self.parts, tasks, shrunk, strict=True):
-            started = time.perf_counter()
-            num_union, _ = part.parameters.replace((), factors, task.result, scale, ())
-            part.bucket.accept()
-            took = time.perf_counter() - started
-            given = part.bucket.last, num_union, part.num_bytes, task.result.notes.norms
-            reports.append(BucketReport(*given, task.waited_seconds, took))
-        self._average(facts)
-        self.step += 1
-        self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
-        return False
-
     def _wait(self, facts: Facts, tasks: Sequence[Task]) -> None:
         """Waits for an exchange; what parts raise stays in their tasks."""
         more = [] if facts.averaged is None else [facts.averaged[1]]
@@ -211,17 +171,6 @@ class Steps(Training):
             sent, task = facts.averaged
             self._averaged.move(sent, task.value())
 
-    def _abandon(self, *, drop: bool = False) -> None:
-        for part in self.parts:
-            part.abandon(drop=drop)
-
-    def _refuse(self, failures: Sequence[BaseException], overflowed: bool) -> None:
-        """No rank applies this pass; raises why not, unless it is skipped."""
-        verdict = self.policy.judge(failures, scaled=overflowed or self.is_scaled)
-        self._abandon(drop=verdict.drop)
-        if verdict.outcome is Outcome.RAISE:
-            raise worst(failures)
-
     @property
     def is_scaled(self) -> bool:
         """True if a loss scaler looks after gradients that are not finite."""
@@ -230,7 +179,7 @@ class Steps(Training):
     def _move_alone(self, overflowed: bool) -> None:
         """Moves at once by what this rank selects; begins and lands exchanges that are due."""
         facts = self._facts
-        reports = [] if overflowed else [self._fold(part) for part in self.parts]
+        reports = [] if overflowed else [part.fold() for part in self.parts]
         bad, first = int(overflowed), 0
         for part in self.parts if not bad else ():
             at = part.bucket.accumulator.report.first_nonfinite
@@ -250,23 +199,32 @@ class Steps(Training):
         else:
             facts.present |= present_in(self.parts)
             before = facts.shrink or [1.0] * len(self.parts)
-            facts.shrink = [old * part.shrink for old, part in zip(before, self.parts, strict=True)]
+            facts.shrink = [old * part.now.shrink for old, part in zip(before, self.parts, strict=True)]
             facts.leans.append([part.bucket.accumulator.report.lean for part in self.parts])
         self.taken += 1
         if self.taken >= self.schedule.every:
             self._begin_exchange()
             self._land(self.schedule.delay)
 
-    def _begin_exchange(self, *, finishing: bool = False) -> None:
+    def _begin_exchange(self, *, finishing: bool = False) -> bool:
+        """Begins an exchange; true if none is needed, since all ranks finish and none has moved alone."""
         facts, self._facts, self.taken = self._facts, Facts(), 0
         facts.finishing = finishing
+        if not self.schedule.moves_alone:
+            facts.present, facts.shrink = present_in(self.parts), [part.now.shrink for part in self.parts]
         facts.shrink = facts.shrink or [1.0] * len(self.parts)
         # names that are under way must differ
         name = f"pass{self._num_begun % (self.schedule.delay + 2)}"
         self._begin_facts(facts, name)
+        if finishing and not self.schedule.moves_alone:
+            self._wait(facts, [])
+            if self._heard(facts)[1]:
+                self._average(facts)
+                return True
         for part in self.parts:
-            part.moves.begin(self.starter, f"{name}.{part.label}")
+            part.moves.begin(self.starter, f"{name}.{part.name}")
         self._in_flight.append(facts)
+        return False
 
     def settle(self) -> None:
         """Exchanges what has been moved, and waits until nothing is under way; all ranks do it."""
@@ -282,27 +240,32 @@ class Steps(Training):
         while len(self._in_flight) > most:
             idle = self.starter.idle_seconds
             facts, scale = self._in_flight[0], 1.0 / self.size
-            failures, totals = list[BaseException](), []
+            failures, totals, shrunk = list[BaseException](), [], list[dict[float, list[int]]]()
             try:
                 self._wait(facts, [part.moves.task for part in self.parts])
-                shrunk, all_finishing = self._heard(facts)
-                for part in self.parts:
-                    try:
-                        totals.append(part.moves.received(scale))
-                    except NonFiniteGradientError as error:
-                        failures.append(error)
-            except NonFiniteGradientError as error:
-                failures.append(error)
             except BaseException:
                 self.roll_back()
                 raise
-            self._in_flight.popleft()
+            try:
+                shrunk, all_finishing = self._heard(facts)
+            except HorovodSparseError as error:
+                failures.append(error)
+            for part in self.parts if not failures else ():
+                try:
+                    totals.append(part.moves.received(scale))
+                except HorovodSparseError as error:
+                    failures.append(error)
             if failures := self.of_all(failures):
-                all_finishing = False  # ranks that have failed by themselves do not know
+                all_finishing, failure = False, worst(failures)  # ranks that failed alone do not know
+                if not isinstance(failure, NonFiniteGradientError):
+                    self.roll_back()
+                    raise failure
+                self._in_flight.popleft()
                 self._cancel(failures)
                 if self.policy.judge(failures, scaled=self.is_scaled).outcome is Outcome.RAISE:
-                    raise worst(failures)
+                    raise failure
                 continue
+            self._in_flight.popleft()
             reports = []
             for part, total, factors in zip(self.parts, totals, shrunk, strict=True):
                 started, task = time.perf_counter(), part.moves.task
@@ -372,14 +335,9 @@ class Steps(Training):
         if not self.parts:
             return
         self.agree()
-        if not self.schedule.moves_alone:
-            while not self._move_together(self.starter.idle_seconds, False, finishing=True):
-                self._compare()
-            return
         while True:
             self._land(0)  # statistics that are averaged next are the last then
-            self._begin_exchange(finishing=True)
-            if self._land(0):
+            if self._begin_exchange(finishing=True) or self._land(0):
                 return
             self._compare()
 

@@ -1,23 +1,64 @@
-"""A thread that exchanges, and values of Keras' variables on the host: a pass of own steps runs on both."""
+"""What passes and local steps of Keras share: variables on the host, and a thread that exchanges."""
 
 from __future__ import annotations
 
-import contextlib
+import operator
 import queue
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import DeadlineError, HorovodSparseError
-from horovod_sparse.kernels.host import scatter, sparse_vectors
-from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.tensorflow.collectives import carry_out_together
-from horovod_sparse.training.engine import Task
+from horovod_sparse.tensorflow.tensors import as_variable, unique_names
+from horovod_sparse.tensorflow.training import VariablesEngine
+from horovod_sparse.topology import Topology
+from horovod_sparse.training.engine import Facts, PartSpec, Task
+from horovod_sparse.training.parameters import Parameters
+
+
+class KerasEngine(VariablesEngine):
+    """An `Engine` over Horovod.
+
+    Args:
+        make: makes a part.
+        process_set: the ranks that exchange.
+        seconds: until a rank that others wait for ends in an error.
+    """
+
+    def __init__(
+        self, make: Callable[[PartSpec, Facts, tuple[int, int]], Any], process_set: Any, seconds: float | None
+    ) -> None:
+        super().__init__(process_set, "flat")
+        self.name, self._make, self._seconds = "horovod_sparse.tensorflow.keras", make, seconds
+        self.exchanges = Exchanges(process_set, seconds)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        return [self._make(spec, facts, place) for spec in specs]
+
+    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+        name = "horovod_sparse.keras.agreement"
+        how: dict[str, Any] = {"looks": True, "deadline_seconds": self._seconds}
+        return carry_out_together(coroutine, self.process_set, name, topology, **how)
+
+
+class OverKeras:
+    """Gives a training its thread that exchanges."""
+
+    starter: Any = property(operator.attrgetter("engine.exchanges"))
+
+    def agree(self: Any, **how: Any) -> None:
+        super().agree(**how)  # type: ignore[misc]
+        self.starter.label = self.label
 
 
 class Exchanges:
@@ -69,85 +110,39 @@ class Exchanges:
                 raise error
 
 
-class HostParameters:
-    """Implements `Parameters`: copies of variables' values within a pass, else the variables themselves.
-
-    Args:
-        variables: of a bucket, float32 or float64.
-        places: [start, stop) of each.
-    """
+class HostVariables(Parameters):
+    """Copies of variables' values within a pass, else the variables themselves."""
 
     def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
-        self._variables, self._places = list(variables), list(places)
-        self._values: list[np.ndarray] | None = None
+        super().__init__(places)
+        self._variables = list(variables)
+        self._values: list[np.ndarray] = []
+        self._is_open = False
 
     def open(self, values: Sequence[np.ndarray]) -> None:
         """Begins a pass with the variables' values, which are copied."""
-        self._values = [np.array(one) for one in values]
+        self._values, self._is_open = [np.array(one) for one in values], True
 
     def close(self, *, write: bool = False) -> list[np.ndarray]:
         """Ends a pass; returns the values, and writes them into the variables if asked."""
-        values, self._values = self._values or [], None
-        for one, value in zip(self._variables, values, strict=False) if write else ():
-            one.assign(value)
+        values, self._is_open = self._values, False
+        if write:
+            self.written()
+        self._values = []
         return values
 
-    def flats(self) -> list[np.ndarray]:
-        """Returns the values now, flat."""
-        values = [one.numpy() for one in self._variables] if self._values is None else self._values
-        return [one.reshape(-1) for one in values]
+    def arrays(self) -> list[np.ndarray]:
+        if not self._is_open:
+            self._values = [np.array(one.numpy()) for one in self._variables]
+        return [native_bits(one) for one in self._values]
 
-    @contextlib.contextmanager
-    def _placed(self, factors: Mapping[float, Sequence[int]] | None = None) -> Iterator[list[Any]]:
-        """Gives arrays to be changed, where each begins, and its factor."""
-        outside = self._values is None
-        if outside:
-            self.open([one.numpy() for one in self._variables])
-        factor_of = {number: factor for factor, numbers in (factors or {}).items() for number in numbers}
-        yield [
-            (one, start, factor_of.get(number, 1.0))
-            for number, (one, (start, _)) in enumerate(zip(self.flats(), self._places, strict=True))
-        ]
-        if outside:
-            self.close(write=True)
+    def written(self) -> None:
+        for one, value in zip(self._variables, self._values, strict=True) if not self._is_open else ():
+            one.assign(value)
 
-    def take(self, indices: Indices) -> list[np.ndarray]:
-        cuts = [0, *np.searchsorted(indices, [stop for _, stop in self._places]).tolist()]
-        return [
-            scatter.taken(one, indices[cuts[number] : cuts[number + 1]] - np.int32(start))
-            for number, (one, (start, _)) in enumerate(zip(self.flats(), self._places, strict=True))
-        ]
 
-    def put(self, indices: Indices, before: list[np.ndarray]) -> None:
-        with self._placed() as placed:
-            sparse_vectors.replace(placed, [(indices, before[0])])
-
-    def move(self, indices: Indices, values: Values) -> list[np.ndarray]:
-        with self._placed() as placed:
-            return sparse_vectors.replace(placed, again=[(indices, values)])[1]
-
-    def replace(
-        self,
-        undone: Sequence[tuple[Indices, list[np.ndarray]]],
-        shrunk: Mapping[float, Sequence[int]],
-        total: SparseSum,
-        scale: float,
-        again: Sequence[tuple[Indices, Values]],
-    ) -> tuple[int, list[list[np.ndarray]]]:
-        values = total.values if scale == 1.0 else total.values * total.values.dtype.type(scale)
-        back = [(indices, before[0]) for indices, before in undone]
-        with self._placed(shrunk) as placed:
-            if not total.whole:
-                num_union, kept = sparse_vectors.replace(placed, back, (total.indices, values), again)
-                return num_union, [[one] for one in kept]
-            sparse_vectors.replace(placed, back)
-            for (one, *_), (start, stop) in zip(placed, self._places, strict=True):
-                one -= values[start:stop]
-            unmoved = [(one, start, 1.0) for one, start, _ in placed]
-            return int(values.size), [sparse_vectors.replace(unmoved, again=[one])[1] for one in again]
-
-    def to_save(self, values: list[np.ndarray]) -> list[np.ndarray]:
-        return [one.copy() for one in values]
-
-    def from_saved(self, saved: Sequence[Any]) -> list[np.ndarray]:
-        return [np.array(one) for one in saved]
+def by_name(variables: Sequence[Any]) -> dict[str, Any]:
+    """Returns variables by names without the numbers that Keras counts in a process."""
+    paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
+    names = unique_names([SimpleNamespace(name=path) for path in paths])
+    return {name: as_variable(one) for name, one in zip(names, variables, strict=True)}

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import re
-import time
 import weakref
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.arrays import GradientParts
-from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError, HorovodSparseError
-from horovod_sparse.feedback import Bucket, Member
-from horovod_sparse.kernels import apply_scaled_sum
-from horovod_sparse.sparsifiers import BucketInfo, SparseSum
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
-from horovod_sparse.tensorflow.collectives import carry_out_together, label_of
+from horovod_sparse.tensorflow.keras.host import KerasEngine, OverKeras, by_name
 from horovod_sparse.tensorflow.state import distributed_in
-from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
-from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
-from horovod_sparse.topology import Topology
+from horovod_sparse.tensorflow.tensors import as_variable, dtype_name
+from horovod_sparse.tensorflow.training import facts_of
 from horovod_sparse.training import local_steps
 from horovod_sparse.training import parts as common
-from horovod_sparse.training.drift import HostEntry
-from horovod_sparse.training.engine import Facts, PartSpec, Task
-from horovod_sparse.training.schedules import LocalOptions, LocalSchedule, mean_over_senders
+from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.parameters import Parameters
+from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
 from horovod_sparse.training.state import check_entry
 
 if TYPE_CHECKING:
@@ -37,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class _Displacement(local_steps.Displacement):
-    """Common values of some variables, on the host."""
+    """Common values of some variables, on the host; exchanges are waited for."""
 
-    def __init__(self, bucket: Bucket, placed: Sequence[tuple[Any, slice]], schedule: LocalSchedule) -> None:
-        super().__init__(bucket, schedule)
-        self._placed = placed
-        self.start = np.zeros(bucket.info.num_elements, bucket.info.value_dtype)
-        self.velocity = np.zeros_like(self.start[: None if schedule.outer.momentum else 0])
+    def __init__(self, part: _Part, variables: Sequence[Any], schedule: LocalSchedule) -> None:
+        n, kind = part.bucket.info.num_elements, part.bucket.info.value_dtype
+        self.start, self.velocity = np.zeros(n, kind), np.zeros(n if schedule.outer.momentum else 0, kind)
         self.sent = self.start[:0]
+        super().__init__(part, schedule, Parameters([(0, n)], [self.start]))
+        self._placed = [(one, slice(*at)) for one, at in zip(variables, self.places, strict=True)]
         self.adopt()
 
     def adopt(self) -> None:
@@ -61,105 +54,25 @@ class _Displacement(local_steps.Displacement):
             moved[place] -= own
         return GradientParts([moved])
 
-    def step_by(self, sum_: SparseSum, scale: float | None) -> int:
-        outer, step = self.schedule.outer, np.zeros_like(self.start)
-        if scale is None:
-            sum_, scale = mean_over_senders(sum_), 1.0
-        num_union = apply_scaled_sum(step, None if sum_.whole else sum_.indices, sum_.values, scale)
-        if outer.momentum:
-            self.velocity *= outer.momentum
-            self.velocity += step
-            step += outer.momentum * self.velocity
-        self.start -= outer.lr * step
-        self.return_to_start()
-        return num_union
-
     def return_to_start(self) -> None:
         for variable, place in self._placed:
             values = self.start[place].reshape(variable.shape)
             variable.assign(values.astype(variable.dtype.as_numpy_dtype))
 
-    def forget(self) -> None:
-        """Nothing is learned while an exchange is in flight: there is no delay."""
-
-    def entry(self, number: int, name: str) -> HostEntry:
-        return HostEntry(name, self.start[self._placed[number][1]])
-
-    def to_host(self, name: str) -> np.ndarray:
-        return np.asarray(getattr(self, name))
-
-    def from_host(self, name: str, values: np.ndarray) -> None:
-        getattr(self, name)[...] = values
-
 
 class _Part(common.BucketPart):
     """A bucket; one of all elements where a plan leaves variables dense."""
 
-    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], schedule: LocalSchedule) -> None:
-        self.name = self.label = spec.label
-        self.names, self.dense = spec.names, spec.dense
+    def __init__(self, schedule: LocalSchedule, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
         variables = [facts[name][1] for name in spec.names]
-        self.shapes = [tuple(variable.shape) for variable in variables]
-        kind = accumulator_dtype(str(dtype_name(variables[0].dtype)))
-        info = BucketInfo(spec.label, self.places[-1][1], *place, np.dtype(kind).name)
-        members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
-        memory = common.host_accumulator(info, spec.recipe, whole=spec.whole)
-        self.bucket = Bucket(info, spec.recipe, memory, members)
-        placed = [(one, slice(*at)) for one, at in zip(variables, self.places, strict=True)]
-        self.moves = _Displacement(self.bucket, placed, schedule)
+        kind = np.dtype(accumulator_dtype(facts[spec.names[0]][0].dtype))
+        super().__init__(spec, [variable.shape for variable in variables], place, kind.name)
+        self.moves = _Displacement(self, variables, schedule)
         self.num_bytes = self.moves.start.nbytes
 
 
-class _Engine(VariablesEngine):
-    """Runs one coroutine after the other, each to its end: a `Starter`, too."""
-
-    def __init__(self, process_set: Any, schedule: LocalSchedule, label: str, seconds: float | None) -> None:
-        super().__init__(process_set, "flat")
-        self.schedule, self.label, self._seconds, self.idle_seconds = schedule, label, seconds, 0.0
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Any]:
-        return [_Part(spec, facts, place, self.schedule) for spec in specs]
-
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        seconds = self._seconds
-        return carry_out_together(
-            coroutine, self.process_set, f"{self.label}.round", topology, looks=True, deadline_seconds=seconds
-        )
-
-    def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        task = Task(name)
-        try:
-            task.result = self.carry_out(self._timed(coroutine), None)
-        except Exception as error:
-            task.error = error
-        return task
-
-    def _timed(self, coroutine: Synchronization[Any]) -> Synchronization[Any]:
-        answer = None
-        while True:
-            try:
-                request = coroutine.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            began = time.perf_counter()
-            answer = yield request
-            self.idle_seconds += time.perf_counter() - began
-
-    def wait(self, tasks: Sequence[Task]) -> None:
-        """All have ended; what no algorithm has raised is Horovod's failure."""
-        for task in tasks:
-            if task.error is not None and not isinstance(task.error, HorovodSparseError):
-                raise task.error
-
-
-class _Training(local_steps.LocalTraining):
-    engine: _Engine
-
-    @property
-    def starter(self) -> _Engine:
-        return self.engine
+class _Training(OverKeras, local_steps.LocalTraining):
+    pass
 
 
 class _Statistics:
@@ -176,13 +89,6 @@ class _Statistics:
         stops = np.cumsum([one.shape.num_elements() for one in self._floats])
         for one, values in zip(self._floats, np.split(mean, stops[:-1]), strict=False):
             one.assign(values.reshape(one.shape).astype(one.dtype.as_numpy_dtype))
-
-
-def by_name(variables: Sequence[Any]) -> dict[str, Any]:
-    """By names without the numbers that Keras counts in a process."""
-    paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
-    names = unique_names([SimpleNamespace(name=path) for path in paths])
-    return {name: as_variable(one) for name, one in zip(names, variables, strict=True)}
 
 
 #: that train with `LocalSteps` now
@@ -248,8 +154,8 @@ class LocalSteps(tf.keras.callbacks.Callback):
             name: one for name, one in trained.items() if dtype_name(one.dtype) and one.shape.num_elements()
         }
         if self.rounds is None:
-            label = label_of("horovod_sparse.local", self.process_set, list(named.values()))
-            engine = _Engine(self.process_set, self._given, label, self._settings.deadline_seconds)
+            make, seconds = partial(_Part, self._given), self._settings.deadline_seconds
+            engine = KerasEngine(make, self.process_set, seconds)
             facts = facts_of(list(named), list(named.values()), self._given.recipe.rules)
             statistics = _Statistics(self.model.non_trainable_weights)
             self.rounds = _Training(engine, self._given, self._settings, facts, statistics)

@@ -5,31 +5,26 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.arrays.gradients import GradientParts, WeightedParts
-from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.collectives import shared_lines
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import Bucket, Member, OwnStep, Progress, Recipe
+from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans import Plan, make_plan
-from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.collectives import carry_out_together, ranks_of
+from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import refuse_graphs
-from horovod_sparse.tensorflow.keras.host import Exchanges, HostParameters
-from horovod_sparse.tensorflow.keras.local_steps import by_name
+from horovod_sparse.tensorflow.keras.host import HostVariables, KerasEngine, OverKeras, by_name
 from horovod_sparse.tensorflow.state import fitting, shapes_of
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import facts_of
-from horovod_sparse.topology import Placement, Topology
-from horovod_sparse.training import parts as common
 from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.moves import OwnMoves
+from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_entry
@@ -38,106 +33,16 @@ from horovod_sparse.training.steps import Steps
 _ADVICE = "the optimizer uses {}: use the same algorithm, or load None to start with no residual"
 
 
-class _Part(common.BucketPart):
-    """A bucket of variables; see `StepPart`."""
+class _Part(StepPart):
+    """A bucket of variables."""
 
-    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
-        self.label = self.name = spec.label
-        self.names, self.dense, self.group = spec.names, spec.dense, facts[spec.names[0]][0].group
-        variables = [facts[name][1] for name in spec.names]
-        self.shapes = [tuple(variable.shape) for variable in variables]
-        info = BucketInfo(spec.title, self.places[-1][1], *place, variables[0].dtype.name)
-        members = [Member(name, *at) for name, at in zip(self.names, self.places, strict=True)]
-        self.bucket = Bucket(
-            info, spec.recipe, common.host_accumulator(info, spec.recipe, whole=spec.whole), members
-        )
-        self.parameters = HostParameters(variables, self.places)
-        self.moves = OwnMoves(self.bucket, self.parameters)
-        self.num_bytes = info.num_elements * variables[0].dtype.size
-        self._now = OwnStep(spec.recipe.feedback, (1.0, 0.0), 1.0, 0.0)
-        self._gradients: Sequence[np.ndarray | None] = [None] * len(self.names)
-
-    def prepare(self, now: OwnStep, gradients: Sequence[np.ndarray | None]) -> None:
-        self._now, self._gradients, self.bucket.feedback = now, gradients, now.feedback
-
-    @property
-    def rate(self) -> float:
-        return self._now.rate
-
-    @property
-    def shrink(self) -> float:
-        return self._now.shrink
-
-    @property
-    def absent(self) -> list[int]:
-        return [i for i, one in enumerate(self._gradients) if one is None or self.rate == 0.0]
-
-    def gradient(self) -> GradientParts:
-        arrays = self.parameters.flats()
-        given = [
-            np.zeros_like(own) if one is None else one
-            for one, own in zip(self._gradients, arrays, strict=True)
-        ]
-        weights = self._now.weights
-        return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, arrays, weights)
-
-    def abandon(self, *, drop: bool = False) -> None:
-        self.bucket.abandon(drop=drop)
-
-
-class _Engine:
-    """An `Engine` for the variables of one optimizer."""
-
-    name = "horovod_sparse.tensorflow.keras"
-    start_token = staticmethod(present_start)
-
-    def __init__(self, optimizer: Any, recipe: Recipe, process_set: Any, seconds: float | None) -> None:
-        self.optimizer, self.recipe, self.process_set, self._seconds = optimizer, recipe, process_set, seconds
-        #: of Keras; those of the first step under tf-keras
-        self.variables: list[Any] = []
-
-    def rank_and_size(self) -> tuple[int, int]:
-        return int(self.process_set.rank()), int(self.process_set.size())
-
-    def ranks(self) -> Placement:
-        return Placement.of_horovod(hvd, self.process_set)
-
-    def facts(self, known: Facts) -> Facts:
-        if known:
-            return {}
-        given = self.variables
-        named = by_name(given)
-        for name, one in named.items():
-            if one.dtype not in (tf.float32, tf.float64):
-                raise UnsupportedError(
-                    f"{name} is {one.dtype.name}: own steps are for float32 and float64, which mixed "
-                    "precision keeps; feedback='error' takes others"
-                )
-        facts = facts_of(list(named), list(named.values()), self.recipe.rules)
-        return {
-            name: (dataclasses.replace(fact, group=int(_decays(self.optimizer, one))), variable)
-            for (name, (fact, variable)), one in zip(facts.items(), given, strict=True)
-        }
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[_Part]:
-        return [_Part(spec, facts, place) for spec in specs]
-
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        name, seconds = "horovod_sparse.keras.agreement", self._seconds
-        return carry_out_together(
-            coroutine, self.process_set, name, topology, looks=True, deadline_seconds=seconds
-        )
-
-    def move_to(self, topology: Topology | None) -> None:
-        """Nothing: levels are flat."""
-
-    def declared(self) -> Mapping[str, object]:
-        return {"process_set": ranks_of(self.process_set)}
-
-    def to_array(self, array: np.ndarray) -> np.ndarray:
-        return array.copy()
+    def __init__(self, moves_alone: bool, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
+        variables, dtype = [facts[name][1] for name in spec.names], facts[spec.names[0]][0].dtype
+        super().__init__(spec, [variable.shape for variable in variables], place, dtype)
+        self.decays = bool(facts[spec.names[0]][0].group)
+        self.num_bytes = self.bucket.info.num_elements * variables[0].dtype.size
+        self.variables = HostVariables(variables, self.places)
+        self.bind(self.variables, moves_alone)
 
 
 def _decays(optimizer: Any, variable: Any) -> bool:
@@ -145,7 +50,7 @@ def _decays(optimizer: Any, variable: Any) -> bool:
     return bool(optimizer.weight_decay and optimizer._use_weight_decay(variable))
 
 
-class KerasSteps(Steps):
+class KerasSteps(OverKeras, Steps):
     """Binds one optimizer of Keras to passes over Horovod, in the place of a reduction of gradients.
 
     Second moments and velocities lie in the buckets. Keras' own slots have them where an optimizer is saved,
@@ -153,7 +58,6 @@ class KerasSteps(Steps):
     a `StateKeeper`, too.
     """
 
-    engine: _Engine
     decision = None
     replanning = SimpleNamespace(is_measured=False, refuse=lambda what: None)
 
@@ -166,11 +70,13 @@ class KerasSteps(Steps):
         process_set: Any,
         groups: Any,
     ) -> None:
-        engine = _Engine(optimizer, recipe, process_set, settings.deadline_seconds)
+        make = partial(_Part, schedule.moves_alone)
+        engine = KerasEngine(make, process_set, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, schedule)
         self.optimizer, self.process_set, self._groups = optimizer, process_set, groups
+        #: of Keras; those of the first step under tf-keras
+        self._variables: list[Any] = []
         self._rule: Any = recipe.feedback
-        self._exchanges = Exchanges(process_set, settings.deadline_seconds)
         self._rate = 0.0
         #: iterations when the optimizer was bound or loaded
         self._began = 0
@@ -178,16 +84,8 @@ class KerasSteps(Steps):
         self._waiting: Mapping[str, Any] | None = None
 
     @property
-    def starter(self) -> Exchanges:
-        return self._exchanges
-
-    @property
     def synchronizer(self) -> KerasSteps:
         return self
-
-    def agree(self) -> None:
-        super().agree()
-        self._exchanges.label = self.label
 
     # a pass
 
@@ -207,7 +105,7 @@ class KerasSteps(Steps):
         """Carries out a pass, in a graph or eagerly; returns the gradients, and whether all ranks skip it."""
         refuse_graphs()
         self._meet_variables(variables)
-        own = [as_variable(one) for one in self.engine.variables]
+        own = [as_variable(one) for one in self._variables]
         numbers = {one.ref(): number for number, one in enumerate(own)}
         pairs = [
             (numbers.get(as_variable(variable).ref()), one)
@@ -235,9 +133,9 @@ class KerasSteps(Steps):
         return list(gradients), tf.convert_to_tensor(skipped)
 
     def _meet_variables(self, variables: Sequence[Any]) -> None:
-        if not self.engine.variables:
+        if not self._variables:
             known = getattr(self.optimizer, "_trainable_variables", None)
-            self.engine.variables = list(known or variables)
+            self._variables = list(known or variables)
             self.take_slots()
 
     def run(
@@ -257,22 +155,22 @@ class KerasSteps(Steps):
         numbers = {name: number for number, name in enumerate(self.facts)}
         for part in self.parts:
             own = [numbers[name] for name in part.names]
-            part.parameters.open([values[number] for number in own])
+            part.variables.open([values[number] for number in own])
             now = self._rule.keras_step(self.optimizer, rate, part.bucket.progress.age)
-            shrink = 1.0 - rate * float(self.optimizer.weight_decay or 0.0) if part.group else 1.0
-            now = dataclasses.replace(now, shrink=shrink)
-            part.prepare(now, [gradients.get(number) for number in own])
+            if part.decays:
+                now = dataclasses.replace(now, shrink=1.0 - rate * float(self.optimizer.weight_decay))
+            part.prepare(now, map(gradients.get, own))
         before = self.step
         try:
             self.pass_()
         except BaseException:
             for part in self.parts:
-                part.parameters.close(write=True)  # own moves may have been taken back
+                part.variables.close(write=True)  # own moves may have been taken back
             raise
         new: dict[str, np.ndarray] = {}
         for part in self.parts:
-            new |= dict(zip(part.names, part.parameters.close(), strict=True))
-            part.prepare(dataclasses.replace(now, rate=0.0, shrink=1.0), [None] * len(part.names))
+            new |= dict(zip(part.names, part.variables.close(), strict=True))
+            part.release()
         skipped = not self.schedule.moves_alone and self.step == before
         return [np.bool_(skipped), *(new[name] for name in self.facts)]
 
@@ -280,8 +178,7 @@ class KerasSteps(Steps):
         """Makes the buckets, and goes on from what was loaded."""
         if self.facts:
             return
-        facts = self.engine.facts({})
-        groups = self._groups
+        facts, groups = self._first_facts(), self._groups
         if isinstance(groups, list):
             groups = [[as_variable(variable) for variable in group] for group in groups]
         size = self.settings.bucket_bytes if groups is None else None
@@ -290,6 +187,21 @@ class KerasSteps(Steps):
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self.load_state_dict(waiting)
+
+    def _first_facts(self) -> Facts:
+        named = by_name(self._variables)
+        for name, one in named.items():
+            if one.dtype not in (tf.float32, tf.float64):
+                raise UnsupportedError(
+                    f"{name} is {one.dtype.name}: own steps are for float32 and float64, which mixed "
+                    "precision keeps; feedback='error' takes others"
+                )
+        decays = [_decays(self.optimizer, one) for one in self._variables]
+        facts = facts_of(list(named), list(named.values()), self.recipe.rules)
+        return {
+            name: (dataclasses.replace(fact, group=int(decay)), variable)
+            for (name, (fact, variable)), decay in zip(facts.items(), decays, strict=True)
+        }
 
     def finish(self) -> None:
         """Ends a training: all ranks call it, and have equal variables afterwards."""
@@ -307,7 +219,7 @@ class KerasSteps(Steps):
     def shared_entries(self) -> Sequence[Any]:
         entries: list[Any] = [HostEntry("the learning rate", np.array([self._rate]))]
         for part in self.parts:
-            entries += map(HostEntry, part.names, part.parameters.flats())
+            entries += map(HostEntry, part.names, part.parameters.arrays())
         return entries
 
     # Keras' own slots

@@ -13,6 +13,7 @@ from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped, view
 from horovod_sparse.training.engine import carry_out
 from support.memories import choose_memory
 
+DENSE = recipe("topk").for_dense()
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
@@ -27,7 +28,7 @@ MEMORIES = [GradientMemory(), DeviceMemory(torch.device("cpu"))]
 @pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
 def test_what_a_dense_parameter_carries_joins_its_sum(memory):
     info = BucketInfo("w", 2, 1, 3)
-    bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info))
+    bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True))
     bucket.accumulator.assign_held([np.array([0.5, 0.0], np.float32)])
     gradient = torch.tensor([1.0, 2.0])
     for expected in ([1.5, 2.0], [1.0, 2.0]):
@@ -44,7 +45,7 @@ def test_what_a_dense_parameter_carries_joins_its_sum(memory):
 @pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
 def test_the_bad_one_of_several_dense_parameters_is_named(memory):
     info, members = BucketInfo("all", 5, 1, 3), [Member("a", 0, 2), Member("b", 2, 3), Member("c", 3, 5)]
-    bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info), members)
+    bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True), members)
     for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
         gradient = torch.ones(5)
         gradient[element] = torch.inf
@@ -59,7 +60,7 @@ def test_the_bad_one_of_several_dense_parameters_is_named(memory):
 @pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
 def test_who_refuses_a_dense_gradient_is_told(memory):
     info = BucketInfo("all", 3000, 1, 3)
-    bucket = Bucket(info, recipe("topk").for_dense(), memory.whole(info))
+    bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True))
     with pytest.raises(errors.EditedGradientError) as found:
         step = bucket.step(memory.foldable([torch.ones(3000)]), refused=True)
         carry_out(step, lambda request: request.buffer)

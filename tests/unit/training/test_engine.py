@@ -16,25 +16,21 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import redistribute
 from horovod_sparse.training import parts, state
 from horovod_sparse.training.encoding import from_bytes, to_bytes
+from horovod_sparse.training.engine import PartSpec
 
 SHAPES = {"w": (4, 6), "b": (6,), "v": (10,)}
 
 
-class ArrayPart(parts.BucketPart):
-    def __init__(
-        self, names: tuple[str, ...], recipe: Recipe, place: tuple[int, int], *, dense: bool = False
-    ) -> None:
-        self.names, self.dense, self.shapes = names, dense, [SHAPES[name] for name in names]
-        info = BucketInfo(names[0], self.places[-1][1], *place)
-        memory = parts.host_accumulator(info, recipe, whole=dense and not recipe.feedback.changes_dense)
-        self.bucket = Bucket(info, recipe, memory)
+def array_part(names: tuple[str, ...], recipe: Recipe, place: tuple[int, int], *, dense: bool = False) -> Any:
+    spec = PartSpec(names[0], names, recipe, dense)
+    return parts.BucketPart(spec, [SHAPES[name] for name in names], place, "float32")
 
 
 class ArrayEngine:
     def __init__(self, recipe: Recipe, plan: Plan, place: tuple[int, int]) -> None:
         self.recipe, self.plan, self.rank_and_size, self.step = recipe, plan, place, 0
-        self.sparse = [ArrayPart(names, recipe, place) for names in plan.buckets]
-        dense = (ArrayPart((name,), recipe.for_dense(), place, dense=True) for name in plan.dense)
+        self.sparse = [array_part(names, recipe, place) for names in plan.buckets]
+        dense = (array_part((name,), recipe.for_dense(), place, dense=True) for name in plan.dense)
         self.parts: list[parts.BucketPart] = [*self.sparse, *dense]
 
     def topology_for(self, entry: Any) -> None:
