@@ -161,7 +161,7 @@ class Alikeness:
     def fold(self, accumulator: Accumulator, gradient: Any, rule: FoldRule, step: int) -> None:
         """Folds what is normalized; the report says how far it leans along signs that ranks share."""
         n = self._info.num_elements
-        drawn = step_generator(0, self._info.name, step).integers(0, 2 * n, min(n, _SAMPLE))
+        drawn = step_generator(0, self._info, step).integers(0, 2 * n, min(n, _SAMPLE))
         accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
 
     def learned(self, leans: tuple[float, float], told: np.ndarray) -> tuple[float, float]:

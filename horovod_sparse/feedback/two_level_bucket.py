@@ -280,9 +280,8 @@ def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
 
     Example:
         >>> shard_of(BucketInfo("w", 9, rank=3, size=4), Topology.regular(2, 2))
-        BucketInfo(name='w/1', num_elements=5, rank=1, size=2, dtype='float32')
+        BucketInfo(name='w/1', num_elements=5, rank=1, size=2, dtype='float32', number=None)
     """
     host, local = topology.place(whole.rank)
     _, longest = part(whole.num_elements, 0, topology.per_host)
-    # random numbers come from the name: shards do not share them
-    return BucketInfo(f"{whole.name}/{local}", longest, host, topology.num_hosts, whole.dtype)
+    return BucketInfo(f"{whole.name}/{local}", longest, host, topology.num_hosts, whole.dtype, whole.number)

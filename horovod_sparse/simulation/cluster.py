@@ -41,6 +41,7 @@ class SimulatedCluster:
         size: int,
         dtype: str = "float32",
         name: str = "bucket",
+        number: int | None = None,
         accumulator: Callable[..., Accumulator] = HostAccumulator,
         topology: Topology | None = None,
     ) -> None:
@@ -48,7 +49,7 @@ class SimulatedCluster:
         self.topology = topology
         self.buckets: list[Bucket] = []
         for rank in range(size):
-            whole = BucketInfo(name, num_elements, rank, size, dtype)
+            whole = BucketInfo(name, num_elements, rank, size, dtype, number)
             info = whole if topology is None else shard_of(whole, topology)
             memory = accumulator(
                 info.num_elements,

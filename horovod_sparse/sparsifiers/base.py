@@ -36,6 +36,8 @@ class BucketInfo:
     rank: int = 0
     size: int = 1
     dtype: str = "float32"
+    #: in its plan; names of layers may change from one process to the next
+    number: int | None = None
 
     @property
     def value_dtype(self) -> np.dtype[Any]:
@@ -283,14 +285,12 @@ def exchange_selections(
     return unpack_sum(gathered, info.size, wire, n, None if values is None else info.value_dtype)
 
 
-def step_generator(seed: int, bucket: str, step: int, rank: int | None = None) -> np.random.Generator:
-    """Returns a fresh generator for one step of one bucket.
+def step_generator(seed: int, info: BucketInfo, step: int, rank: int | None = None) -> np.random.Generator:
+    """Returns a fresh generator for one step of one bucket, by its number or else its name.
 
-    No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched. A
-    plan's bucket counts by its number alone: Keras numbers the names of layers in each process.
+    No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
     """
-    kind = bucket.partition(".")[0]
-    drawn = kind if kind.rstrip("0123456789") in ("bucket", "dense") else bucket
+    drawn = info.name if info.number is None else f"bucket{info.number}"
     entropy = [seed, zlib.crc32(drawn.encode()), step, 0 if rank is None else 1 + rank]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 

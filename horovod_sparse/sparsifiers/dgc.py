@@ -59,7 +59,7 @@ class DGC(SelectAndGather):
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         if self.threshold == "exact" or k >= accumulator.num_elements:
             return Selected(accumulator.largest(k))
-        generator = step_generator(self.seed, info.name, state.step, info.rank)
+        generator = step_generator(self.seed, info, state.step, info.rank)
         threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
         indices = accumulator.at_least(threshold)
         for _ in range(_ATTEMPTS):

@@ -127,7 +127,7 @@ class DRAGONN(SelectAndGather):
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         m, threshold = self.num_slots(info, state.step), 0.0
-        generator = step_generator(self.seed, info.name, state.step, info.rank)
+        generator = step_generator(self.seed, info, state.step, info.rank)
         if k < info.num_elements:
             threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
         indices = accumulator.at_least(threshold)

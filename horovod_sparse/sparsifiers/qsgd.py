@@ -58,7 +58,7 @@ class QSGD(Quantizer):
         super().__post_init__()
 
     def key(self, info: BucketInfo, step: int) -> int:
-        generator = step_generator(self.seed, info.name, step, info.rank)
+        generator = step_generator(self.seed, info, step, info.rank)
         return int(generator.integers(2**64, dtype=np.uint64))
 
     @property

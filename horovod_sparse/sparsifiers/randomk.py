@@ -77,7 +77,7 @@ class RandomK(SelectAndGather):
 
     def positions(self, info: BucketInfo, step: int) -> Indices:
         """Returns the positions of a step, ascending and unique."""
-        generator = step_generator(self.seed, info.name, step, None if self.shared else info.rank)
+        generator = step_generator(self.seed, info, step, None if self.shared else info.rank)
         k = self.num_selected(info, step)
         return draw_positions(generator, info.num_elements, k)
 

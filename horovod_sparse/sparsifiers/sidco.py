@@ -182,7 +182,7 @@ class SIDCo(SelectAndGather):
         if k >= info.num_elements:
             return 0.0
         stride = SampledThreshold(self.sample_fraction).stride(info.num_elements, k)
-        generator = step_generator(self.seed, info.name, state.step, info.rank)
+        generator = step_generator(self.seed, info, state.step, info.rank)
         sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride))).astype(np.float64)
         share = max(1, round(k * sample.size / info.num_elements))
         return self.threshold(sample, share, state.num_stages)

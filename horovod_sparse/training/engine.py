@@ -38,6 +38,7 @@ class PartSpec:
     recipe: Recipe
     #: whether the plan leaves them dense
     dense: bool = False
+    number: int | None = None
 
     @property
     def whole(self) -> bool:

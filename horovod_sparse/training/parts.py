@@ -58,7 +58,7 @@ class BucketPart:
         self.shapes, memory = [tuple(shape) for shape in shapes], memory or host_accumulator
         stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
         self.places: list[tuple[int, int]] = list(zip([0, *stops[:-1]], stops, strict=True))
-        info = BucketInfo(spec.title, stops[-1], *place, dtype)
+        info = BucketInfo(spec.title, stops[-1], *place, dtype, spec.number)
         members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
         if topology is None:
             self.bucket = Bucket(info, recipe, memory(info, recipe, whole=spec.whole), members)

@@ -159,11 +159,12 @@ class Training:
         recipe, specs = self.recipe, []
         for number, names in enumerate(plan.buckets, first):
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
-            specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen))
+            specs.append(PartSpec(f"bucket{number}.{names[0]}", tuple(names), chosen, number=number))
         dense = recipe.for_dense()
+        groups = dense_groups([facts[name][0] for name in plan.dense])
         specs += [
-            PartSpec(f"dense.{names[0]}", names, dense, dense=True)
-            for names in dense_groups([facts[name][0] for name in plan.dense])
+            PartSpec(f"dense.{names[0]}", names, dense, dense=True, number=number)
+            for number, names in enumerate(groups, first + len(plan.buckets))
         ]
         return self.engine.make_parts(specs, facts, self.made_for, self.topology)
 

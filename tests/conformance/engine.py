@@ -133,7 +133,12 @@ class Simulated:
                 whole = getattr(part.bucket, "whole", None) or part.bucket.info
                 recipe = self._recipe.for_parameter(part.names[0], np.size(self._weights[part.names[0]]))
                 self._clusters[tuple(part.names)] = SimulatedCluster(
-                    recipe, whole.num_elements, self._size, name=whole.name, topology=self._topology
+                    recipe,
+                    whole.num_elements,
+                    self._size,
+                    name=whole.name,
+                    number=whole.number,
+                    topology=self._topology,
                 )
         found, rate = training.weights(), RATE
         if self._recipe.feedback.applies_rate:  # what comes back is a step

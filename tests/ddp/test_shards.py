@@ -127,7 +127,7 @@ def test_equals_the_simulator_bit_for_bit(case, mesh, rank):
             assert len(plan.buckets) == 1
             for number, names in enumerate(plan.buckets):
                 length = sum(found[name].numel() for name in names)
-                clusters[names] = SimulatedCluster(case.at(0.1), length, 2, name=f"bucket{number}.{names[0]}")
+                clusters[names] = SimulatedCluster(case.at(0.1), length, 2, number=number)
         for names, cluster in clusters.items():
             pairs = [(gradients(2 * host, step), gradients(2 * host + 1, step)) for host in range(2)]
             inputs = [

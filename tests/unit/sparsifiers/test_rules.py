@@ -77,7 +77,9 @@ def test_random_positions_depend_on_seed_bucket_and_step_alone() -> None:
     assert drawn.tolist() == shared.positions(other_rank, 7).tolist()
     assert drawn.tolist() != shared.positions(info, 8).tolist()
     assert drawn.tolist() != shared.positions(BucketInfo("v", 1000, size=4), 7).tolist()
-    first, again, other = (BucketInfo(name, 1000) for name in ("bucket3.w_1", "bucket3.w_9", "bucket4.w_1"))
+    first, again, other = (
+        BucketInfo(name, 1000, number=number) for name, number in (("w_1", 3), ("w_9", 3), ("w_1", 4))
+    )
     assert shared.positions(first, 7).tolist() == shared.positions(again, 7).tolist()
     assert shared.positions(first, 7).tolist() != shared.positions(other, 7).tolist()
     assert drawn.tolist() != RandomK(density=0.05, seed=1).positions(info, 7).tolist()

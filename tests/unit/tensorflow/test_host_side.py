@@ -236,7 +236,7 @@ def by_keras(compression, weight):
 def test_equals_the_simulator_with_one_rank(feedback, way):
     compression, weight = made(feedback), tf.Variable(tf.zeros(LENGTH), name="weight")
     step = by_keras(compression, weight) if way == "keras" else by_tape(compression, weight, way == "graph")
-    cluster = SimulatedCluster(compression.recipe, LENGTH, 1, name="bucket0.weight")
+    cluster = SimulatedCluster(compression.recipe, LENGTH, 1, number=0)
     expected = np.zeros(LENGTH, np.float32)
     for number in range(6):
         step(tf.constant(targets(number)))

@@ -38,7 +38,7 @@ RECIPES |= {text: parse_recipe(f"topk:density=0.1,feedback={text}") for text in 
 def test_every_algorithm_equals_the_simulator_with_one_rank(recipe, memory):
     model = LinearModel(SHAPES)
     optimizer = make(model, hvd.SparseCompressor(recipe))
-    cluster = SimulatedCluster(recipe, 1372, 1, name="bucket0.second")
+    cluster = SimulatedCluster(recipe, 1372, 1, number=0)
     for step in range(4):
         found = train_step(model, optimizer, gradients(step))
         expected = cluster.step([in_bucket_order(gradients(step), NAMES)], 0.5)
