@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.feedback import Bucket, MomentumCorrection, Recipe, parse_recipe, recipe
+from horovod_sparse.feedback import MomentumCorrection, Recipe, parse_recipe, recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
-from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.layout import redistribute
 from horovod_sparse.training import parts, state
 from horovod_sparse.training.encoding import from_bytes, to_bytes
