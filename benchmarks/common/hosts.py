@@ -19,6 +19,8 @@ from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT = _ROOT / "scripts" / "cluster"
+#: runs a rank of a module
+_RANKS = "benchmarks.common.ranks"
 #: what carries collectives
 NETWORKS = ("gloo", "mpi")
 
@@ -54,7 +56,7 @@ class Hosts:
         """Runs a module on the hosts, whose optimizers sparsify all tensors, whether that can win or not.
 
         Args:
-            module: started with two arguments, the file that holds `settings` and the one for its result.
+            module: whose `on_rank` is called with the settings on every rank.
             settings: plain values.
             num_ranks: spread over the hosts.
             network: one of `NETWORKS`.
@@ -75,7 +77,7 @@ class Hosts:
             launch += ["--timeout", str(timeout_s), "-x", f"PYTHONPATH={paths}"]
             launch += ["-x", f"{TENSOR_SELECTION_VARIABLE}=all"]
             process = subprocess.Popen(
-                [*launch, "--", sys.executable, "-m", module, str(asked), str(answered)],
+                [*launch, "--", sys.executable, "-m", _RANKS, module, str(asked), str(answered)],
                 stdout=subprocess.PIPE,
                 stdin=subprocess.DEVNULL,
                 text=True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -215,22 +216,26 @@ def start_torch_distributed() -> None:
         dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
 
 
-def main(measure: Callable[[dict[str, Any]], Mapping[str, Any]]) -> int:
-    """A rank's whole life; rank 0 writes the result.
+def main() -> int:
+    """A rank's whole life: `Hosts.run` says the module, and files of its settings and its result.
 
-    Args:
-        measure: gets the settings and gives plain values.
+    Rank 0 writes what the module's `on_rank` returns.
 
     Returns:
         The exit code.
     """
-    asked, answered = map(Path, sys.argv[1:])
-    settings = json.loads(asked.read_text())
+    module, asked, answered = sys.argv[1:]
     torch.set_num_threads(1)
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    found = measure(settings)
+    found = importlib.import_module(module).on_rank(json.loads(Path(asked).read_text()))
     if rank == 0:
-        answered.write_text(json.dumps({"ranks": size, **found}))
+        Path(answered).write_text(json.dumps({"ranks": size, **found}))
     hvd.shutdown()
     return 0
+
+
+if __name__ == "__main__":
+    from benchmarks.common import ranks
+
+    sys.exit(ranks.main())

@@ -12,8 +12,7 @@ from typing import Any
 import demo
 from matplotlib.figure import Figure
 
-from benchmarks import plans
-from benchmarks.allreduce.main import tables as allreduce_table
+from benchmarks import allreduce, plans
 from benchmarks.common.pages import FOLDER, page
 from benchmarks.common.tables import frameworks_table, hosts_table, launch_tables, local_table
 from benchmarks.report import paper_pictures as papers
@@ -49,7 +48,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "merging_vgg16_cifar": tables.plans_on_hosts,
     "paper_workers": tables.workers_on_hosts,
     "paper_densities": tables.densities,
-    "sparse_allreduce": allreduce_table,
+    "sparse_allreduce": allreduce.tables,
 }
 #: by file: title, the page that says what it means, sections
 _PAGES = {

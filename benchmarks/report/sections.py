@@ -87,10 +87,9 @@ RESULTS = (
         "Accuracy of every sparsifier",
         "A CNN of 0.18 million parameters on digits, two real ranks, 8 epochs of 62 steps, density 0.01 "
         "after one epoch that begins at 0.25, momentum SGD with a cosine to 0, three seeds; 1,000 test "
-        "digits, of which one is 0.1 points. Union: mean density that is applied. Drop-in: Horovod's own "
-        "optimizer with `compression=`. DDP: DistributedDataParallel. Messages of exdyna, micro, dgc, "
-        "sidco and oktopk were padded then, but in rows with other optimizers and schedules, without "
-        "warm-up, and of the drop-in.",
+        "digits, of which one is 0.1 points. Union: mean density that is applied. DDP: "
+        "DistributedDataParallel. Messages of exdyna, micro, dgc, sidco and oktopk were padded then, but in "
+        "rows with other optimizers and schedules, and without warm-up.",
         ("convergence",),
         "scripts/study convergence",
     ),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.studies.baselines import BASELINES
-from benchmarks.studies.study import Result, Study, markdown, rounded
+from benchmarks.studies.study import Result, Study, at_best_rate, markdown, rounded
 from benchmarks.studies.tasks import gpt_task
 from benchmarks.studies.training import train
 from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
@@ -141,33 +141,14 @@ def clip(gradient: torch.Tensor, norm: float) -> None:
     gradient.mul_(min(1.0, norm / (float(gradient.norm()) + 1e-6)))
 
 
-def of(result: Result, name: str) -> dict[float, dict[int, dict[str, Any]]]:
-    """Rate -> seed -> run."""
-    rates: dict[float, dict[int, dict[str, Any]]] = {}
-    for label, run in result["runs"].items():
-        row, _, rest = label.partition("/rate ")
-        if row == name:
-            rate, _, seed = rest.partition("/seed ")
-            rates.setdefault(float(rate), {})[int(seed)] = run
-    return rates
-
-
-def best(result: Result, name: str) -> tuple[float, dict[int, dict[str, Any]]] | None:
-    """The rate with the fewest training bits with the first seed, which all its rates have, and its runs."""
-    rates = of(result, name)
-    if not rates:
-        return None
-    return min(rates.items(), key=lambda item: float(item[1][min(item[1])]["training_bits"]))
-
-
 def table(result: Result) -> str:
     """A row per method, at its best rate, as means over the seeds."""
     rows = []
     for name, method in METHODS.items():
-        found = best(result, name)
+        found = at_best_rate(result["runs"], name)
         if found is None:
             continue
-        of_dense = best(result, "5 M, P=4, dense" if method.setting else "P=2, dense")
+        of_dense = at_best_rate(result["runs"], "5 M, P=4, dense" if method.setting else "P=2, dense")
         dense = {} if of_dense is None else of_dense[1]
         rate, runs = found[0], list(found[1].values())
         means = {

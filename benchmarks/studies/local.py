@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.studies.adamw import adamw, rate_at
-from benchmarks.studies.study import Result, Study, markdown, rounded
+from benchmarks.studies.study import Result, Study, at_best_rate, markdown, rounded
 from benchmarks.studies.tasks import Task, gpt_task
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
@@ -172,40 +172,30 @@ def _apart(
     return losses, sent
 
 
-def best(runs: Result, name: str, seeds: Sequence[int] = SEEDS) -> Result:
-    """Means over seeds at the rate that was best with the first one; empty where that was not run."""
-    found = {
-        rate: {seed: run for seed in seeds if (run := runs.get(f"{name}/rate {rate:g}/seed {seed}"))}
-        for rate in RATES
-    }
-    tried = [rate for rate in RATES if SEEDS[0] in found[rate]]
-    if not tried:
-        return {}
-    rate = min(tried, key=lambda one: found[one][SEEDS[0]]["training_bits"])
-    means = {key: float(np.mean([run[key] for run in found[rate].values()])) for key in KEYS}
-    return {**means, "rate": rate, "seeds": list(found[rate])}
-
-
 def table(result: Result) -> str:
-    """A row per method, beside dense training with the same seeds."""
+    """A row per method at its best rate, beside dense training with the same seeds."""
     rows, runs = [], result["runs"]
     for name, method in METHODS.items():
-        own = best(runs, name)
-        if not own:
+        found = at_best_rate(runs, name)
+        if found is None:
             continue
+        rate, own = found
         beside = next(other for other, one in METHODS.items() if one == Method(batch=method.batch))
-        dense = best(runs, beside, own["seeds"])
-        fewer = dense["bytes_per_step"] / own["bytes_per_step"]
+        dense = at_best_rate(runs, beside)
+        assert dense is not None
+        bits, test, sent = ([run[key] for run in own.values()] for key in KEYS)
+        dense_bits, _, dense_sent = ([dense[1][seed][key] for seed in own] for key in KEYS)
+        fewer = np.mean(dense_sent) / np.mean(sent)
         rows.append(
             [
                 name,
-                f"{own['rate']:g}",
-                f"{own['training_bits']:.3f}",
-                f"{100 * (own['training_bits'] / dense['training_bits'] - 1):+.1f} %",
-                f"{own['bits']:.3f}",
+                f"{rate:g}",
+                f"{np.mean(bits):.3f}",
+                f"{100 * (np.mean(bits) / np.mean(dense_bits) - 1):+.1f} %",
+                f"{np.mean(test):.3f}",
                 f"{fewer / (method.every * method.accumulate):.0f}x",
                 f"{fewer:,.0f}x",
-                str(len(own["seeds"])),
+                str(len(own)),
             ]
         )
     head = ["method", "rate", "bits, training", "to dense", "bits, test"]

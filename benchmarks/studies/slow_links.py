@@ -1,13 +1,12 @@
 """Seconds until a small GPT with AdamW has dense training's loss over slow links, on emulated hosts.
 
-Ranks are launched with this module, too. All methods see the same batches and rates; loss and seconds are of
+All methods see the same batches and rates; loss and seconds are of
 every step, as means over ranks.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -198,6 +197,3 @@ STUDY = Study(
     measure,
     table,
 )
-
-if __name__ == "__main__":
-    sys.exit(ranks.main(on_rank))

@@ -35,6 +35,23 @@ def measured(name: str) -> Result:
     return load(MEASUREMENTS / f"{name}.json")
 
 
+def at_best_rate(runs: Result, name: str) -> tuple[float, dict[int, Result]] | None:
+    """The rate with the fewest training bits with the first seed, and its runs by seed; None: not measured.
+
+    Args:
+        runs: by names such as "NAME/rate 0.1/seed 0".
+        name: of a method.
+    """
+    rates: dict[float, dict[int, Result]] = {}
+    for label, run in runs.items():
+        row, _, rest = label.partition("/rate ")
+        if row == name:
+            rate, _, seed = rest.partition("/seed ")
+            rates.setdefault(float(rate), {})[int(seed)] = run
+    tried = [(rate, seeds) for rate, seeds in rates.items() if 0 in seeds]
+    return min(tried, key=lambda item: float(item[1][0]["training_bits"]), default=None)
+
+
 def save(path: Path, result: Mapping[str, Any]) -> None:
     """Writes a measurement, one line per run, so that a change shows which run it belongs to."""
     lines = []

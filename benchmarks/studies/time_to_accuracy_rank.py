@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def train(name: str, seed: int) -> dict[str, Any]:
     return {"num_parameters": learner.num_parameters, "bytes_per_step": sent, "curve": curve}
 
 
-def measure(settings: dict[str, Any]) -> dict[str, Any]:
+def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     """Iterations of all methods in turn."""
     learners = [Learner(name, text, 0, ENDLESS) for name, text in settings["methods"].items()]
     found = ranks.measure_methods(learners, settings["repeat"])
@@ -126,10 +125,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """A rank's whole life."""
-    if "--training" not in sys.argv:
-        return ranks.main(measure)
+def main() -> None:
+    """A rank of one training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--training", required=True)
     parser.add_argument("--json", type=Path, required=True)
@@ -141,8 +138,7 @@ def main() -> int:
     if hvd.rank() == 0:
         options.json.write_text(json.dumps(found))
     hvd.shutdown()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.allreduce.rank import recorded, replayed
+from benchmarks.allreduce import recorded, replayed
 from benchmarks.common.samples import summarize
 from benchmarks.local import works
 from benchmarks.local.main import main

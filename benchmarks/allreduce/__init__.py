@@ -1,1 +1,0 @@
-"""Sparse all-reduces of the same gradients across hosts: `scripts/bench allreduce`."""

@@ -1,1 +1,0 @@
-"""Iterations under several plans, predicted and measured: `scripts/bench merging`."""

@@ -1,1 +1,0 @@
-"""One synchronization across hosts: `scripts/bench sync`."""

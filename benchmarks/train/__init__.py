@@ -1,1 +1,0 @@
-"""Whole iterations of a model across hosts: `scripts/bench train`."""
