@@ -1,6 +1,6 @@
 """`scripts/bench local`: what a rank does in a step, all but the network, against one copy of n elements.
 
-On one core, or with `--device cuda` on a GPU. Needs no Horovod.
+On one core, or with `--device cuda` on a GPU.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+
+import torch
 
 from benchmarks.common.options import count
 from benchmarks.common.timing import measure, rank_parser, tell
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", type=lambda text: text.split(","), default=[""], metavar="WORDS", help=text)
     add("--device", default="cpu", help="cpu, or a device of PyTorch (default %(default)s)")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
     sizes = options.elements, options.density, options.ranks
     works = Works(*sizes) if options.device == "cpu" else DeviceWorks(*sizes, options.device)
     steps = StepWorks(works)

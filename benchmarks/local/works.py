@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.common.gradients import GradientSource, random_layers
 from benchmarks.common.timing import Work, seconds_by
 from horovod_sparse import kernels
 from horovod_sparse.arrays import Accumulator, GradientParts, HostAccumulator
+from horovod_sparse.tensors.accumulator import TorchAccumulator
+from horovod_sparse.tensors.device_memory import DeviceMemory
 
 
 class Works:
@@ -98,15 +100,11 @@ class Works:
 
     def baseline(self) -> Work:
         """Returns one copy of the gradient: 8 bytes per element."""
-        if (torch := _torch()) is None:
-            return Work("np.copyto", lambda: np.copyto(self._copy, self.source))
         source, copy = map(torch.as_tensor, (self.source, self._copy))
         return Work("copy_", lambda: copy.copy_(source))
 
     def others(self) -> list[Work]:
-        """Returns PyTorch's usual ways to do the same, if PyTorch is there."""
-        if (torch := _torch()) is None:
-            return []
+        """Returns PyTorch's usual ways to do the same."""
         (values, copy), k = map(torch.as_tensor, (self.source, self._copy)), self.k
         residual = torch.zeros_like(copy)
         threshold = float(values[::16].abs().topk(max(1, k // 16)).values[-1])
@@ -126,19 +124,16 @@ class DeviceWorks(Works):
     """Works on a gradient in a device's memory, timed by its own clock: gaps in which it waits count, too."""
 
     def __init__(self, num_elements: int, density: float, num_ranks: int, device: str) -> None:
-        self._torch = importlib.import_module("torch")
-        self._device = self._torch.device(device)
-        self._tensors = importlib.import_module("horovod_sparse.tensors.accumulator")
-        memory = importlib.import_module("horovod_sparse.tensors.device_memory")
-        self._memory = memory.DeviceMemory(self._device)
+        self._device = torch.device(device)
+        self._memory = DeviceMemory(self._device)
         super().__init__(num_elements, density, num_ranks)
 
     def put(self, array: NDArray[np.float32]) -> Any:
-        return self._torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self._device)
 
     def accumulator(self, companions: int = 0) -> Any:
         more = {"companions": companions, "device": self._device}
-        return self._tensors.TorchAccumulator(self.num_elements, density=self.density, **more)
+        return TorchAccumulator(self.num_elements, density=self.density, **more)
 
     def foldable(self) -> Any:
         return self.gradient
@@ -154,8 +149,8 @@ class DeviceWorks(Works):
         if self._device.type != "cuda":
             return super().seconds(work, clock)
         work.prepare()
-        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._torch.cuda.synchronize(self._device)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self._device)
         start.record()
         work.run()
         stop.record()
@@ -165,7 +160,7 @@ class DeviceWorks(Works):
     def extra_memory(self, step: Callable[[Accumulator], None]) -> float | None:
         if self._device.type != "cuda":
             return None
-        cuda, accumulator = self._torch.cuda, self.accumulator()
+        cuda, accumulator = torch.cuda, self.accumulator()
         self.refill()
         cuda.synchronize(self._device)
         cuda.reset_peak_memory_stats(self._device)
@@ -173,13 +168,3 @@ class DeviceWorks(Works):
         step(accumulator)
         cuda.synchronize(self._device)
         return float((cuda.max_memory_allocated(self._device) - before) / (4 * self.num_elements))
-
-
-def _torch() -> Any:
-    """Returns PyTorch on one thread, or None: it is only compared with."""
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        return None
-    torch.set_num_threads(1)
-    return torch

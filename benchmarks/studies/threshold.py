@@ -8,9 +8,7 @@ import numpy as np
 
 from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import Task, digits_task, text_task
-from benchmarks.studies.training import train
-from horovod_sparse.feedback import ErrorFeedback, recipe
-from horovod_sparse.sparsifiers.schedule import Exponential
+from benchmarks.studies.training import train_as_papers
 from horovod_sparse.thresholds import Sketch
 
 #: variants: the table's words -> arguments of the sparsifier
@@ -23,7 +21,6 @@ RULES: dict[str, dict[str, Any]] = {
     "micro paper": {"name": "micro", "threshold": "paper"},
 }
 _COMMON = {"density": 0.01, "size": 4, "num_steps": 500, "warmup_steps": 100, "drop_at": 300}
-#: the density falls from 0.25 for `warmup_steps`; from step `drop_at` on the rate is a tenth
 SETTINGS: dict[str, dict[str, Any]] = {
     "digits": {"learning_rate": 0.02, **_COMMON},
     "text": {"learning_rate": 0.5, **_COMMON},
@@ -35,19 +32,7 @@ def measure(run: str, task: Task | None = None, setting: dict[str, Any] | None =
     name, rule = run.split("/")
     setting = setting or SETTINGS[name]
     task = task or (digits_task() if name == "digits" else text_task())
-    made = recipe(
-        **RULES[rule],
-        density=setting["density"],
-        schedule=Exponential(steps=setting["warmup_steps"]),
-        feedback=ErrorFeedback(scale_residual=True),
-    )
-    trace = train(
-        task,
-        made,
-        size=setting["size"],
-        num_steps=setting["num_steps"],
-        learning_rate_at=lambda step: setting["learning_rate"] * (0.1 if step >= setting["drop_at"] else 1.0),
-    )
+    trace = train_as_papers(task, RULES[rule], setting)
     return {
         "num_elements": trace.num_elements,
         "targets": trace.targets,

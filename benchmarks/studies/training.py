@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.studies.baselines import Exchange
 from benchmarks.studies.tasks import Task
-from horovod_sparse.feedback import Recipe, kind_of, recipe_for
+from horovod_sparse.feedback import ErrorFeedback, Recipe, kind_of, recipe_for
+from horovod_sparse.feedback import recipe as recipe_of
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.sparsifiers.schedule import Exponential
 from horovod_sparse.telemetry import BucketStep
-
-__all__ = ["Trace", "train"]
 
 
 @dataclass
@@ -164,6 +164,26 @@ def train(
     trace.bytes_per_step = num_bytes / num_steps
     trace.score = task.score(model)
     return trace
+
+
+def train_as_papers(task: Task, sparsifier: dict[str, Any], setting: dict[str, Any]) -> Trace:
+    """Trains as ExDyna's and MiCRO's papers do: the residual is scaled, density and rate fall on the way.
+
+    Args:
+        task: model and data.
+        sparsifier: arguments of `recipe`.
+        setting: `density`, which falls to this from 0.25 for `warmup_steps`; `learning_rate`, a tenth of it
+            from step `drop_at` on; `size`; `num_steps`.
+    """
+    made = recipe_of(
+        **sparsifier,
+        density=setting["density"],
+        schedule=Exponential(steps=setting["warmup_steps"]),
+        feedback=ErrorFeedback(scale_residual=True),
+    )
+    rate, drop_at = setting["learning_rate"], setting["drop_at"]
+    how = {"size": setting["size"], "num_steps": setting["num_steps"]}
+    return train(task, made, **how, learning_rate_at=lambda step: rate * (0.1 if step >= drop_at else 1.0))
 
 
 def _note(trace: Trace, last: BucketStep, sum_: SparseSum) -> None:

@@ -11,14 +11,14 @@ import torch
 
 from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import digits_task
-from benchmarks.studies.training import train
+from benchmarks.studies.training import train_as_papers
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.feedback import Bucket, ErrorFeedback, recipe
+from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
-from horovod_sparse.sparsifiers.schedule import Exponential
 from horovod_sparse.training.engine import carry_out
 
-SIZE, NUM_STEPS, WARMUP_STEPS, DROP_AT, DENSITY, RATE = 16, 160, 40, 110, 0.01, 0.02
+SETTING: dict[str, Any] = {"size": 16, "num_steps": 160, "warmup_steps": 40, "drop_at": 110}
+SETTING |= {"density": 0.01, "learning_rate": 0.02}
 #: by the names of the lines
 VARIANTS: dict[str, dict[str, Any]] = {
     "exdyna": {"name": "exdyna"},
@@ -64,18 +64,7 @@ def encoding_ms(name: str, num_bytes: int, repeat: int = 5) -> float:
 
 def measure(variant: str) -> Result:
     """A training on sixteen simulated ranks, with a drop of the learning rate."""
-    made = recipe(
-        **VARIANTS[variant],
-        density=DENSITY,
-        schedule=Exponential(steps=WARMUP_STEPS),
-        feedback=ErrorFeedback(scale_residual=True),
-    )
-    task = digits_task()
-
-    def rate(step: int) -> float:
-        return RATE * (0.1 if step >= DROP_AT else 1.0)
-
-    trace = train(task, made, size=SIZE, num_steps=NUM_STEPS, learning_rate_at=rate)
+    trace = train_as_papers(digits_task(), VARIANTS[variant], SETTING)
     return {
         "density": rounded(np.array(trace.counts) / trace.num_elements),
         "imbalance": rounded(trace.imbalance),
@@ -91,7 +80,7 @@ def facts(run: dict[str, Any]) -> dict[str, float]:
     Returns:
         `union` and `balance`; `correlation` of threshold and global error (NaN without a threshold).
     """
-    after = slice(WARMUP_STEPS, None)
+    after = slice(int(SETTING["warmup_steps"]), None)
     balance = [value for value in run["imbalance"][after] if value is not None]
     pairs = [
         (threshold, error)
@@ -100,7 +89,7 @@ def facts(run: dict[str, Any]) -> dict[str, float]:
     ]
     varies = len(pairs) > 2 and min(np.std(np.array(pairs), axis=0)) > 0.0
     return {
-        "union": float(np.mean(run["density"][after])) / DENSITY,
+        "union": float(np.mean(run["density"][after])) / SETTING["density"],
         "balance": float(np.mean(balance)) if balance else float("nan"),
         "correlation": float(np.corrcoef(np.array(pairs).T)[0, 1]) if varies else float("nan"),
     }
@@ -132,5 +121,5 @@ def _encode(result: Result) -> None:
         }
 
 
-FACTS = {"size": SIZE, "density": DENSITY, "drop_at": DROP_AT, "warmup_steps": WARMUP_STEPS}
+FACTS = {name: SETTING[name] for name in ("size", "density", "drop_at", "warmup_steps")}
 STUDY = Study("papers", lambda: list(VARIANTS), measure, tables, facts=FACTS, complete=_encode)

@@ -59,20 +59,8 @@ def make(cluster: Cluster) -> bool:
 def _build(cluster: Cluster) -> None:
     switch = cluster.switch
     _add_namespace(switch)
-    run(
-        "ip",
-        "-n",
-        switch,
-        "link",
-        "add",
-        "bridge",
-        "type",
-        "bridge",
-        "forward_delay",
-        "0",
-        "mcast_snooping",
-        "0",
-    )
+    bridge = ("type", "bridge", "forward_delay", "0", "mcast_snooping", "0")
+    run("ip", "-n", switch, "link", "add", "bridge", *bridge)
     run("ip", "-n", switch, "link", "set", "bridge", "up")
     for index in range(cluster.num_hosts):
         host, port = cluster.namespace(index), f"port{index}"

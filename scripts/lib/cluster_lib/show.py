@@ -1,4 +1,4 @@
-"""What `measure` and `status` print: a table for people, JSON for programs."""
+"""What `measure` and `status` print: lines for people, JSON for programs."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ from cluster_lib.errors import ClusterError
 from cluster_lib.measure import Measurement
 from cluster_lib.network import counters, processes
 from cluster_lib.record import Cluster, load_complete
-from cluster_lib.table import table
 
 
 def show_measurements(cluster: Cluster, results: list[Measurement], as_json: bool) -> None:
@@ -18,17 +17,13 @@ def show_measurements(cluster: Cluster, results: list[Measurement], as_json: boo
         facts = [{"asked_bits_per_second": asked, **dataclasses.asdict(result)} for result in results]
         print(json.dumps(facts, indent=2))
         return
-    rows: list[list[object]] = []
     for result in results:
         reached = result.slowest_bits_per_second
-        rows.append(
-            [
-                *(result.pattern, result.transfers, round(result.bytes_each / 10**6), cluster.rate.text),
-                *(f"{reached / 10**6:,.1f}", f"{100 * reached / asked:.1f} %" if asked else "-"),
-                result.dropped_packets,
-            ]
+        share = f" ({100 * reached / asked:.1f} %)" if asked else ""
+        print(
+            f"{result.pattern}: {result.transfers} x {result.bytes_each / 10**6:.0f} MB,"
+            f" {reached / 10**6:,.1f} Mbit/s of {cluster.rate.text}{share}, {result.dropped_packets} dropped"
         )
-    print(table(["pattern", "transfers", "MB each", "asked", "reached Mbit/s", "share", "dropped"], rows))
 
 
 def state(cluster: Cluster) -> dict[str, Any]:
@@ -55,13 +50,14 @@ def show_states(states: list[dict[str, Any]], as_json: bool) -> None:
     if not states:
         print("no cluster is up")
     for cluster in states:
-        hosts = cluster["hosts"]
         if not cluster["complete"]:
             print(f"cluster {cluster['name']}: incomplete; scripts/cluster down --name {cluster['name']}")
             continue
-        print(
-            f"cluster {cluster['name']}: {len(hosts)} hosts at {cluster['rate']},"
-            f" {cluster['num_processes']} processes"
-        )
-        columns = ["host", "address", "namespace", "interface", "tx_bytes", "rx_bytes", "dropped"]
-        print(table(columns, [[host[column] for column in columns] for host in hosts]))
+        hosts = cluster["hosts"]
+        words = f"{len(hosts)} hosts at {cluster['rate']}, {cluster['num_processes']} processes"
+        print(f"cluster {cluster['name']}: {words}")
+        for host in hosts:
+            counted = (
+                f"{host['tx_bytes']:,} bytes sent, {host['rx_bytes']:,} received, {host['dropped']} dropped"
+            )
+            print(f"  {host['host']} {host['address']}: {counted}")

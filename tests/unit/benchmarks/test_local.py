@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.allreduce import recorded, replayed
 from benchmarks.common.samples import summarize
-from benchmarks.local import works
 from benchmarks.local.main import main
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import AllToAll, Exchange, Request
@@ -17,16 +16,12 @@ from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 
 
-@pytest.mark.parametrize("with_torch", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_it_runs(tmp_path, monkeypatch, capsys, with_torch):
-    if not with_torch:
-        monkeypatch.setattr(works, "_torch", lambda: None)
+def test_it_runs(tmp_path, capsys):
     file = tmp_path / "result.json"
     assert main(["--elements", "20003", "--density", "0.01", "--repeat", "2", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     names = [timing["name"] for timing in result["timings"]]
-    assert names[0] in ("copy_", "np.copyto")
-    assert {"fold", "k largest", "write 8 k", "decode 16 messages densely"} <= set(names)
+    assert {"copy_", "fold", "k largest", "write 8 k", "decode 16 messages densely"} <= set(names)
     steps = {name.split(",")[0].split(" ")[0] for name in names if name.endswith("P=8")}
     pairwise = {name for name, made in ALGORITHMS.items() if {Exchange, AllToAll} & {*made().rounds(8)}}
     assert set(ALGORITHMS) - steps == pairwise, "what other ranks send depends on what they get"
@@ -35,7 +30,6 @@ def test_it_runs(tmp_path, monkeypatch, capsys, with_torch):
 
 
 def test_it_runs_with_tensors_too(tmp_path):
-    pytest.importorskip("torch")
     file = tmp_path / "result.json"
     sizes = ["--elements", "20000", "--density", "0.01", "--repeat", "1"]
     assert main([*sizes, "--device", "cpu:0", "--only", "fold,exdyna,topk,qsgd", "--json", str(file)]) == 0
