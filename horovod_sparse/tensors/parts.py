@@ -225,6 +225,10 @@ def new_facts(
     trained = [one for one in groups if one.requires_grad and id(one) not in have]
     trained.sort(key=lambda one: order[one])
     new = {names.get(one, place_of[one]): one for one in trained}
+    if replaced := sorted(new.keys() & known.keys()):
+        raise UnsupportedError(
+            f"{', '.join(replaced)} of the model is another tensor than when it was attached: attach it again"
+        )
     own = {name: local(one) for name, one in new.items()}
     found = facts_of(own.items(), {own[name]: groups[one] for name, one in new.items()}, rules)
     return {name: (fact, new[name]) for name, (fact, _) in found.items()}

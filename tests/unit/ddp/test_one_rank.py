@@ -10,7 +10,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from horovod_sparse import ddp
 from horovod_sparse.ddp.distributed_engine import _errors_of
-from support.passes import backward, batches, flat, net_of
+from horovod_sparse.errors import UnsupportedError
+from support.passes import backward, batches, flat, net_of, train
 
 
 @pytest.fixture
@@ -61,6 +62,18 @@ def test_an_optimizer_may_be_saved_after_a_backward_pass_that_failed(mesh, caplo
     failing.remove()
     backward(model, batch)
     assert "horovod_sparse" in optimizer.state_dict()
+
+
+def test_a_parameter_that_is_replaced_is_named(mesh):
+    net = net_of()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp.attach(net, "topk:density=0.5", optimizer)
+    train(net, optimizer, 0, 1)
+    net[2].bias = optimizer.param_groups[0]["params"][3] = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(UnsupportedError, match=r"2\.bias of the model is another tensor .* attach it again"):
+        train(net, optimizer, 0, 1)
+    ddp.attach(net, "topk:density=0.5", optimizer)
+    train(net, optimizer, 0, 1)
 
 
 def test_a_group_that_is_made_when_another_was_destroyed_has_its_own_rank():
