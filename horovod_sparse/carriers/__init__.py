@@ -1,1 +1,1 @@
-"""How requests travel beside an engine: messages between pairs of ranks, and the memory of a host."""
+"""Carries requests beside an engine: by messages between pairs of ranks, over MPI if every rank can."""
