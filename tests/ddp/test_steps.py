@@ -20,17 +20,19 @@ from horovod_sparse.errors import (
 )
 from support.passes import STEPS, adamw, backward, batches, begun, flat, net_of, sick, train
 from support.replicas import common_are_equal, same_on_all_replicas
+from support.sampling import rows_by
 
 SCHEDULES = [(1, 0), (1, 1), (1, 3), (4, 0), (3, 1)]
 schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
 
 
-@schedules
-@pytest.mark.parametrize("text", ["best:density=0.05", "chunk_topk:density=0.05,feedback=best,chunk=64"])
-@pytest.mark.parametrize("missing", [False, True])
-def test_common_parameters_are_equal_bit_for_bit_after_every_pass(every, delay, text, missing, rank):
+TEXTS = ["best:density=0.05", "chunk_topk:density=0.05,feedback=best,chunk=64"]
+
+
+@rows_by("schedule,text,missing", SCHEDULES, TEXTS, [False, True], each=2)
+def test_common_parameters_are_equal_bit_for_bit_after_every_pass(schedule, text, missing, rank):
     """Also where one rank has no gradient of a parameter in some passes."""
-    net, optimizer, sync = begun(every, delay, text, weight_decay=0.1)
+    net, optimizer, sync = begun(*schedule, text, weight_decay=0.1)
 
     def between(step: int) -> None:
         if missing and step % 3 == 1 and rank == 0:
@@ -46,14 +48,14 @@ def test_common_parameters_are_equal_bit_for_bit_after_every_pass(every, delay, 
     assert same_on_all_replicas(*net.parameters())
 
 
-@schedules
-@pytest.mark.parametrize("values", ["exact", "2bit"])
-def test_what_ranks_computed_is_applied_or_held_back(every, delay, values, rank, size):
+@rows_by("schedule,values", SCHEDULES, ["exact", "2bit"])
+def test_what_ranks_computed_is_applied_or_held_back(schedule, values, rank, size):
     """Plain SGD: the start less the mean of all steps is where parameters and mean residual are."""
     net = net_of()
     start, sums = flat(net), torch.zeros_like(flat(net))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     text = f"topk:density=0.05,feedback=best,values={values},indices=gaps"
+    every, delay = schedule
     sync = ddp.attach(net, text, optimizer, every=every, delay=delay)
     for batch in batches(rank):
         backward(net, batch)
@@ -152,10 +154,9 @@ def test_gradients_are_what_autograd_left_there(every, delay, rank):
             assert torch.equal(one.grad, other.grad)
 
 
-@schedules
-@pytest.mark.parametrize("how", ["no gradient", "frozen", "rate 0"])
-def test_what_has_no_gradient_or_no_rate_does_not_move(every, delay, how, rank):
-    net = net_of()
+@rows_by("schedule,how", SCHEDULES, ["no gradient", "frozen", "rate 0"])
+def test_what_has_no_gradient_or_no_rate_does_not_move(schedule, how, rank):
+    net, (every, delay) = net_of(), schedule
     groups = [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
     sync = ddp.attach(net, "best:density=0.05", optimizer, every=every, delay=delay)
@@ -225,25 +226,23 @@ def test_exchanges_of_two_optimizers_cross_on_the_wire(rank):
 @schedules
 def test_a_saved_training_goes_on_bit_for_bit(every, delay, rank):
     """Saved at any moment between two steps, with what is in flight."""
-    for stop in (5, 7):
-        ends = []
-        for saves in (False, True):
-            net, optimizer, sync = begun(every, delay, weight_decay=0.1)
-            given = list(batches(rank))
-            for step, batch in enumerate(given):
-                if saves and step == stop:
-                    memory = io.BytesIO()
-                    torch.save([net.state_dict(), sync.state_dict()], memory)
-                    memory.seek(0)
-                    model, entry = torch.load(memory, weights_only=True)
-                    net, optimizer, sync = begun(every, delay, seed=1, weight_decay=0.1)
-                    net.load_state_dict(model)
-                    sync.load_state_dict(entry)
-                backward(net, batch)
-                optimizer.step()
-            sync.finish()
-            ends.append(flat(net))
-        assert torch.equal(*ends)
+    ends = []
+    for stop in (None, 5, 7):
+        net, optimizer, sync = begun(every, delay, weight_decay=0.1)
+        for step, batch in enumerate(batches(rank)):
+            if step == stop:
+                memory = io.BytesIO()
+                torch.save([net.state_dict(), sync.state_dict()], memory)
+                memory.seek(0)
+                model, entry = torch.load(memory, weights_only=True)
+                net, optimizer, sync = begun(every, delay, seed=1, weight_decay=0.1)
+                net.load_state_dict(model)
+                sync.load_state_dict(entry)
+            backward(net, batch)
+            optimizer.step()
+        sync.finish()
+        ends.append(flat(net))
+    assert all(torch.equal(ends[0], end) for end in ends)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +291,9 @@ def test_statistics_of_batches_are_averaged(delay, rank, size):
     assert same_on_all_replicas(*net.parameters(), net.module[1].running_mean, net.module[1].running_var)
 
 
-@schedules
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_parameters_of_every_float_type_train(every, delay, dtype, rank):
-    net = net_of().to(dtype)
+@rows_by("schedule,dtype", SCHEDULES, [torch.float16, torch.bfloat16, torch.float64])
+def test_parameters_of_every_float_type_train(schedule, dtype, rank):
+    net, (every, delay) = net_of().to(dtype), schedule
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
     train(net, optimizer, rank, before=lambda _, batch: [one.to(dtype) for one in batch])
@@ -304,10 +302,9 @@ def test_parameters_of_every_float_type_train(every, delay, dtype, rank):
     assert not torch.equal(net[0].weight, net_of().to(dtype)[0].weight)
 
 
-@schedules
-@pytest.mark.parametrize("how", ["thawed", "added"])
-def test_parameters_join_while_moves_are_under_way(every, delay, how, rank):
-    net = net_of()
+@rows_by("schedule,how", SCHEDULES, ["thawed", "added"])
+def test_parameters_join_while_moves_are_under_way(schedule, how, rank):
+    net, (every, delay) = net_of(), schedule
     net[2].requires_grad_(how == "added")
     optimizer = torch.optim.AdamW((net[0] if how == "added" else net).parameters(), lr=1e-2)
     sync = ddp.attach(net, "best:density=0.1", optimizer, every=every, delay=delay)
