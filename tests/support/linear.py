@@ -37,10 +37,14 @@ class LinearModel(torch.nn.Module):
         self.loss(gradients, order).backward()
 
 
+def checksums(*tensors: torch.Tensor) -> list[int]:
+    """Of their bits."""
+    return [zlib.crc32(one.detach().contiguous().view(-1).view(torch.uint8).numpy()) for one in tensors]
+
+
 def same_on_all_ranks(*tensors: torch.Tensor) -> bool:
     """Whether the tensors have the same bits on all ranks; asked by all of them together."""
     import horovod.torch as hvd
 
-    sums = [zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors]
-    everyone = hvd.allgather_object(sums)
+    everyone = hvd.allgather_object(checksums(*tensors))
     return all(item == everyone[0] for item in everyone)

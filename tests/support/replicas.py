@@ -1,6 +1,5 @@
 """Models of chosen gradients in DistributedDataParallel, synchronized by our hook."""
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
-from support.linear import LinearModel
+from support.linear import LinearModel, checksums
 from support.optimizers import base_for, gradients_of
 
 
@@ -71,9 +70,8 @@ def in_small_buckets(net: torch.nn.Module, bucket_bytes: int, **arguments: Any) 
 
 def same_on_all_replicas(*tensors: torch.Tensor) -> bool:
     """Whether the tensors have the same bits on all ranks; asked by all of them together."""
-    sums = [zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sums)
+    dist.all_gather_object(everyone, checksums(*tensors))
     return all(item == everyone[0] for item in everyone)
 
 

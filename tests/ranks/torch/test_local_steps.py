@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +15,7 @@ from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel
 from support.optimizers import make, train_step
-from support.replicas import Replica
+from support.replicas import Replica, same_on_all_replicas
 
 pytestmark = pytest.mark.usefixtures("process_group")
 WAYS: dict[str, dict[str, Any]] = {
@@ -53,15 +52,6 @@ class Training:
         return nn.utils.parameters_to_vector(self.net.parameters()).detach().clone()
 
 
-def alike(tensor: torch.Tensor) -> bool:
-    """Whether all ranks have it."""
-    first = tensor.double()
-    most = first.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    return torch.equal(first, most)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_both_engines_do_the_same(way, rank, size):
     one, other = (Training(kind, **WAYS[way]) for kind in ("ddp", "horovod"))
@@ -70,12 +60,11 @@ def test_both_engines_do_the_same(way, rank, size):
             training.train(rank, 2 + number % 2)
         assert torch.equal(one.vector(), other.vector())
         if number == 0:
-            assert not alike(one.vector())  # no gradient was synchronized
+            assert not same_on_all_replicas(one.vector())  # no gradient was synchronized
     for training in (one, other):
         training.train(rank, 3 * (rank == 1))  # ranks that have come to other ends end together
         training.local.finish()
-        assert alike(training.vector())
-        assert all(alike(buffer) for buffer in training.net.buffers())
+        assert same_on_all_replicas(training.vector(), *training.net.buffers())
     assert torch.equal(one.vector(), other.vector())
     mean = one.local.telemetry.mean
     assert mean is not None
