@@ -147,44 +147,26 @@ def kinds_and_ends(spans: tuple[Span, ...]) -> list[tuple[str, float, float]]:
     return [(span.kind, round(span.start, 9), round(span.end, 9)) for span in spans]
 
 
-def test_what_stays_dense_is_worked_for_before_it_is_sent() -> None:
-    # b stays dense: packing 1 + 0.1 n, allreduce 2 + 0.025 n of its 80 bytes
-    workload = Workload((A, B, C), (3.0, 2.0, 1.0), dense=frozenset("b"))
-    cost = CostModel(AffineTime(1.0), AffineTime(2.0), AffineTime(2.0, 0.025), AffineTime(1.0, 0.1))
-    plan = layerwise(workload)
-    timeline = predict(workload, plan, cost)
-    assert kinds_and_ends(timeline.computation) == [
-        ("backward", 0.0, 1.0),
-        ("selection", 1.0, 2.0),
-        ("backward", 2.0, 4.0),
-        ("packing", 4.0, 7.0),
-        ("backward", 7.0, 10.0),
-        ("selection", 10.0, 11.0),
-    ]
-    assert kinds_and_ends(timeline.communication) == [
-        ("sparse", 2.0, 4.0),
-        ("dense", 7.0, 11.0),
-        ("sparse", 11.0, 13.0),
-    ]
-
-
 def test_three_layers_by_hand() -> None:
-    # selection 1 + 0.1 n, communication 2 + 0.05 n; backward c 1, b 2, a 3 after a forward of 4
-    workload = Workload((A, B, C), (3.0, 2.0, 1.0), forward_seconds=4.0)
-    cost = CostModel(AffineTime(1.0, 0.1), AffineTime(2.0, 0.05))
+    # selection 1 + 0.1 n, communication 2 + 0.05 n; backward c 1, b 2, a 3 after a forward of 4;
+    # b stays dense: packing 1 + 0.1 n, allreduce 2 + 0.025 n of its 80 bytes
+    workload = Workload((A, B, C), (3.0, 2.0, 1.0), forward_seconds=4.0, dense=frozenset("b"))
+    cost = CostModel(
+        AffineTime(1.0, 0.1), AffineTime(2.0, 0.05), AffineTime(2.0, 0.025), AffineTime(1.0, 0.1)
+    )
     timeline = predict(workload, layerwise(workload), cost)
     assert kinds_and_ends(timeline.computation) == [
         ("forward", 0.0, 4.0),
         ("backward", 4.0, 5.0),
         ("selection", 5.0, 9.0),  # 1 + 3
         ("backward", 9.0, 11.0),
-        ("selection", 11.0, 14.0),  # 1 + 2
+        ("packing", 11.0, 14.0),  # 1 + 2
         ("backward", 14.0, 17.0),
         ("selection", 17.0, 19.0),
     ]
     assert kinds_and_ends(timeline.communication) == [
         ("sparse", 9.0, 12.5),
-        ("sparse", 14.0, 17.0),
+        ("dense", 14.0, 18.0),
         ("sparse", 19.0, 21.5),
     ]
     assert timeline.iteration_seconds == 21.5
