@@ -14,7 +14,6 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import op_name
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
-from horovod_sparse.tensorflow.private import refuse_adasum
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import checked_variable
 from horovod_sparse.training.compression import check_compression
@@ -78,7 +77,11 @@ class Arguments:
 
     def checked(self) -> Arguments:
         """Checks values, and puts groups, by whichever name they came, into `groups` alone."""
-        refuse_adasum(self.op)
+        if self.op == hvd.Adasum:
+            raise UnsupportedError(
+                "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual "
+                "has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
+            )
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
         factor = self.gradient_predivide_factor

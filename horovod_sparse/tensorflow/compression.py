@@ -15,15 +15,12 @@ from horovod.tensorflow.compression import Compressor as Compressor
 from horovod.tensorflow.compression import FP16Compressor as FP16Compressor
 from horovod.tensorflow.compression import NoneCompressor as NoneCompressor
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import construction_errors
-from horovod_sparse.tensorflow.dropin import DropIn
 from horovod_sparse.tensorflow.graph import refuse_graphs
-from horovod_sparse.tensorflow.private import keep_functions_with_compressors, stock_call
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name
@@ -42,10 +39,7 @@ class SparseCompressor(WithState, Compressor):
     step. So make it once, outside of the training loop and of `tf.function`, one for every tape or
     optimizer, and pass it whenever you wrap a tape.
 
-    In our tapes and optimizers (`horovod_sparse.tensorflow`, `horovod_sparse.tensorflow.keras`)
-    gradients are merged into buckets, and one rank does what each of many does. In stock Horovod's it really
-    sends sparse data, too, though these know nothing of it: see `DropIn`. With one rank they leave gradients
-    as they are, feedback included: a warning says so.
+    Stock Horovod's tapes and optimizers reduce gradients by it as ours do: see `adoption`.
 
     It may be pickled before `hvd.init()`: the recipe travels, what it remembers does not.
 
@@ -59,22 +53,12 @@ class SparseCompressor(WithState, Compressor):
         #: whose gradients it sparsifies: an optimizer, where it is no tape's
         self._optimizer: weakref.ref[Any] | None = None
         self._served = recipe
-        self._dropin: DropIn | None = None
         self._num_compressed = 0
-        #: what stock Horovod has made for it
-        self.stock_functions: dict[Any, Any] = {}
         self._keeper = self._horovod_sparse_keeper = StateKeeper()
-        keep_functions_with_compressors()
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """The last step and means; empty before the first."""
-        inner = None if self._dropin is None else self._dropin.synchronizer
-        return super().telemetry if inner is None else inner.telemetry
 
     @property
     def synchronizer(self) -> GradientSynchronizer | None:
-        """The synchronizer that `bind` has made; None in stock Horovod's tapes and optimizers."""
+        """The synchronizer that `bind` has made."""
         return self._keeper.synchronizer
 
     def serve(self, optimizer: Any, recipe: Recipe) -> None:
@@ -102,12 +86,7 @@ class SparseCompressor(WithState, Compressor):
         groups: Any = None,
         **options: Unpack[PlannedOptions],
     ) -> GradientSynchronizer:
-        """Returns the synchronizer for a tape or optimizer of ours; later calls check their arguments."""
-        if self._dropin is not None:
-            raise UnsupportedError(
-                f"{self!r} is at work in a tape or optimizer of horovod.tensorflow: make another compressor "
-                "for this one"
-            )
+        """Returns the synchronizer for a tape or optimizer; later calls check their arguments."""
         settings = settings or Settings(**options)
         arguments = {
             "process_set": process_set or hvd.global_process_set,
@@ -132,47 +111,23 @@ class SparseCompressor(WithState, Compressor):
         assert synchronizer is not None  # made above
         return synchronizer
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's residuals and sparsifier states; empty before the first step.
-
-        Raises:
-            UnsupportedError: if it is at work in one of stock Horovod's, which save nothing.
-        """
-        if self._dropin is not None:
-            raise UnsupportedError(
-                f"{self!r} is at work in a tape or optimizer of horovod.tensorflow, where residuals are not "
-                "saved: use that of horovod_sparse.tensorflow"
-            )
-        return super().state_dict()
-
     def checkpointed(self) -> CheckpointedState:
         """Returns a state for ``tf.train.Checkpoint(model=..., residuals=compression.checkpointed())``."""
         return CheckpointedState(self._keeper)
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Returns one number for a gradient of Horovod's tapes and optimizers, and its sum: see `DropIn`.
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
+        """Returns a tensor as this rank would send it, for ``horovod.tensorflow.allreduce(compression=...)``.
 
-        For any other tensor, as in ``horovod.tensorflow.allreduce(tensor, compression=...)``, returns it as
-        this rank would send it, where Horovod sends every element. What is not selected is 0, and is not
-        kept; `horovod_sparse.tensorflow.allreduce` sends sparsely. Integers, and tensors with a NaN or Inf,
-        stay as they are.
+        Horovod sends every element; `horovod_sparse.tensorflow.allreduce` sends sparsely. Elements that are
+        not selected are 0, and no residual keeps them. Integers, and tensors with a NaN or Inf, stay as they
+        are.
         """
         refuse_graphs()
-        call = stock_call(tensor)
-        if call is None:
-            if dtype_name(tensor.dtype) is None:
-                return tensor, None
-            self._num_compressed += 1  # random numbers go by it
-            return on_host(partial(self._alone, f"compressed.{self._num_compressed}"), tensor), None
-        if self.synchronizer is not None:
-            raise UnsupportedError(
-                f"{self!r} is at work in a tape or optimizer of horovod_sparse: make another compressor for "
-                "one of horovod.tensorflow"
-            )
-        if self._dropin is None:
-            self._dropin = DropIn(self.recipe)
-        return self._dropin.compress(tensor, call)
+        if dtype_name(tensor.dtype) is None:
+            return tensor, None
+        self._num_compressed += 1  # random numbers go by it
+        return on_host(partial(self._alone, f"compressed.{self._num_compressed}"), tensor), None
 
     def _alone(self, name: str, array: np.ndarray) -> np.ndarray:
         """Returns an array as one rank sends it; the very array if it is not finite, or has no elements."""
@@ -181,10 +136,8 @@ class SparseCompressor(WithState, Compressor):
         total, lone = lone_array(array, self.recipe, name, (0, 1))
         return total if lone.write_alone() else array
 
-    @tf.autograph.experimental.do_not_convert
-    def decompress(self, tensor: tf.Tensor, ctx: tf.Tensor | None) -> tf.Tensor:
-        """Called by stock Horovod with what it has summed, and what `compress` gave: the sum."""
-        return tensor if ctx is None else tf.identity(ctx)
+    def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
+        return tensor
 
     def __repr__(self) -> str:
         return f"Compression.parse({self.recipe.describe()!r})"

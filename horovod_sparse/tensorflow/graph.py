@@ -211,34 +211,12 @@ WAITING = Order()
 
 
 class _Gate:
-    """A control dependency of all that is made in a graph from now on: an operation, or the next call."""
+    """A control dependency on an operation, of all that is made in its graph from now on."""
 
-    def __init__(self, graph: Any, operation: Any = None) -> None:
-        self._graph = weakref.ref(graph)
-        self._found: list[Any] = [] if operation is None else [operation]
-        self._num_before = len(graph.get_operations())
-        self._waits = operation is None
+    def __init__(self, operation: Any) -> None:
+        self.control_inputs = [operation]
         # below the user's own: those leave in the order in which they came
-        graph._control_dependencies_stack.insert(0, self)
-
-    @property
-    def control_inputs(self) -> list[Any]:
-        graph = self._graph()
-        if self._waits and graph is not None:
-            later = graph.get_operations()[self._num_before :]
-            self._num_before += len(later)
-            for operation in later:
-                self._look_at(operation)
-        return self._found
-
-    def _look_at(self, operation: Any) -> None:
-        """The call, and what takes its result first: a call without side effects is not waited for."""
-        found = self._found
-        if not found and operation.type in _CALLS:
-            found.append(operation)
-        elif self._waits and found and any(tensor.op is found[0] for tensor in operation.inputs):
-            found.append(operation)
-            self._waits = False
+        operation.graph._control_dependencies_stack.insert(0, self)
 
     def op_in_group(self, _operation: Any) -> bool:
         return False
@@ -247,20 +225,9 @@ class _Gate:
         pass
 
 
-_CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
-
-
 def gate(token: tf.Tensor) -> None:
     """Puts what is made from now on behind a tensor: no update happens in a step that ends in an error."""
-    _Gate(token.graph, token.op)
-
-
-def gate_callers(graph: Any) -> None:
-    """As `gate`, around a graph that becomes a function: all that is made after its call runs after it."""
-    graph = getattr(graph, "outer_graph", None)
-    while graph is not None and hasattr(graph, "outer_graph"):
-        _Gate(graph)
-        graph = graph.outer_graph
+    _Gate(token.op)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.agreement import AgreedStatus
-from horovod_sparse.training.collective_errors import Outcome, Verdict
+from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.drift import DriftCheck, HostEntry
 from horovod_sparse.training.settings import RAISE, PlannedOptions, Settings
 
@@ -51,7 +51,6 @@ class GradientSynchronizer(VariablesTraining):
         *,
         process_set: Any = None,
         average: bool = True,
-        leaves_one_alone: bool = False,
         sparse_as_dense: bool = False,
         groups: Any = None,
         **options: Unpack[PlannedOptions],
@@ -62,9 +61,7 @@ class GradientSynchronizer(VariablesTraining):
         super().__init__(engine, recipe, settings, groups)
         self._averages, self.sparse_as_dense = average, sparse_as_dense
         self.replanning, self.watch = Replanning(self), Watch(settings.deadline_seconds, ranks, self)
-        #: with one rank gradients are applied as they are: of the step nothing stays
-        self._leaves_one_alone, self._ending = leaves_one_alone, threading.Lock()
-        self._driver, self._order = Driver(self), graph.Order()
+        self._driver, self._order, self._ending = Driver(self), graph.Order(), threading.Lock()
         self.host = self._driver.host
         self._replicas = Replicas(self, self.host, self.watch)
         self._eagerly, self._agreeing = graph.EagerCalls(self._build), threading.Lock()
@@ -228,8 +225,6 @@ class GradientSynchronizer(VariablesTraining):
             errors = [*found, *(part.task.error for part in parts if part.task.error is not None)]
             verdict = self.policy.judge(errors, scaled=scaled)
             self.last_error = verdict.error
-            if self._leaves_one_alone and self.size == 1:
-                verdict = Verdict(Outcome.SKIPPED, drop=True)
             if verdict.outcome != Outcome.APPLIED:
                 for part in parts:
                     part.abandon(drop=verdict.drop)

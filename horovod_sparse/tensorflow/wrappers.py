@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import horovod._keras as _horovod_keras
 import tensorflow as tf
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, present_start
+from horovod_sparse.tensorflow.adoption import GradientReduction, reduced_once
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
-from horovod_sparse.tensorflow.compression import Compression
+from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -137,7 +141,7 @@ def DistributedOptimizer(
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
     Optimizers of Keras go to `horovod_sparse.tensorflow.keras.DistributedOptimizer`, with `op` and `groups`,
-    which Horovod drops on that way. Optimizers of TensorFlow 1 go to Horovod's own, without a sparsifier.
+    which Horovod drops on that way. Optimizers of TensorFlow 1 go to Horovod's own.
 
     Args:
         optimizer: of Keras, or `tf.compat.v1.train.Optimizer`.
@@ -150,12 +154,25 @@ def DistributedOptimizer(
 
         return of_keras.DistributedOptimizer(optimizer, **arguments.taken_by(of_keras.DistributedOptimizer))
     if arguments.is_sparse:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} is an optimizer of TensorFlow 1, which runs in sessions: use one of "
-            "Keras, or a DistributedGradientTape, or compression=Compression.none"
-        )
-    arguments.refuse_sparse()
+        reduction = GradientReduction(arguments.checked().synchronizer())
+        arguments = dataclasses.replace(arguments, compression=reduction)
+    else:
+        arguments.refuse_sparse()
     return hvd.DistributedOptimizer(optimizer, **arguments.taken_by(hvd.DistributedOptimizer))
+
+
+_create = _horovod_keras.create_distributed_optimizer
+
+
+@functools.wraps(_create)
+def _create_optimizer(keras: Any, **given: Any) -> Any:
+    """Makes our optimizer of Keras if Horovod is given a sparsifier: Horovod's ignores Keras 3."""
+    if isinstance(given.get("compression"), SparseCompressor):
+        return DistributedOptimizer(**given)
+    return _create(keras=keras, **given)
+
+
+_horovod_keras.create_distributed_optimizer = _create_optimizer
 
 
 class _Methods(tf.GradientTape):
@@ -212,11 +229,6 @@ class _Methods(tf.GradientTape):
             )
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
-        # one that is asked for twice (of layers that share it) has one gradient
-        first: dict[Any, int] = {}
-        for i, variable in enumerate(variables):
-            first.setdefault(variable.ref(), i)
-        given, theirs = [gradients[i] for i in first.values()], [variables[i] for i in first.values()]
         reduction: Reduction = self._reduction
         if learning_rate is not None and reduction.reducer.recipe.feedback.applies_rate:
             allowed = (
@@ -224,13 +236,15 @@ class _Methods(tf.GradientTape):
                 "weight_decay=...)"
             )
             raise ArgumentError("learning_rate", learning_rate, allowed)
-        if loss_scale is None:
-            reduced, self.skipped = reduction.reduce(given, theirs, learning_rate)
-        else:
+
+        def reduce(given: list[Any], theirs: list[Any]) -> list[Any]:
+            if loss_scale is None:
+                reduced, self.skipped = reduction.reduce(given, theirs, learning_rate)
+                return reduced
             scale = tf.convert_to_tensor(as_variable(loss_scale))
-            reduced = reduction.reduce_if_finite(given, theirs, learning_rate, scale)
-        found = dict(zip(first, reduced, strict=True))
-        results = [found[variable.ref()] for variable in variables]
+            return reduction.reduce_if_finite(given, theirs, learning_rate, scale)
+
+        results = reduced_once(reduce, gradients, variables)
         mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)
 
@@ -257,20 +271,19 @@ _compared_under: dict[Any, object] = {}
 
 def _comparing(tape: Any, arguments: Arguments) -> Any:
     """Has ranks compare the arguments of Horovod's own tapes with the first of them."""
-    cls = type(tape)  # which Horovod has made for this tape alone
-    gradient = cls.gradient
+    reduce = tape._allreduce_grads
 
     @tf.autograph.experimental.do_not_convert
-    def compared(self: Any, *positional: Any, **named: Any) -> Any:
+    def compared(*given: Any) -> Any:
         number = arguments.process_set.process_set_id
         if _compared_under.get(number) is not present_start():
             compare_densely(arguments.compression, arguments.process_set, **arguments.declared())
             _compared_under[number] = present_start()
-        results = gradient(self, *positional, **named)
-        mark_synchronized(tf.nest.flatten(results))
+        results = reduce(*given)
+        mark_synchronized(results)
         return results
 
-    cls.gradient = compared
+    tape._allreduce_grads = compared
     return tape
 
 

@@ -87,10 +87,8 @@ class Training:
         found: dict[str, Any] = {"way": self.way, "digest": hashlib.sha256(values).hexdigest()[:12]}
         if self.slices:
             found["table"] = self.table.numpy().tolist()
-        if self.way != "stock":  # which does not say where it stands
-            entry = self.compression.state_dict()
-            found |= {"step": entry["step"], "states": [one["state"]["step"] for one in entry["buckets"]]}
-        return found
+        entry = self.compression.state_dict()
+        return found | {"step": entry["step"], "states": [one["state"]["step"] for one in entry["buckets"]]}
 
 
 def main(task: Task, folder: Path) -> None:

@@ -17,7 +17,6 @@ from horovod_sparse.tensorflow.arguments import Again, Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
 from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs, refuse_synchronized
 from horovod_sparse.tensorflow.keras.stepping import no_local_variables, own_class
-from horovod_sparse.tensorflow.private import refuse_copies
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -89,11 +88,6 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
 
         def __reduce__(self) -> Any:
             return again.from_config, (own, super().get_config())
-
-        def get_config(self) -> dict[str, Any]:
-            """Returns the settings; also called where a file is written."""
-            refuse_copies(keras.Model.__reduce__)
-            return super().get_config()
 
         def __setattr__(self, name: str, value: Any) -> None:
             # a LossScaleOptimizer does so with the optimizer that it is made around

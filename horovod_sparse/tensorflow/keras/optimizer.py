@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,14 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
+from horovod_sparse.tensorflow.adoption import GradientReduction
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
-from horovod_sparse.tensorflow.keras import keras2
-from horovod_sparse.tensorflow.keras.stepping import bound
+from horovod_sparse.tensorflow.graph import is_synchronized
+from horovod_sparse.tensorflow.keras.stepping import bound, no_local_variables, own_class
 from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.compression import refuse_double_momentum
@@ -107,8 +110,8 @@ def DistributedOptimizer(
     again, is_scaler = Again(DistributedOptimizer, arguments), hasattr(optimizer, "inner_optimizer")
     if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
         inner = DistributedOptimizer(optimizer.inner_optimizer, **arguments.taken_by(DistributedOptimizer))
-        if arguments.is_sparse:
-            inner._allreduce_grads.scaled_by(optimizer)
+        if arguments.is_sparse and not optimizer.dynamic:
+            inner._allreduce_grads.fixed_scale = optimizer.initial_scale
         return optimizer
     synchronizer: Any = None
     keeper: Any = None
@@ -136,18 +139,17 @@ def DistributedOptimizer(
                 backward_passes_per_step, average_aggregated_gradients, sparse_as_dense
             )
         reducer = synchronizer or keras3.DenseReducer(arguments)
-        reduction = Reduction(reducer, scale_local_gradients)
-        return keras3.wrap(optimizer, reduction, accumulation, keeper, name, again)
+        reducing = Reduction(reducer, scale_local_gradients)
+        return keras3.wrap(optimizer, reducing, accumulation, keeper, name, again)
     if arguments.settings.on_nonfinite == SKIP:
         raise UnsupportedError(
             "on_nonfinite='skip' needs an optimizer of Keras 3: under tf-keras Horovod's own applies "
             "gradients. Give 'raise'"
         )
     if synchronizer is None:
-        return keras2.adopted(optimizer, _stock(optimizer, **arguments.taken_by(_stock)))
-    dense = replace(arguments, compression=hvd.Compression.none, process_set=synchronizer.process_set)
-    adopted = keras2.adopted(optimizer, _stock(optimizer, **dense.taken_by(_stock)))
-    return keras2.attach(adopted, synchronizer, keeper, again)
+        return _as_horovods(optimizer, arguments)
+    reduction = KerasReduction(optimizer, synchronizer)
+    return _with_state(_as_horovods(optimizer, replace(arguments, compression=reduction)), keeper, again)
 
 
 def is_keras3(optimizer: Any) -> bool:
@@ -163,7 +165,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer) or not known:
         raise UnsupportedError(
             f"{type(optimizer).__name__} is no optimizer of Keras. Optimizers of TensorFlow 1 are wrapped by "
-            "horovod.tensorflow.DistributedOptimizer, with Compression.none or .fp16"
+            "horovod_sparse.tensorflow.DistributedOptimizer"
         )
     if hasattr(optimizer, "_horovod_sparse_keeper") or hasattr(optimizer, "_allreduce_grads"):
         raise UnsupportedError(
@@ -182,6 +184,114 @@ def _synchronizer(arguments: Arguments, is_scaler: bool, own: Mapping[str, Any])
             "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
         )
     return synchronizer
+
+
+class KerasReduction(GradientReduction):
+    """Reduces the gradients of one optimizer of tf-keras, or carries out its own steps."""
+
+    def __init__(self, optimizer: Any, synchronizer: Any) -> None:
+        super().__init__(synchronizer)
+        self._optimizer = optimizer
+        #: True from a reduction to the step that applies it
+        self.is_reduced = False
+        #: that of a LossScaleOptimizer(dynamic=False)
+        self.fixed_scale: float | None = None
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, grads: Sequence[Any], vars: Sequence[Any], _generic_names: bool = False) -> list[Any]:
+        optimizer, scale = self._optimizer, self._scale()
+        rate = getattr(optimizer, "learning_rate", None)
+        if callable(rate) and not hasattr(rate, "dtype"):  # a schedule
+            rate = rate(optimizer.iterations)
+        if optimizer._agg_helper is not None:
+            grads = _emptied(optimizer._agg_helper, grads)
+        if scale is None:
+            sums = self.synchronizer.synchronize(grads, vars, rate)
+        else:
+            sums = Reduction(self.synchronizer, False).reduce_if_finite(grads, vars, rate, *scale)
+        self.is_reduced = True
+        return sums
+
+    def _scale(self) -> tuple[Any, bool] | None:
+        """Returns the scale of the loss, and whether an overflow skips the step."""
+        if not getattr(self._optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
+            return None
+        if self._optimizer._agg_helper is not None:
+            raise UnsupportedError(
+                "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer (which "
+                "mixed_float16 puts around an optimizer), whose scale may change between passes"
+            )
+        self.synchronizer.replanning.refuse("a LossScaleOptimizer")
+        if self.fixed_scale is not None:
+            return self.fixed_scale, False
+        # where a LossScaleOptimizer keeps what changes
+        state = self._optimizer._lookup_dependency("loss_scale")
+        if state is None:
+            raise UnsupportedError(
+                "a LossScaleOptimizer(dynamic=False) around a DistributedOptimizer does not tell its scale: "
+                "wrap the other way round, DistributedOptimizer(LossScaleOptimizer(optimizer, ...))"
+            )
+        return tf.convert_to_tensor(state.current_loss_scale), True
+
+
+def _emptied(helper: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Takes the sums of several passes out of Horovod's helper, which would not count anew after an error."""
+    with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
+        sums = helper.locally_aggregated_grads.values()
+        done = [helper.counter.assign(0), *(sum_.assign(tf.zeros_like(sum_)) for sum_ in sums)]
+    with tf.control_dependencies([] if tf.executing_eagerly() else done):
+        return [None if gradient is None else tf.identity(gradient) for gradient in gradients]
+
+
+def _as_horovods(optimizer: Any, arguments: Arguments) -> Any:
+    """Gives the optimizer the class of the copy that Horovod makes of its settings, and keeps its state."""
+    made = _stock(optimizer, **arguments.taken_by(_stock))
+    for name in vars(made).keys() - vars(optimizer).keys():
+        object.__setattr__(optimizer, name, vars(made)[name])
+    object.__setattr__(optimizer, "_name", made._name)
+    object.__setattr__(optimizer, "__class__", type(made))
+    return optimizer
+
+
+def _with_state(optimizer: Any, keeper: StateKeeper, again: Again) -> Any:
+    """Completes the class that Horovod has made for this optimizer by state, copies and a check."""
+    object.__setattr__(optimizer, "_horovod_sparse_keeper", keeper)
+    object.__setattr__(optimizer, "horovod_sparse", CheckpointedState(keeper))
+    # optimizers of the old kind do not find it by themselves
+    optimizer._track_trackable(optimizer.horovod_sparse, name="horovod_sparse", overwrite=True)
+    cls: Any = type(optimizer)
+    base, apply = own_class(cls.__bases__[0]), cls.apply_gradients
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *more: Any, **named: Any) -> Any:
+        pairs, reduction = list(grads_and_vars), self._allreduce_grads
+        is_reduced, reduction.is_reduced = reduction.is_reduced, False
+        alone = not reduction.synchronizer.is_needed or reduction.synchronizer.size == 1
+        accumulates = self._agg_helper is not None
+        if not (is_reduced or alone or accumulates or any(is_synchronized(one) for one, _ in pairs)):
+            raise UnsupportedError(
+                "apply_gradients was given gradients that nobody has reduced over ranks, which it does not "
+                "do under tf-keras: call minimize(loss, variables, tape=...), or give what a "
+                "DistributedGradientTape has made to a plain optimizer"
+            )
+        return apply(self, pairs, *more, **named)
+
+    def refuse_local(_optimizer: Any, _variable: Any) -> None:
+        raise no_local_variables()
+
+    members = {name: item for name, item in vars(WithState).items() if name[:2] != "__"}
+    if base is not cls.__bases__[0]:
+        members["register_local_var"] = refuse_local
+    members |= {
+        "apply_gradients": functools.wraps(apply)(apply_gradients),
+        # where Keras looks for the class that a saved model names; Horovod has none of that name
+        "__module__": base.__module__,
+        "__reduce__": lambda self: (again.from_config, (base, self.get_config())),
+        "__deepcopy__": lambda self, memo: again.from_config(base, self.get_config()),
+        "from_config": classmethod(lambda cls, config, **more: again.from_config(base, config, **more)),
+    }
+    for name, item in members.items():
+        setattr(cls, name, item)
+    return optimizer
 
 
 @construction_errors.telling

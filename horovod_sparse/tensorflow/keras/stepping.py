@@ -70,6 +70,9 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
         if (given := getattr(settings, name)) is not None:
             allowed = "None: own steps are exchanged, behind backward; feedback='error' exchanges gradients"
             raise ArgumentError(name, given, allowed)
+    passes = arguments.backward_passes_per_step
+    if passes > 1 and not hasattr(optimizer, "stateless_apply"):  # Horovod's helper skips `apply_gradients`
+        raise ArgumentError("backward_passes_per_step", passes, "1 with own steps under tf-keras")
     if settings.levels != "flat":
         raise ArgumentError("levels", settings.levels, "'flat' with own steps")
     if arguments.op != hvd.Average:

@@ -95,9 +95,10 @@ def test_graphs_of_tensorflow_1_are_refused(rank):
     for wrap in (hvd.DistributedGradientTape, stock.DistributedGradientTape):
         with pytest.raises(UnsupportedError, match="graph of TensorFlow 1"):
             gradients(wrap)
-    with pytest.raises(UnsupportedError, match="optimizer of TensorFlow 1"):
+    with tf.Graph().as_default(), pytest.raises(UnsupportedError, match="graph of TensorFlow 1"):
         plain = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-        hvd.DistributedOptimizer(plain, compression=hvd.Compression.topk(density=1.0))
+        optimizer = hvd.DistributedOptimizer(plain, compression=hvd.Compression.topk(density=1.0))
+        optimizer.minimize(tf.compat.v1.get_variable("weight", [], use_resource=True))
     with tf.Graph().as_default(), pytest.raises(UnsupportedError, match="eager"):
         hvd.elastic.TensorFlowState([])
 

@@ -146,6 +146,8 @@ def test_a_step_is_not_skipped_under_keras_2():
     """Horovod's own method applies gradients there, and nothing can keep it from that."""
     with pytest.raises(UnsupportedError, match="needs an optimizer of Keras 3"):
         hvd.DistributedOptimizer(sgd("new"), compression="topk", on_nonfinite="skip")
+    with pytest.raises(ArgumentError, match="backward_passes_per_step=2"):
+        hvd.DistributedOptimizer(sgd("new"), compression="best", backward_passes_per_step=2)
 
 
 def test_dense_training_is_horovods(rank, size):

@@ -1,6 +1,5 @@
 """tf-keras scales the loss of mixed_float16 by an optimizer around ours, and skips what overflows."""
 
-import horovod.tensorflow.keras as stock
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -37,22 +36,21 @@ def test_a_saved_scaler_is_loaded_with_its_scale(mixed, tmp_path, rank, size):
     assert inner(again.optimizer).telemetry.num_steps > 0
 
 
-def test_what_cannot_be_scaled_is_refused_when_it_is_compiled():
-    for arguments, words in (
-        ({"backward_passes_per_step": 2}, "backward_passes_per_step"),
-        ({"merging": "optimal"}, "profile"),
-    ):
-        optimizer = hvd.DistributedOptimizer(sgd("new"), compression=SPARSE, **arguments)
-        with pytest.raises(UnsupportedError, match=words):
-            keras.mixed_precision.LossScaleOptimizer(optimizer)
-
-
-def test_horovods_own_optimizer_cannot_tell_the_scale(rank, size):
-    compression = hvd_tf.Compression.topk(density=0.05)
-    optimizer = stock.DistributedOptimizer(sgd("new", 0.125, 0.0), compression=compression)
-    model = make_model()
-    with pytest.raises(UnsupportedError, match=r"horovod_sparse.tensorflow.keras.DistributedOptimizer"):
-        fit(model, keras.mixed_precision.LossScaleOptimizer(optimizer), rank, size)
+@pytest.mark.parametrize(
+    ("arguments", "scale", "words"),
+    [
+        ({"backward_passes_per_step": 2}, {}, "backward_passes_per_step"),
+        ({"merging": "optimal"}, {}, "profile"),
+        ({}, {"dynamic": False, "initial_scale": 8.0}, "the other way round"),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused_in_the_first_step(arguments, scale, words):
+    optimizer = hvd.DistributedOptimizer(sgd("new"), compression=SPARSE, **arguments)
+    scaled, weight = keras.mixed_precision.LossScaleOptimizer(optimizer, **scale), tf.Variable(tf.ones([2]))
+    step = tf.function(lambda: scaled.minimize(lambda: tf.reduce_sum(weight), [weight]), autograph=False)
+    with pytest.raises(UnsupportedError, match=words):
+        step()
+    np.testing.assert_array_equal(weight.numpy(), 1.0)
 
 
 @pytest.mark.parametrize("graph", [pytest.param(False, marks=pytest.mark.nightly), True])

@@ -1,10 +1,12 @@
 """What the TensorFlow front end does on the host, and with one rank: what each of many does."""
 
+import functools
 import importlib
 import inspect
-import logging
 from types import ModuleType
 
+import horovod.tensorflow as stock
+import horovod.tensorflow.keras as stock_keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -213,18 +215,18 @@ def made(feedback: str):
     return hvd.Compression.topk(density=0.1, feedback=feedback)
 
 
-def by_tape(compression, weight, in_graph: bool):
+def by_tape(compression, weight, in_graph: bool, wrap=hvd.DistributedGradientTape):
     def step(target):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weight * target)
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        tape = wrap(tape, compression=compression)
         weight.assign_sub(RATE * tape.gradient(loss, [weight])[0])
 
     return tf.function(step) if in_graph else step
 
 
-def by_keras(compression, weight):
-    optimizer = keras_hvd.DistributedOptimizer(tf.keras.optimizers.SGD(RATE), compression=compression)
+def by_keras(compression, weight, wrap=keras_hvd.DistributedOptimizer):
+    optimizer = wrap(tf.keras.optimizers.SGD(RATE), compression=compression)
 
     def step(target):
         optimizer.apply_gradients([(target, weight)])
@@ -232,15 +234,33 @@ def by_keras(compression, weight):
     return step
 
 
-@rows_by("feedback,way", FEEDBACKS, ["graph", "eager", "keras"])
-def test_equals_the_simulator_with_one_rank(feedback, way):
+def by_tensorflow_1(compression, weight):
+    optimizer = hvd.DistributedOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(RATE), compression=compression
+    )
+    return lambda target: optimizer.minimize(lambda: tf.reduce_sum(weight * target), var_list=[weight])
+
+
+#: a step of descent, by Horovod's own tapes and optimizers, too
+WAYS = {
+    "graph": functools.partial(by_tape, in_graph=True),
+    "eager": functools.partial(by_tape, in_graph=False),
+    "keras": by_keras,
+    "stock-tape": functools.partial(by_tape, in_graph=True, wrap=stock.DistributedGradientTape),
+    "stock-keras": functools.partial(by_keras, wrap=stock_keras.DistributedOptimizer),
+    "tensorflow-1": by_tensorflow_1,
+}
+
+
+@rows_by("way,feedback", WAYS, FEEDBACKS)
+def test_equals_the_simulator_with_one_rank(way, feedback):
     compression, weight = made(feedback), tf.Variable(tf.zeros(LENGTH), name="weight")
-    step = by_keras(compression, weight) if way == "keras" else by_tape(compression, weight, way == "graph")
+    step = WAYS[way](compression, weight)
     cluster = SimulatedCluster(compression.recipe, LENGTH, 1, number=0)
     expected = np.zeros(LENGTH, np.float32)
     for number in range(6):
         step(tf.constant(targets(number)))
-        expected -= RATE * cluster.step([targets(number)], RATE if way == "keras" else None)
+        expected -= RATE * cluster.step([targets(number)], RATE if way.endswith("keras") else None)
         np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-6)
     assert compression.telemetry.last.step == 6
 
@@ -265,24 +285,6 @@ def test_a_gradient_through_a_sparse_gradient_is_refused_where_it_is_asked_for(w
     assert run(False).numpy() == pytest.approx(9 * LENGTH / 10)
     with pytest.raises(tf.errors.OpError, match="Differentiate before synchronizing"):
         run(True)
-
-
-def test_stock_horovod_leaves_gradients_as_they_are_which_a_warning_says_once(caplog):
-    import horovod.tensorflow as stock
-
-    compression, weight = made("momentum(momentum=0.9)"), tf.Variable(tf.zeros(LENGTH))
-
-    @tf.function
-    def gradient(target):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight * target)
-        return stock.DistributedGradientTape(tape, compression=compression).gradient(loss, [weight])[0]
-
-    with caplog.at_level(logging.WARNING, "horovod_sparse"):
-        for number in range(3):
-            np.testing.assert_array_equal(gradient(tf.constant(targets(number))), targets(number))
-    told = [record.getMessage() for record in caplog.records if "with one rank" in record.getMessage()]
-    assert len(told) == 1 and "MomentumCorrection" in told[0]
 
 
 def test_a_compressor_for_every_step_is_warned_of(caplog):
