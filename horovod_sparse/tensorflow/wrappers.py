@@ -181,17 +181,13 @@ class _Methods(tf.GradientTape):
     #: bool [], after `gradient`: whether all ranks are to skip the step; None unless `on_nonfinite` asks
     skipped: tf.Tensor | None = None
 
-    def _attach(self: Any, gradtape: Any, synchronizer: GradientSynchronizer, scale_local: bool) -> None:
-        self._tape = gradtape._tape
-        self._reduction = Reduction(synchronizer, scale_local)
-
     @property
-    def telemetry(self) -> Telemetry:
+    def telemetry(self: Any) -> Telemetry:
         """The last step, and means."""
         return self._reduction.reducer.telemetry
 
     @tf.autograph.experimental.do_not_convert
-    def register_local_source(self, source: Any) -> None:
+    def register_local_source(self: Any, source: Any) -> None:
         """Keeps a variable's gradient local: it is not synchronized."""
         self._reduction.keep_local(checked_variable("source", source))
 
@@ -295,5 +291,5 @@ def _distributed(gradtape: tf.GradientTape, synchronizer: GradientSynchronizer, 
     user: Any = gradtape
     cls: Any = type(type(user).__name__, (type(user),), dict(_COPIED))
     tape = cls(user._persistent, user._watch_accessed_variables)
-    tape._attach(user, synchronizer, scale_local)
+    tape._tape, tape._reduction = user._tape, Reduction(synchronizer, scale_local)
     return tape

@@ -18,8 +18,7 @@ def lawful(entries: list[dict[str, Any]]) -> None:
     for entry in of(entries, "batch"):
         for facts in entry["trained"]:
             done.setdefault((entry["batch"], facts["way"]), set()).add(facts["digest"])
-            if "step" in facts:
-                assert (facts["step"], facts["states"]) == (entry["batch"], [entry["batch"]])
+            assert (facts["step"], facts["states"]) == (entry["batch"], [entry["batch"]])
             if "table" in facts:  # an average of ones
                 assert facts["table"][3] == pytest.approx([-0.1 * entry["batch"]] * 2, rel=1e-5)
     # a batch may be done twice: the ranks that survive a failure begin it again
