@@ -174,7 +174,7 @@ class Case:
     both: Loop
     other: dict[str, Any]
     kinds: tuple[str, ...]
-    #: whether one rank stands in a collective of PyTorch's or Gloo's own, whose words end it
+    #: whether one rank may end in words of PyTorch's, Gloo's or Horovod's own
     pytorchs: bool = False
 
     def carried_out(self, kind: str, rank: int, folder: Path) -> list[float]:
@@ -358,10 +358,12 @@ row("frozen later", "parameter|without", before=at(2, lambda run: frozen(run.net
 row("a group added", "parameter|group|ended, or left", before=at(2, lambda run: run.optimizer.add_param_group(
     {"params": [torch.nn.Parameter(torch.ones(3))]})))
 row("a state loaded", "step|state|differ", both={"before": keeping(99)}, before=keeping(3))
-row("interrupted", rf"{_SAME}|step|exchange", both={"before": at(2, lambda run: time.sleep(1.5))},
-    before=nothing, around=interrupted, skips=interrupted)
-row("thawed later", "parameter|step|pass|wait",
+for _ways, _kinds in {f"{STEPS} {LOCAL} {PLAIN}": ("ddp", "horovod"), GRADIENTS: ("ddp",)}.items():
+    row("interrupted", rf"{_SAME}|step|exchange", _ways, _kinds, before=nothing, around=interrupted,
+        skips=interrupted, both={"before": at(2, lambda run: time.sleep(1.5))})
+# a rank that raises shuts Horovod down, in whose words the other one ends
+row("thawed later", "parameter|step|pass|wait", pytorchs=True,
     both={"model": lambda: frozen(small()), "optimizer": everything},
     before=at(2, lambda run: run.net[0].bias.requires_grad_(True)))
-row("the optimizer's state loaded", "step|state|differ|wait",
+row("the optimizer's state loaded", "step|state|differ|wait", pytorchs=True,
     before=at(2, lambda run: run.optimizer.load_state_dict(run.optimizer.state_dict())))
