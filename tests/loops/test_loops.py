@@ -36,10 +36,7 @@ def plainly(loop: Loop, way: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "way",
-    [
-        way if way in BY_DAY else pytest.param(way, marks=pytest.mark.nightly)
-        for way in (*WAYS, "stock", "stock steps")
-    ],
+    [way if way in BY_DAY else pytest.param(way, marks=pytest.mark.nightly) for way in (*WAYS, "stock")],
 )
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
 def test_a_loop_is_right_or_refused_by_name(loop, way):
