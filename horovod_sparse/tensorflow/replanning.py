@@ -32,30 +32,25 @@ class Replanning:
     def __init__(self, training: VariablesTraining) -> None:
         self._training = training
         #: None where no times decide
-        self._warmup: WarmUp | None = None
-
-    @property
-    def is_measured(self) -> bool:
-        """True if backward times wait for `replan`: from the same step on, on all ranks."""
-        return self._warmup is not None and self._warmup.is_measured
+        self.warmup: WarmUp | None = None
 
     def planned(self) -> None:
         """Measures once variables have got buckets, where times decide and no profile has them."""
         training = self._training
-        if self._warmup is not None:
-            self._warmup.joined(training.parameters)
+        if self.warmup is not None:
+            self.warmup.joined(training.parameters)
         elif training.request is not None and training.request.measures:
             from horovod_sparse.planning.warmup import HostStamps, WarmUp
 
             more: Any = {"decision": training.decision, "automatic": False}
             sparsifier, stamps = training.recipe.sparsifier, HostStamps()
             parameters = training.parameters
-            self._warmup = WarmUp(training.request, parameters, sparsifier, self._decided, stamps, **more)
+            self.warmup = WarmUp(training.request, parameters, sparsifier, self._decided, stamps, **more)
 
     def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int], host: HostFunctions) -> list[Any]:
         """Returns the gradients (or None); while times are measured, once all have come."""
         given = list(gradients)
-        warmup = self._warmup
+        warmup = self.warmup
         if warmup is None or not warmup.recording:
             return given
         present = {name: i for name, i in by_name.items() if given[i] is not None}
@@ -74,19 +69,6 @@ class Replanning:
             for i in present.values():
                 given[i] = tf.identity(given[i])
         return given
-
-    def after_step(self, went_well: bool) -> None:
-        """Counts a synchronization that has ended on all ranks, or forgets one that was given up."""
-        if self._warmup is not None:
-            if went_well:
-                self._warmup.after_step()
-            else:
-                self._warmup.given_up()
-
-    def stop(self) -> None:
-        """Stops measuring: ranks have come or gone, which count their steps otherwise."""
-        if self._warmup is not None:
-            self._warmup.stop_measuring()
 
     def refuse(self, where: str) -> None:
         """Refuses to need times where none can be measured: with what `where` says."""
@@ -107,16 +89,16 @@ class Replanning:
                 raise ArgumentError("plan", plan, "a horovod_sparse.merging.Plan: Plan(buckets, dense)")
             if measure_steps is not None:
                 raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
-            if self._warmup is not None:
-                self._warmup.stop()
+            if self.warmup is not None:
+                self.warmup.stop()
             self._training.change_plan(plan)
-        elif self._warmup is None:
+        elif self.warmup is None:
             raise ArgumentError("plan", plan, "a plan, or merging='optimal' beside the compression")
         elif measure_steps is not None:
-            self._warmup.measure(measure_steps)
+            self.warmup.measure(measure_steps)
             self._training.change_plan(self._training.plan)
         else:
-            decision = self._warmup.decide_now()
+            decision = self.warmup.decide_now()
             self._training.change_plan(decision.plan, decision)
 
     def _decided(self, decide: Decide) -> Decision:

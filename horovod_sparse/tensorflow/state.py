@@ -114,7 +114,8 @@ class WithState:
     @property
     def is_measured(self) -> bool:
         """True if backward times wait for `replan`: from the same step on, on all ranks."""
-        return self._bound is not None and self._bound.replanning.is_measured
+        warmup = None if self._bound is None else self._bound.replanning.warmup
+        return warmup is not None and warmup.is_measured
 
     def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
         """Changes the buckets between two steps; every rank does so alike. Residuals are kept.

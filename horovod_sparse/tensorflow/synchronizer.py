@@ -100,7 +100,8 @@ class GradientSynchronizer(VariablesTraining):
 
     def start_anew(self, start: AgreedStatus) -> None:
         super().start_anew(start)
-        self.replanning.stop()
+        if self.replanning.warmup is not None:  # ranks that have come count their steps otherwise
+            self.replanning.warmup.stop_measuring()
 
     @tf.autograph.experimental.do_not_convert
     def synchronize(
@@ -178,12 +179,13 @@ class GradientSynchronizer(VariablesTraining):
             for name, marked in zip(gathered, marks, strict=True):
                 if ranks := np.flatnonzero(marked).tolist():
                     found.append(NonFiniteGradientError(name, dict.fromkeys(ranks, name)))
-            outcome = None
+            outcome, warmup = None, self.replanning.warmup
             try:
                 parts = list(map(self.part_of, tasks))
                 arrays, outcome = self._finished(parts, found, scaled)
             finally:
-                self.replanning.after_step(went_well=outcome == Outcome.APPLIED)
+                if warmup is not None:
+                    (warmup.after_step if outcome == Outcome.APPLIED else warmup.given_up)()
             for part in parts:
                 if not part.dense and outcome == Outcome.APPLIED:
                     part.take_back(absent_names)

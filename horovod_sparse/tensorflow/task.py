@@ -64,8 +64,10 @@ class Task:
 
     def waited(self, now: float) -> Wait | None:
         """Returns since when this rank waits for a round, and for which; None if its graph has ended, too."""
-        is_over = self.settled or self.next_kind is None or self._held is None or self._held() is None
-        return None if is_over else (now - self.legs[-1][1], self.title, self._round)
+        is_held = self._held is not None and self._held() is not None
+        if self.settled or self.next_kind is None or not is_held or not self.legs:
+            return None
+        return now - self.legs[-1][1], self.title, self._round
 
     @property
     def next_kind(self) -> type[Request] | None:

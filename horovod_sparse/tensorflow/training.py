@@ -189,13 +189,11 @@ class VariablesTraining(Training):
             self.begin(facts, plan)
             _warn_of_short_lives(new[0], self.telemetry)
             return True
-        before, self.facts = self.plan, {**self.facts, **facts}
-        parts = self._made(plan, facts, first=len(before.buckets))
-        self.parts += parts
-        self._by_task |= {part.task: part for part in parts}
-        buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
-        self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
+        self._join(facts, plan)
         return True
+
+    def _entered(self, parts: Sequence[Any]) -> None:
+        self._by_task |= {part.task: part for part in parts}
 
     def _agreed(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
         """Variables by the first rank's names, and its plan for them; ranks compare their models."""

@@ -217,15 +217,18 @@ class Training:
             words = "%s joined the optimizer: waiting for all ranks to have the same parameters join"
             _log.warning(words, ", ".join(new))
             plan = self._together(agreement.plan_of_first_rank(plan, parameters))
-        parts = self._made(plan, new, first=len(self.plan.buckets))
-        before = self.plan
+        self._join(new, plan)
+        self.joined |= set(new)
+        return new
+
+    def _join(self, new: Facts, plan: Plan) -> None:
+        """Puts parameters that have come, by the plan on which ranks have agreed, beside the others."""
+        parts, before = self._made(plan, new, first=len(self.plan.buckets)), self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
         self.facts |= new
-        self.joined |= set(new)
         self.parts += parts
         self._entered(parts)
-        return new
 
     # what ranks agree upon
 

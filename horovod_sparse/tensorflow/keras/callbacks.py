@@ -41,8 +41,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         check_count("root_rank", root_rank, low=0)
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
+        #: those that were broadcast, and those that are to be left alone
         self._done: set[Any] = set()
-        self._local: set[Any] = set()
         given: Any = local_variables
         for variable in given if isinstance(given, (list, tuple, set)) else [given]:
             if variable is not None:
@@ -50,7 +50,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable alone."""
-        self._local.add(checked_variable("local_variables", variable).ref())
+        self._done.add(checked_variable("local_variables", variable).ref())
 
     def on_train_begin(self, logs: Any = None) -> None:
         model, optimizer = self.model, self.model.optimizer
@@ -72,7 +72,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if self.model.optimizer is not None:
             variables += variables_of(self.model.optimizer)
         refs = {as_variable(variable).ref(): as_variable(variable) for variable in variables}
-        new = [variable for ref, variable in refs.items() if ref not in self._done | self._local]
+        new = [variable for ref, variable in refs.items() if ref not in self._done]
         self._done.update(refs)
         if new:
             with tf.device(self.device):

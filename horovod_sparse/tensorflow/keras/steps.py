@@ -59,7 +59,7 @@ class KerasSteps(OverKeras, Steps):
     """
 
     decision = None
-    replanning = SimpleNamespace(is_measured=False, refuse=lambda what: None)
+    replanning = SimpleNamespace(warmup=None, refuse=lambda what: None)
 
     def __init__(
         self,
