@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,7 +63,7 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
     everyone = yield from shared_lines({**given, **model_of(parameters)})
     if differing := differences(everyone, "not given"):
         more = f"; so do {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        advice = " (requires_grad, too)" if any(name.startswith(_TRAINED) for name in differing) else ""
+        advice = " (what is trained, too)" if any(name.startswith(_TRAINED) for name in differing) else ""
         told = "; ".join([*differing.values()][:_SHOWN])
         raise StateMismatchError(f"{told}{more}; give all ranks the same{advice}")
 
@@ -219,12 +220,12 @@ def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
 def common_names(
     label: str, parameters: Sequence[ParameterFacts]
 ) -> Synchronization[tuple[str, dict[str, str]]]:
-    """Returns the first rank's label, and its names where only names differ: random numbers go by these."""
+    """Returns the first rank's label, and its names where only their numbers differ, which Keras counts."""
     own = [(item.name, item.num_elements, item.dtype) for item in parameters]
     everyone = yield from shared_lines([label, own])
     common_label, first = everyone[0]
     names = [name for name, *_ in own]
     theirs = [name for name, *_ in first]
-    alike = [list(item[1:]) for item in own] == [item[1:] for item in first]
-    chosen = theirs if alike and set(theirs) != set(names) else names
+    mine, other = ([(re.sub(r"_?\d+", "", name), *rest) for name, *rest in one] for one in (own, first))
+    chosen = theirs if mine == other and set(theirs) != set(names) else names
     return common_label, dict(zip(names, chosen, strict=True))

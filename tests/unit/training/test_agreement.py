@@ -125,7 +125,7 @@ def test_another_model_is_refused_on_all_ranks(bias, told) -> None:
     text = refused([compared({}, FACTS), compared({}, FACTS), compared({}, (FACTS[0], bias))])
     here = "trained parameter bias differs: ranks [0, 1] have 2 elements of float32, shape [], group 0"
     assert text.startswith(f"{here}, density 0.0, ranks [2] {told}")
-    assert text.endswith("; give all ranks the same (requires_grad, too)")
+    assert text.endswith("; give all ranks the same (what is trained, too)")
 
 
 def test_of_many_differences_the_first_are_named() -> None:
