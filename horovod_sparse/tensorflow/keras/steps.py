@@ -271,7 +271,10 @@ class KerasSteps(OverKeras, Steps):
         """Returns this rank's exact entry; empty before the first step."""
         if self._waiting is not None:
             return dict(self._waiting)
-        return self.save(variables=shapes_of(self)) if self.facts else {}
+        if not self.facts:
+            return {}
+        self.give_slots()
+        return self.save(variables=shapes_of(self))
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Goes on from an entry, or from nothing; ranks agree in the next step."""

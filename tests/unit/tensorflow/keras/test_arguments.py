@@ -371,6 +371,11 @@ def test_a_saved_model_goes_on_with_its_moments(name, tmp_path):
     fit(plain)
     plain.save(tmp_path / "plain.keras")
     loaded = [hvd.load_model(tmp_path / f"{one}.keras", compression=EVERYTHING) for one in ("ours", "plain")]
+    path = tf.train.Checkpoint(model=ours, optimizer=ours.optimizer).write(str(tmp_path / "checkpoint"))
+    loaded.append(model_with(OWN[name]()))
+    loaded[-1].optimizer.build(loaded[-1].trainable_weights)
+    read = tf.train.Checkpoint(model=loaded[-1], optimizer=loaded[-1].optimizer).read(path)
+    read.assert_existing_objects_matched()
     for again in (ours, keras.models.load_model(tmp_path / "ours.keras"), *loaded):
         assert int(again.optimizer.iterations) == 6
         np.testing.assert_allclose(fit(again), expected, rtol=1e-3)
