@@ -366,12 +366,12 @@ def test_a_saved_model_goes_on_with_its_moments(name, tmp_path):
     expected = fit(whole)
     ours = model_with(hvd.DistributedOptimizer(OWN[name](), compression=EVERYTHING))
     fit(ours)
+    path = tf.train.Checkpoint(model=ours, optimizer=ours.optimizer).write(str(tmp_path / "checkpoint"))
     ours.save(tmp_path / "ours.keras")
     plain = model_with(OWN[name]())
     fit(plain)
     plain.save(tmp_path / "plain.keras")
     loaded = [hvd.load_model(tmp_path / f"{one}.keras", compression=EVERYTHING) for one in ("ours", "plain")]
-    path = tf.train.Checkpoint(model=ours, optimizer=ours.optimizer).write(str(tmp_path / "checkpoint"))
     loaded.append(model_with(OWN[name]()))
     loaded[-1].optimizer.build(loaded[-1].trainable_weights)
     read = tf.train.Checkpoint(model=loaded[-1], optimizer=loaded[-1].optimizer).read(path)
