@@ -8,7 +8,7 @@ functions have to be traced again then, since a graph's buckets are fixed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -47,13 +47,12 @@ class Replanning:
             parameters = training.parameters
             self.warmup = WarmUp(training.request, parameters, sparsifier, self._decided, stamps, **more)
 
-    def stamped(self, gradients: Sequence[Any], by_name: Mapping[str, int], host: HostFunctions) -> list[Any]:
-        """Returns the gradients (or None); while times are measured, once all have come."""
-        given = list(gradients)
+    def stamped(self, gradients: Mapping[str, Any], host: HostFunctions) -> Mapping[str, Any]:
+        """Returns the gradients, or None, by name; while times are measured, once all have come."""
         warmup = self.warmup
         if warmup is None or not warmup.recording:
-            return given
-        present = {name: i for name, i in by_name.items() if given[i] is not None}
+            return gradients
+        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
         def stamp(name: str) -> Callable[[Any], list[int]]:
             def arrived(_gradient: Any) -> list[int]:
@@ -64,11 +63,9 @@ class Replanning:
             return arrived
 
         with tf.device(HOST):
-            tokens = [host.run(stamp(name), [given[i]], [tf.int64])[0] for name, i in present.items()]
+            tokens = [host.run(stamp(name), [one], [tf.int64])[0] for name, one in present.items()]
         with tf.control_dependencies(tokens):
-            for i in present.values():
-                given[i] = tf.identity(given[i])
-        return given
+            return {name: tf.identity(one) for name, one in present.items()}
 
     def refuse(self, where: str) -> None:
         """Refuses to need times where none can be measured: with what `where` says."""

@@ -158,16 +158,15 @@ class GradientSynchronizer(VariablesTraining):
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
         """Returns the sums, a tensor of their end (None without any part), and whether to skip."""
-        absent = self.absent(variables)
-        every = [*gradients, *(None for _ in absent)]
-        results, by_name, parts, tokens = self._started(every, [*variables, *absent.values()], rate)
+        results, by_name, parts, tokens = self._started(gradients, variables, rate)
         check = self._replicas.check_of(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
         if not parts and not slices:
-            return results[: len(gradients)], None, tf.constant(False)
+            return results, None, tf.constant(False)
         like = [(tf.as_dtype(part.dtype), shape) for part in parts for shape in part.shapes]
         like += [(tf.int32, ()), (tf.bool, ())]
-        absent_names, tasks = frozenset(absent), [part.task for part in parts]
+        names, tasks = [name for part in parts for name in part.names], [part.task for part in parts]
+        absent = frozenset(names).difference(by_name)
         gathered = [str(getattr(variables[i], "name", f"gradient {i}")).split(":")[0] for i in slices]
         if slices:
             label = f"{self.engine.label}.finite"
@@ -188,7 +187,7 @@ class GradientSynchronizer(VariablesTraining):
                     (warmup.after_step if outcome == Outcome.APPLIED else warmup.given_up)()
             for part in parts:
                 if not part.dense and outcome == Outcome.APPLIED:
-                    part.take_back(absent_names)
+                    part.take_back(absent)
             is_due = check is not None and outcome == Outcome.APPLIED and before >= check.next_step
             return [*arrays, np.array(outcome, np.int32), np.array(is_due)]
 
@@ -207,13 +206,12 @@ class GradientSynchronizer(VariablesTraining):
         for i in slices:  # with a loss that is scaled, NaN stays what it is
             kept = tf.where(skipped, tf.zeros_like(results[i].values), results[i].values)
             results[i] = tf.IndexedSlices(kept, results[i].indices, results[i].dense_shape)
-        names = [name for part in parts for name in part.names]
-        given = [every[by_name[name]] for name in names if every[by_name[name]] is not None]
-        if given:
+        if given := [gradients[i] for i in by_name.values() if gradients[i] is not None]:
             sums = graph.refuse_differentiation(sums, given)
         for name, sum_ in zip(names, sums, strict=True):
-            results[by_name[name]] = sum_
-        return results[: len(gradients)], end, skipped
+            if name in by_name:
+                results[by_name[name]] = sum_
+        return results, end, skipped
 
     def _finished(
         self, parts: Sequence[Part], found: Sequence[BaseException], scaled: bool
@@ -254,7 +252,7 @@ class GradientSynchronizer(VariablesTraining):
             if self.on_planned is not None:
                 self.on_planned()
             self.agree()
-        results, by_name = list(gradients), {}
+        results, by_name, slices = list(gradients), dict[str, int](), set[str]()
         makes_steps = self.recipe.feedback.applies_rate
         # where ranks come and go a first bucket may wait for the other ranks
         with self._order.behind(), graph.WAITING.behind() if is_elastic() else contextlib.nullcontext():
@@ -268,12 +266,14 @@ class GradientSynchronizer(VariablesTraining):
                             f"{self.recipe.feedback} makes steps of dense gradients, and this one is "
                             "tf.IndexedSlices (of an embedding, say): give sparse_as_dense=True"
                         )
+                    slices.add(name or "")
                     label = f"{self.engine.label}.other{i}"
                     results[i] = reduce_densely(gradient, label, self.process_set, self._averages)
-            parts, given = self.parts_of(by_name), self.replanning.stamped(gradients, by_name, self.host)
+            parts = self.parts_of(by_name, slices)
+            given = self.replanning.stamped({name: gradients[i] for name, i in by_name.items()}, self.host)
             tensors = [
                 [
-                    tf.zeros(shape, part.dtype) if given[by_name[name]] is None else given[by_name[name]]
+                    tf.zeros(shape, part.dtype) if given.get(name) is None else given[name]
                     for name, shape in zip(part.names, part.shapes, strict=True)
                 ]
                 for part in parts

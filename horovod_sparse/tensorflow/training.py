@@ -138,23 +138,13 @@ class VariablesTraining(Training):
     def name_of(self, variable: Any) -> str | None:
         return self._names.get(variable.ref())
 
-    def absent(self, variables: Sequence[Any]) -> dict[str, Any]:
-        """Returns, by name, the other variables in the buckets of these."""
-        given = {self.name_of(variable) for variable in variables} - {None}
-        return {
-            name: self.facts[name][1]
-            for part in self.parts
-            if given.intersection(part.names)
-            for name in part.names
-            if name not in given
-        }
-
-    def parts_of(self, names: Collection[str]) -> list[Part]:
+    def parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
+        """Returns the parts with some of these variables; none may have one whose gradient is slices now."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
-            if absent := sorted(set(part.names) - set(names)):
+            if sparse := sorted(set(part.names).intersection(slices)):
                 raise UnsupportedError(
-                    f"{absent[0]} shares a bucket with {next(n for n in part.names if n in names)}, but its "
+                    f"{sparse[0]} shares a bucket with {next(n for n in part.names if n in names)}, but its "
                     "gradient is tf.IndexedSlices now: give sparse_as_dense=True"
                 )
         return parts
