@@ -187,9 +187,13 @@ def carry_out_together(
             return answer_alone(request)
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
         buffer, splits = to_wire(request, value_dtype, place)
+        operation = f"{name}.{kind.__name__}"
+        run = partial(carry_out, kind, buffer, splits, operation, process_set)
         if graphs is not None:
-            return from_wire(request, *in_own_graph(kind, (buffer, splits), name, process_set, graphs))
-        run = partial(carry_out, kind, buffer, splits, f"{name}.{kind.__name__}", process_set)
+            key = operation, buffer.dtype
+            if key not in graphs:
+                graphs[key] = _in_graph(kind, buffer.dtype, operation, process_set)
+            run = partial(graphs[key], buffer, splits)
         output, received = run() if look is None else _watched(run, look)
         return from_wire(request, output.numpy(), received.numpy())
 
@@ -198,21 +202,14 @@ def carry_out_together(
         return engine.carry_out(coroutine, execute)
 
 
-def in_own_graph(
-    kind: type[Request], wire: Wire, name: str, process_set: Any, graphs: dict[Any, Any]
-) -> Wire:
-    """Carries out a round at once, by a function that `graphs` keeps for this name, kind and type."""
-    key = f"{name}.{kind.__name__}", wire[0].dtype
-    if key not in graphs:
+def _in_graph(kind: type[Request], dtype: Any, name: str, process_set: Any) -> Any:
+    """Returns `carry_out` as a function of buffer and splits, in a graph of its own."""
 
-        def run(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return carry_out(kind, buffer, splits, key[0], process_set)
+    def run(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return carry_out(kind, buffer, splits, name, process_set)
 
-        given = [tf.TensorSpec([None], key[1]), tf.TensorSpec([None], tf.int32)]
-        graphs[key] = tf.function(run, input_signature=given, autograph=False)
-    with tf.device("/cpu:0"):
-        output, received = graphs[key](*wire)
-    return output.numpy(), received.numpy()
+    given = [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)]
+    return tf.function(run, input_signature=given, autograph=False)
 
 
 def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:

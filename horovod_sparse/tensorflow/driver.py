@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.tensorflow.collectives import Wire, carry_out, in_own_graph, wire_dtype
+from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.graph import HOST, WAITING, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.task import Task, held_by_graph
@@ -32,7 +32,6 @@ class Driver:
 
     def __init__(self, training: VariablesTraining) -> None:
         self._training, self._process_set, self.host = training, training.process_set, HostFunctions()
-        self._graphs: dict[Any, Any] = {}
 
     def start(
         self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
@@ -108,9 +107,11 @@ class Driver:
         def run(rate: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
             wire, held = self._begin(task, rate, arrays), held_by_graph([task])
             while (kind := task.next_kind) is not None:
-                answer = in_own_graph(kind, wire, task.name, self._process_set, self._graphs)
+                name = f"{task.name}.{kind.__name__}"
+                with tf.device(HOST):  # eagerly: a graph might find no thread, which this function has
+                    answer = carry_out(kind, *wire, name, self._process_set)
                 with task.working():
-                    wire = task.resume(*answer)
+                    wire = task.resume(*(one.numpy() for one in answer))
             return held
 
         with tf.device(HOST), WAITING.behind():

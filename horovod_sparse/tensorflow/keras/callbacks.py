@@ -19,6 +19,7 @@ from horovod_sparse.tensorflow.functions import allgather_object, broadcast_vari
 from horovod_sparse.tensorflow.keras import local_steps
 from horovod_sparse.tensorflow.keras.optimizer import is_keras3
 from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
+from horovod_sparse.tensorflow.waiting import Watch
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
@@ -108,8 +109,9 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         if logs is None:
             return
         own = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
-        with tf.device(self.device):
-            everyone = allgather_object(own, name="horovod_sparse.metrics")
+        name = "horovod_sparse.metrics"
+        with tf.device(self.device), Watch(None, hvd.global_process_set).together(name):
+            everyone = allgather_object(own, name=name)
         for name in dict.fromkeys(name for metrics in everyone for name in metrics):
             values = [metrics[name] for metrics in everyone if name in metrics]
             logs[name] = sum(values) / len(values)
