@@ -70,6 +70,21 @@ def test_error_feedback_follows_a_schedule(run_eagerly, rank, size):
     assert seen == pytest.approx(rates)
 
 
+@pytest.mark.parametrize("compression", ["topk:density=1.0", "none"])
+def test_a_local_gradient_that_is_not_finite_skips_the_step_of_all_ranks(compression, rank, size):
+    shared, local = (keras.Variable(np.ones(4, np.float32), name=name) for name in ("shared", "local"))
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
+    optimizer = hvd.DistributedOptimizer(scaler, compression=compression)
+    optimizer.build([shared, local])
+    optimizer.register_local_var(local)
+    step = tf.function(lambda gradient: optimizer.apply([tf.fill([4], 4.0), gradient], [shared, local]))
+    step(tf.fill([4], np.nan if rank == size - 1 else 4.0))
+    assert shared.numpy().tolist() == local.numpy().tolist() == [1.0] * 4
+    assert float(optimizer.dynamic_scale.numpy()) == 4.0
+    step(tf.fill([4], 4.0))
+    assert shared.numpy().tolist() == [0.5] * 4 and (local.numpy() < 1.0).all()
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_fixed_loss_scale_is_none_of_the_sparsifiers_business(passes):
     results = []
