@@ -1,4 +1,4 @@
-"""Carrying out requests with Horovod's native, asynchronous operations: in a graph, and eagerly to agree.
+"""Carries out requests with Horovod's native, asynchronous operations: in a graph, and eagerly to agree.
 
 A request is made on the host, by a sparsifier, when the graph runs; its operation is in the graph
 since it was traced. So everything that an operation fixes must follow from the kind of the request:
@@ -243,7 +243,7 @@ def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
 
 
 def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:
-    """Ranks that send whole gradients compare their arguments with the first ones: some rank may sparsify."""
+    """Compares the arguments of ranks that send whole gradients, before the first: some rank may sparsify."""
     if not takes_part(process_set):
         return
     given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)

@@ -36,7 +36,7 @@ class Driver:
     def start(
         self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Everything up to the end of the last round."""
+        """Makes the operations up to the end of the last round; returns tensors that are there then."""
         tokens = []
         for batch in _batches(parts):
             given = [gradients[parts.index(part)] for part in batch]
@@ -128,7 +128,7 @@ def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _batches(parts: Sequence[Part]) -> list[list[Part]]:
-    """Small parts in backward order, until they are large; a large one is alone, and begins at once."""
+    """Joins small parts, in backward order, until they are large; a large one is alone, and starts at once."""
     batches: list[list[Part]] = []
     filling: dict[Any, list[Part]] = {}  # by the requests that they make
     for part in parts:

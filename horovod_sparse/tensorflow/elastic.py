@@ -1,4 +1,4 @@
-"""As `horovod.tensorflow.elastic`: states that survive failures, of Keras 3, too."""
+"""Has what `horovod.tensorflow.elastic` has: states that survive failures, of Keras 3, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
 
 class _Kept:
-    """What Horovod's states do with variables, those of Keras 3, too; Horovod broadcasts all else.
+    """Saves, restores and broadcasts variables, those of Keras 3, too; Horovod does so with all else.
 
     Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
     ranks, and not when a state is made, which a worker that joins does alone.
@@ -86,7 +86,7 @@ class TensorFlowKerasState(_Kept, _StockKerasState):
 
 
 class TensorFlowState(_Kept, _StockState):
-    """Variables, as a state for ``hvd.elastic.run``; those of Keras 3 are taken, too.
+    """Holds variables for ``hvd.elastic.run``; those of Keras 3, too.
 
     Args:
         variables: to be kept.

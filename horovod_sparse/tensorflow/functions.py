@@ -1,4 +1,4 @@
-"""As `horovod.tensorflow.functions`: what is sent once, not in every step. Variables may be Keras 3's."""
+"""Has what `horovod.tensorflow.functions` has: what is sent once. Variables may be Keras 3's."""
 
 from __future__ import annotations
 

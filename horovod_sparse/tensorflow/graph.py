@@ -1,4 +1,4 @@
-"""What work on the host needs of a graph: functions that it calls, their order, no derivatives."""
+"""Puts host functions into graphs, in an order of their own; refuses derivatives and graphs of XLA."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_independently(operation: Any, kind: str) -> None:
 
 
 class HostFunctions:
-    """Host functions that graphs know by weak references: TensorFlow and Keras keep graphs for ever."""
+    """Keeps host functions, which graphs know by weak references: TensorFlow keeps graphs for ever."""
 
     def __init__(self) -> None:
         self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -51,7 +51,7 @@ class HostFunctions:
     def run(
         self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
     ) -> list[tf.Tensor]:
-        """A host function in a graph: run in every step, as soon as its inputs are there.
+        """Puts a host function into a graph, which calls it in every step as soon as its inputs are there.
 
         It waits for no operation before it, whatever `tf.function` says of side effects. Errors arrive as an
         `InvalidArgumentError`: one that is unknown is the training's end to ``hvd.elastic.run``.
@@ -85,7 +85,7 @@ class HostFunctions:
 
 
 class EagerCalls:
-    """Functions that do eagerly what a graph would do; one for each list of variables."""
+    """Runs eagerly what a graph would run, by one function for each list of variables."""
 
     def __init__(self, build: Callable[..., list[Any]]) -> None:
         self._build = build
@@ -211,7 +211,7 @@ WAITING = Order()
 
 
 class _Gate:
-    """A control dependency on an operation, of all that is made in its graph from now on."""
+    """Makes all later operations of a graph depend on an operation."""
 
     def __init__(self, operation: Any) -> None:
         self.control_inputs = [operation]

@@ -1,4 +1,4 @@
-"""Buckets as tasks of a graph."""
+"""Makes buckets, each with the task that runs it in graphs, and dense gradients of their sums."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Part(common.BucketPart):
         return step if self._topology is None else over_hosts(step, self._topology, self._rank)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
-        """Scale times the sum over ranks, dense, by variable. The task is done."""
+        """Returns scale times the sum over ranks, dense, by variable, and settles the task."""
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, num_union = self._output.write(None if sum_.whole else sum_.indices, sum_.values, scale)

@@ -1,4 +1,4 @@
-"""What is reduced: a tensor, by an `allreduce` that sends sparsely; gradients of shared variables alone."""
+"""Reduces a tensor, by an `allreduce` that sends sparsely, and gradients, but those of local variables."""
 
 from __future__ import annotations
 

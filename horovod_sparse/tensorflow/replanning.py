@@ -1,4 +1,4 @@
-"""Changing the buckets of a training: by hand, or by backward times of its first steps.
+"""Changes the buckets of a training: by hand, or by backward times of its first steps.
 
 While times are wanted, a function is traced in a measuring form: a host function takes the time of every
 gradient, and synchronization begins when all are there. The plan changes when all ranks call `replan`;

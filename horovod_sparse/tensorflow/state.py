@@ -1,4 +1,4 @@
-"""Residuals and sparsifier states of a synchronizer: in an entry, in checkpoints of TensorFlow, and on disk.
+"""Saves residuals and sparsifier states: in an entry, in checkpoints of TensorFlow, and on disk.
 
 Variables are known by name, or by their order where names differ but shapes agree: Keras numbers layers anew.
 """
@@ -87,7 +87,7 @@ class StateKeeper:
 
 
 class WithState:
-    """The state of a compressor, and of an optimizer that has one, as users see it."""
+    """Gives users the state of a compressor, and of an optimizer that has one."""
 
     _horovod_sparse_keeper: StateKeeper | None = None
 
@@ -153,7 +153,7 @@ def distributed_in(optimizer: Any) -> Any:
 
 
 class CheckpointedState(tf.train.experimental.PythonState):
-    """Residuals and sparsifier states in a checkpoint; differs from rank to rank."""
+    """Puts residuals and sparsifier states into a checkpoint; they differ from rank to rank."""
 
     def __init__(self, keeper: StateKeeper) -> None:
         super().__init__()

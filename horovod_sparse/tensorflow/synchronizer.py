@@ -1,4 +1,4 @@
-"""Gradients of one tape or optimizer: from TensorFlow's tensors to the synchronized sums."""
+"""Synchronizes the gradients of one tape or optimizer: from TensorFlow's tensors to their sums."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class GradientSynchronizer(VariablesTraining):
         self._eagerly = graph.EagerCalls(self._build)  # our own functions
 
     def agree(self) -> None:
-        """After every start of Horovod: all ranks say where they stand, and go on alike. A collective then.
+        """Agrees with all ranks where to go on, after every start of Horovod; a collective then.
 
         Who comes first to a bucket does so for all: a rank that traces for the first time before its buckets
         are in the graph, any other one in the first host function of its next step.

@@ -1,4 +1,4 @@
-"""A coroutine that lives on the host between the functions that a graph calls."""
+"""Runs one coroutine in pieces: in the host functions that a graph calls, from one round to the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = (1, 2, 3)
 
 
 class Task:
-    """A synchronization in rounds that were fixed when the graph was traced; used again in every step.
+    """Runs a synchronization in the rounds that were fixed when the graph was traced, in every step anew.
 
     None of its methods raises, or the others would wait for ever: the exception stands in `error`, and empty
     messages take the place of the rounds that are left.

@@ -1,4 +1,4 @@
-"""TensorFlow's variables as the rest of the package sees them: names, dtypes, values of Keras 3."""
+"""Reads names, dtypes and settings of TensorFlow's variables and optimizers, those of Keras 3, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {dtype: dtype.name for dtype in (tf.float32, tf.float64, tf.float16, tf
 
 
 def dtype_name(dtype: tf.DType) -> str | None:
-    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another."""
+    """Returns the name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another."""
     return _NAMES.get(tf.as_dtype(dtype))
 
 
@@ -58,7 +58,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Slots, iterations and learning rate of an optimizer of Keras; residuals are not among them."""
+    """Returns slots, iterations and learning rate of an optimizer of Keras; residuals are not among them."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
@@ -127,7 +127,7 @@ def _changed(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
 
 
 def aligned_zeros(num_bytes: int) -> np.ndarray:
-    """Bytes [num_bytes] at an address from which TensorFlow takes an array's memory without a copy."""
+    """Returns bytes [num_bytes] at an address from which TensorFlow takes memory without a copy."""
     raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]

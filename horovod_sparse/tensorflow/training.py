@@ -1,4 +1,4 @@
-"""The training of variables that graphs synchronize: known by identity, from the first gradient on."""
+"""Trains variables that graphs synchronize: knows them by identity, from the first gradient on."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class VariablesEngine:
         ]
 
     def move_to(self, topology: Topology | None) -> None:
-        """Nothing: parts are made for their hosts."""
+        """Does nothing: parts are made for their hosts."""
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         return carry_out_together(coroutine, self.process_set, f"{self.label}.start", topology, looks=True)
@@ -91,7 +91,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class VariablesTraining(Training):
-    """Variables get their bucket with their first gradient; graphs know parts by their tasks."""
+    """Gives variables their bucket with their first gradient; graphs know parts by their tasks."""
 
     engine: VariablesEngine
     parts: list[Part]
@@ -186,7 +186,7 @@ class VariablesTraining(Training):
         self._by_task |= {part.task: part for part in parts}
 
     def _agreed(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
-        """Variables by the first rank's names, and its plan for them; ranks compare their models."""
+        """Compares models; returns variables by the first rank's names, and its plan for them."""
         rules, request = self.recipe.rules, self.request
         if not self.facts:
             yield from compared(self.declared())
@@ -227,7 +227,7 @@ class VariablesTraining(Training):
     # other plans
 
     def build(self, plan: Plan) -> None:
-        """Fresh parts: graphs go on with those of an equal plan, if what they send is of the same kinds."""
+        """Makes new parts; graphs go on with those of an equal plan that send messages of the same kinds."""
         former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
         goes_on = known and len(former) == len(self.parts) and all(map(_goes_on, former, self.parts))
@@ -242,7 +242,7 @@ class VariablesTraining(Training):
         """Called when functions that were traced so far cannot go on."""
 
     def change_plan(self, plan: Plan, decision: Decision | None = None) -> None:
-        """Other buckets, the residuals kept; functions have to be traced again, also for an equal plan."""
+        """Takes other buckets, keeps residuals; functions have to be traced again, also for an equal plan."""
         plan.check(self.parameters)
         self._by_task.clear()
         self.replan(plan)
@@ -273,7 +273,7 @@ def _goes_on(former: Part, part: Part) -> bool:
 
 
 def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
-    """Facts and variable, by name, in the model's order."""
+    """Returns facts and variable, by name, in the model's order."""
     facts = {}
     for name, variable in zip(names, variables, strict=True):
         num_elements, dtype = tf.TensorShape(variable.shape).num_elements(), dtype_name(variable.dtype)

@@ -1,4 +1,4 @@
-"""A graph that waits too long for other ranks ends with an error, where Horovod would wait for ever.
+"""Ends graphs that wait too long for other ranks, with an error: Horovod would wait for ever.
 
 No thread waits for a collective in a graph, so none can give up. The host function with which a step begins
 gives the graph a small array to hold until the step's end. A thread looks at tasks whose graph holds one. At
@@ -160,7 +160,7 @@ class _Thread:
             time.sleep(self._looked())
 
     def _looked(self) -> float:
-        """Seconds until it is to look again."""
+        """Looks at all watches; returns the seconds until the next look."""
         with self._lock:
             watches = list(self._watches)
         for watch in watches:
