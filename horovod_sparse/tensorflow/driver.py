@@ -128,7 +128,7 @@ def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _batches(parts: Sequence[Part]) -> list[list[Part]]:
-    """Joins small parts, in backward order, until they are large; a large one is alone, and starts at once."""
+    """Joins small parts, in backward order, until they are large; a large one starts alone and at once."""
     batches: list[list[Part]] = []
     filling: dict[Any, list[Part]] = {}  # by the requests that they make
     for part in parts:
