@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import queue
 import re
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import DeadlineError, HorovodSparseError
@@ -77,6 +79,10 @@ class Exchanges:
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         task = Task(f"{self.label}{name}")
+        if (tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))) == 1:
+            # a graph would find no thread beside the host function that waits for it
+            self._carry_out(task, coroutine, None)
+            return task
         self._queue.put((task, coroutine))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="horovod_sparse.exchanges", daemon=True)
@@ -85,15 +91,17 @@ class Exchanges:
 
     def _work(self) -> None:
         while True:
-            task, coroutine = self._queue.get()
-            given: Any = {"deadline_seconds": self._seconds, "graphs": self._graphs}
-            try:
-                task.result = carry_out_together(coroutine, self._process_set, task.name, **given)
-            except BaseException as error:
-                task.error = error
-            with self._ended:
-                task.done, task.finished = True, time.perf_counter()
-                self._ended.notify_all()
+            self._carry_out(*self._queue.get(), self._graphs)
+
+    def _carry_out(self, task: Task, coroutine: Synchronization[Any], graphs: dict[Any, Any] | None) -> None:
+        given: Any = {"deadline_seconds": self._seconds, "graphs": graphs}
+        try:
+            task.result = carry_out_together(coroutine, self._process_set, task.name, **given)
+        except BaseException as error:
+            task.error = error
+        with self._ended:
+            task.done, task.finished = True, time.perf_counter()
+            self._ended.notify_all()
 
     def wait(self, tasks: Sequence[Task]) -> None:
         """Waits for tasks; raises what no algorithm has raised, as Horovod's failures."""
