@@ -173,8 +173,8 @@ def refuse_synchronized(gradients: Sequence[Any]) -> None:
 
 
 def is_synchronized(gradient: Any) -> bool:
-    """True if a distributed tape is known to have made the gradient."""
-    if hasattr(gradient, _MARK) or tf.executing_eagerly():
+    """True if a distributed tape is known to have made the gradient; an eager one has no graph."""
+    if hasattr(gradient, _MARK) or tf.executing_eagerly() or not hasattr(gradient, "graph"):
         return hasattr(gradient, _MARK)
     waiting = [gradient]
     for _ in range(_MOST_PASSED):

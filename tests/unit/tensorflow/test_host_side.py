@@ -24,6 +24,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensorflow import state
+from horovod_sparse.tensorflow.graph import is_synchronized
 from horovod_sparse.tensorflow.parts import DenseOutput
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import numpy_dtype
@@ -41,10 +42,6 @@ def _two_rounds(fails_after=None):
         raise ValueError("on purpose")
     total = yield AllReduce(np.ones(2, np.float32))
     return float(total.sum())
-
-
-def _zero():
-    return np.float32(0)
 
 
 def _task(*kinds):
@@ -102,7 +99,7 @@ def test_dense_outputs_are_not_copied_and_used_again_only_when_let_go(dtype):
     check(second, [2, 13], [1.5, 2.0])
     del first
     # TensorFlow lets go of arrays at its next call
-    tf.function(lambda: tf.numpy_function(_zero, [], tf.float32), autograph=False)()
+    tf.function(lambda: tf.numpy_function(lambda: np.float32(0), [], tf.float32), autograph=False)()
     third, again = tensors([1, 4, 5])
     assert again == where, "memory was not used again"
     check(third, [1, 4, 5], [0.5, 1.0, 2.0])
@@ -140,8 +137,8 @@ def test_arguments_that_every_step_makes_anew_are_compared_by_value():
     with pytest.raises(ArgumentError, match=r"merging.*made once"):
         bound(compression, merging="single")
     planned = hvd.Compression.topk(density=0.5)
-    first = planned.bind(process_set=hvd.global_process_set, plan=Plan((("a", "b"),)))
-    assert planned.bind(process_set=hvd.global_process_set, plan=Plan((("a", "b"),))) is first
+    first, second = (planned.bind(process_set=hvd.global_process_set, plan=Plan((("a",),))) for _ in "12")
+    assert first is second
 
 
 def test_a_watch_that_fails_leaves_the_others_their_deadlines(monkeypatch, caplog):
@@ -169,22 +166,17 @@ MODULES = ["", ".elastic", ".functions", ".mpi_ops", ".util", ".sync_batch_norm"
 MODULES += [".gradient_aggregation", ".keras", ".keras.elastic", ".keras.callbacks"]
 
 
-def _public(module):
-    """Names that are Horovod's, not what it imports for itself."""
-    return [
-        name
-        for name, item in vars(module).items()
-        if name[0] != "_"
-        and not (isinstance(item, ModuleType) and not item.__name__.startswith("horovod.tensorflow"))
-    ]
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_is_here(module):
     stock = importlib.import_module(f"horovod.tensorflow{module}")
     own = importlib.import_module(f"horovod_sparse.tensorflow{module}")
     used = {"keras", "tf", "ops", "K", "version", "np", "io", "cloudpickle", "warnings", "inspect"}
-    names = set(_public(stock)) - used
+    foreign = {
+        n
+        for n, item in vars(stock).items()
+        if isinstance(item, ModuleType) and "horovod" not in item.__name__
+    }
+    names = {n for n in vars(stock) if n[0] != "_"} - foreign - used
     if module in (".elastic", ".functions", ".keras.elastic", ".sync_batch_norm", ".keras.callbacks"):
         # of these, what they define; they import the rest from others
         here = [n for n in names if getattr(getattr(stock, n), "__module__", None) == stock.__name__]
@@ -356,3 +348,9 @@ def test_a_step_that_failed_does_not_touch_what_is_loaded_afterwards():
         (residual,) = compression.state_dict()["residuals"].values()
         residuals.append(residual)
     np.testing.assert_array_equal(*residuals)
+
+
+def test_a_constant_in_a_function_is_no_synchronized_gradient() -> None:
+    constant = tf.constant([1.0])
+    asked = tf.function(lambda gradient: is_synchronized(constant) or is_synchronized(gradient))
+    assert not asked(constant)
