@@ -1,4 +1,4 @@
-"""What passes and local steps of Keras share: variables on the host, and a thread that exchanges."""
+"""Keeps Keras' variables on the host, and runs the thread that exchanges: for passes and for local steps."""
 
 from __future__ import annotations
 
