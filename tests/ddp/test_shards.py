@@ -20,9 +20,10 @@ from support.passes import adamw, backward, batches, net_of
 from support.replicas import same_on_all_replicas
 from support.sampling import rows_by
 
-pytestmark = pytest.mark.skipif(
-    dist.get_world_size() != 4, reason="two hosts of two ranks: launch it with --nproc-per-node 4"
-)
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(dist.get_world_size() != 4, reason="for two hosts of two ranks: --nproc-per-node 4"),
+]
 #: rows of some are not divisible by two: one rank's shard is padded, or empty
 SHAPES = {"first": {"weight": (40, 30), "bias": (7,)}, "second": {"kernel": (3, 5, 11), "one": (1,)}}
 NAMES = [f"{layer}.{name}" for layer, inner in SHAPES.items() for name in inner]
@@ -299,7 +300,6 @@ def test_local_steps_exchange_shards_between_hosts(compression, mesh, rank):
     assert (local.step, local.taken) == (2, 0)
 
 
-@pytest.mark.controllers
 @pytest.mark.parametrize("delay", [0, 1])
 def test_shards_of_one_model_step_alike(delay, rank, size):
     """FSDP2 within a host: a NaN in one shard alone gives the exchange up for the other, too."""

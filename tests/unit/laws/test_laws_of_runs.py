@@ -13,7 +13,6 @@ from hypothesis.extra import numpy as hnp
 from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe, recipe
 from horovod_sparse.feedback.bucket import LARGEST_GROWTH
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers.spardl.teams import TeamLayout
 from support import laws
 from support.cases import CASES, Case, CountBand, case_id
 from support.gradients import DTYPES, gaussian, laplace, layered
@@ -280,23 +279,6 @@ def test_nobody_starves_at_any_shape(
     case: Case, shape: tuple[int, int, int], pattern: str, seed: int
 ) -> None:
     starve(case, *shape, pattern, seed)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(st.integers(1, 64), st.integers(1, 16), st.data())
-def test_blocks_of_spardl_take_turns_fairly(num_elements: int, team_size: int, data: st.DataObject) -> None:
-    """In any n steps a block of m elements may keep m k of them in all, whatever divides what."""
-    k = data.draw(st.one_of(st.integers(1, min(3, num_elements)), st.integers(1, num_elements)))
-    first = data.draw(st.integers(0, 1000))
-    kept = np.zeros(team_size, int)
-    for step in range(first, first + num_elements):
-        layout = TeamLayout(team_size, 1, num_elements, k, step)
-        quotas = [layout.quota(block) for block in range(team_size)]
-        assert sum(quotas) == k
-        kept += quotas
-    lengths = [stop - start for start, stop in map(layout.window, range(team_size))]
-    assert (kept == np.array(lengths) * k).all()
-    assert all(quota <= length for quota, length in zip(quotas, lengths, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,7 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo, SparsifierState
-from horovod_sparse.sparsifiers.chunk_topk import ChunkTopK
 from horovod_sparse.sparsifiers.dgc import DGC
-from horovod_sparse.sparsifiers.dragonn import HashFunction, survivors
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold, HardThresholdState
 from horovod_sparse.sparsifiers.mstopk import MSTopK
 from horovod_sparse.sparsifiers.sidco import FITS, Excess, SIDCo
@@ -30,22 +27,6 @@ def folded(values: Any) -> HostAccumulator:
     accumulator = HostAccumulator(values.size, density=0.1)
     accumulator.fold(values.copy())
     return accumulator
-
-
-def test_cltk_leaders_take_turns() -> None:
-    # n = 4, density 0.25: k = 1, P = 3. Rank r's largest magnitude is at index r, rank 0's second at 3.
-    cluster = SimulatedCluster(recipe("cltk", density=0.25), 4, 3)
-    rows = [np.array(row, np.float32) for row in ([9, 0, 1, 2], [1, 8, 1, 0], [1, 1, -7, 0])]
-    # t = 0: rank 0 leads, index 0: 9 + 1 + 1.
-    first = cluster.synchronize(rows)[0]
-    assert (first.indices.tolist(), first.values.tolist()) == ([0], [11.0])
-    zeros = [np.zeros(4, np.float32) for _ in range(3)]
-    # t = 1: rank 1 leads: of (0, 8, 1, 0) index 1: 0 + 8 + 1.  t = 2: rank 2, of (0, 0, -7, 0): 1 + 1 - 7.
-    # t = 3: rank 0 again, of (0, 0, 0, 2): index 3.
-    for expected in (([1], [9.0]), ([2], [-5.0]), ([3], [2.0])):
-        sum_ = cluster.synchronize([zero.copy() for zero in zeros])[2]
-        assert (sum_.indices.tolist(), sum_.values.tolist()) == expected
-    assert not np.any(cluster.residuals())
 
 
 class Sampled(HostAccumulator):
@@ -166,17 +147,6 @@ def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: s
 _FRESH = (SparsifierState(), BucketInfo("b", 100_000))
 
 
-def test_mstopk_by_hand() -> None:
-    # 1 ... 16, k = 3. Bisection between 0 and the number after 16: just above 8 (8 reach it: 9 to 16),
-    # just above 12 (4: 13 to 16), just above 14 (2), then just above 13 (3 = k: 14, 15, 16).
-    accumulator = folded(np.arange(1, 17))
-    assert MSTopK(density=0.2).select(accumulator, 3, *_FRESH).indices.tolist() == [13, 14, 15]
-    # One pass only: 9 to 16 reach the lower threshold, nothing the upper one: 9, 10, 11 fill up.
-    assert MSTopK(density=0.2, num_passes=1).select(accumulator, 3, *_FRESH).indices.tolist() == [8, 9, 10]
-    # Three: 13 and more reach the lower one, 15 and 16 the upper one: both, and 13 fills up.
-    assert MSTopK(density=0.2, num_passes=3).select(accumulator, 3, *_FRESH).indices.tolist() == [12, 14, 15]
-
-
 @rows_by("k,draw", [1, 30, 5000, 60_000, 99_999], ["standard_normal", "standard_cauchy", "random"])
 def test_mstopk_is_top_k(k: int, draw: str) -> None:
     values = getattr(np.random.default_rng(4), draw)(100_000).astype(np.float32)
@@ -200,77 +170,3 @@ def test_hard_threshold_sends_what_reaches_it(caplog: Any) -> None:
         for _ in range(2):
             assert HardThreshold(density=0.25).threshold_for(info, HardThresholdState()) == 0.25
     assert caplog.text.count("guessed once") == 1 and "threshold=" in caplog.text
-
-
-def test_dragonn_keeps_what_collided() -> None:
-    n, k = 100_000, 1000
-    cluster = SimulatedCluster(recipe("dragonn", density=k / n), n, 2)
-    rows = np.random.default_rng(6).standard_normal((2, n)).astype(np.float32)
-    sum_ = cluster.synchronize(list(rows.copy()))[0]
-    # About 63 % of the slots are filled: those of the hits that no later one overwrote.
-    for rank, count in enumerate(sum_.counts):
-        assert 0.55 * k < count < 0.72 * k
-        held = cluster.residuals()[rank]
-        start = int(sum_.counts[:rank].sum())
-        sent = sum_.indices[start : start + count]
-        np.testing.assert_array_equal(sum_.values[start : start + count], rows[rank, sent])
-        assert not held[sent].any()
-        np.testing.assert_array_equal(np.delete(held, sent), np.delete(rows[rank], sent))
-        assert np.count_nonzero(np.abs(held) >= cluster.buckets[rank].last.facts["threshold"]) > 0.2 * k
-
-
-_SEEDS = 400
-_N = 1024
-
-
-def consecutive(generator: np.random.Generator) -> np.ndarray:
-    return int(generator.integers(10**6)) + np.arange(_N)
-
-
-def scattered(generator: np.random.Generator) -> np.ndarray:
-    return np.sort(generator.choice(2**31 - 1, _N))
-
-
-@pytest.mark.parametrize("draw", [consecutive, scattered])
-def test_survival(draw: Callable[..., np.ndarray]) -> None:
-    """Lemma A.5: hit i of n is not overwritten with a probability of ((m - 1) / m) ** (n - i)."""
-    m = 512
-    survived = np.zeros(_N)
-    for seed in range(_SEEDS):
-        generator = np.random.default_rng([seed, 7])
-        indices = np.unique(draw(generator).astype(np.int32))[:_N]
-        left = survivors(indices, HashFunction.draw(generator, m).slots(indices), m)
-        survived[: indices.size] += np.isin(indices, left)
-    expected = ((m - 1) / m) ** (_N - np.arange(1, _N + 1))
-    # groups of 64 neighbours: few enough to see the slope, enough to average over
-    found = (survived / _SEEDS).reshape(16, 64).mean(1)
-    np.testing.assert_allclose(found, expected.reshape(16, 64).mean(1), atol=0.012)
-
-
-def test_the_last_write_stays() -> None:
-    indices = np.array([2, 4, 6, 8, 10], np.int32)
-    # slot 0: 2, then 6, then 10; slot 1: 4, then 8
-    assert survivors(indices, np.array([0, 1, 0, 1, 0]), 2).tolist() == [8, 10]
-    assert survivors(indices, np.arange(5), 5).tolist() == indices.tolist()
-    assert survivors(indices[:0], np.empty(0, np.int64), 3).size == 0
-
-
-def test_chunk_top_k_by_hand() -> None:
-    # n = 10 in chunks of 4, 4 and 2, density 0.3: k = 3. Step 0: floor(0, 1.2, 2.4, 3) gives 1, 1, 1.
-    sparsifier = ChunkTopK(density=0.3, chunk=4)
-    assert sparsifier.quotas(10, 3, 0).tolist() == [1, 1, 1]
-    # Step 1: 10 * 0.618 = 6, so 0.6 is added: floor(0.6, 1.8, 3.0, 3.6) gives 1, 2, 0.
-    assert sparsifier.quotas(10, 3, 1).tolist() == [1, 2, 0]
-    cluster = SimulatedCluster(recipe("chunk_topk", density=0.3, chunk=4), 10, 2)
-    rows = [
-        np.array([1, 9, 9, 2, 0, 0, -1, 0, 5, -6], np.float32),
-        np.array([0, 0, 0, 0, 3, -4, 2, 1, 1, 1], np.float32),
-    ]
-    # rank 0: the first 9; -1, since nothing is larger in its chunk; -6. Rank 1: zeros give one, too.
-    sum_ = cluster.synchronize(rows)[0]
-    assert sum_.indices.tolist() == [1, 6, 9, 0, 5, 8]
-    assert sum_.values.tolist() == [9, -1, -6, 0, -4, 1]
-    # then 9 is left of the first chunk of rank 0, nothing but 2 zeros of the second; 3 and 2 of rank 1's
-    sum_ = cluster.synchronize([np.zeros(10, np.float32), np.zeros(10, np.float32)])[0]
-    assert sum_.indices.tolist() == [2, 4, 5, 0, 4, 6]
-    assert sum_.values.tolist() == [9, 0, 0, 0, 3, 2]

@@ -93,26 +93,6 @@ def test_no_norm_overflows_or_vanishes(scale: float, norm: str) -> None:
             check_numbers(values, sent, code)
 
 
-def test_signsgd_by_hand() -> None:
-    cluster = SimulatedCluster(recipe("signsgd"), 4, 2)
-    total = cluster.step([exactly([4, -2, 1, -1]), exactly([1, 1, -1, 5])])
-    assert total.tolist() == [2 + 2, -2 + 2, 2 - 2, -2 + 2]
-    assert [list(held) for held in cluster.residuals()] == [[2, 0, -1, 1], [-1, -1, 1, 3]]
-    # the second step sends what is left: means 1 and 1.5
-    total = cluster.step([exactly([0, 0, 0, 0]), exactly([0, 0, 0, 0])])
-    assert total.tolist() == [1 - 1.5, 1 - 1.5, -1 + 1.5, 1 + 1.5]
-
-
-def test_the_majority_by_hand() -> None:
-    """Signs + + -, - - +, + - (0 is positive) +, and 1, 2, 3 for means: their mean, three times."""
-    made = recipe("signsgd", vote="majority", feedback="none")
-    cluster = SimulatedCluster(made, 4, 3)
-    given_ = [exactly([1, -1, 1, 1]), exactly([2, -2, -4, 0]), exactly([-3, 3, 3, -3])]
-    assert cluster.step(given_).tolist() == [6, -6, 6, 6]
-    even = SimulatedCluster(made, 2, 2)
-    assert even.step([exactly([1, -1]), exactly([1, 1])]).tolist() == [2, 0], "a tie is 0"
-
-
 def test_a_majority_over_groups_has_a_mean_of_its_own_in_each() -> None:
     """It crashed: one unit was expected for all elements."""
     made, n = recipe("signsgd", vote="majority", group=32, feedback="none"), 70

@@ -65,7 +65,11 @@ TOY = {**counts.SETTING, "num_elements": 30_000, "sizes": [4, 5], "team_sizes": 
 def test_counts_are_the_formulas() -> None:
     sizes = counts.by_size(TOY)
     assert sizes["gtopk"][1] is None and sizes["gtopk"][0]["rounds"] == 4
+    # Table I of SparDL: 2 (P - 1) k and 4 (P - 1) / P k, beside headers; and rounds one behind the other
     assert [row["received"] for row in sizes["topk"]] == pytest.approx([6.0, 8.0], rel=0.12)
+    assert [row["received"] for row in sizes["spardl"]] == pytest.approx([3.0, 3.2], rel=0.15)
+    rounds = {name: [row["rounds"] for row in rows if row] for name, rows in sizes.items() if name != "gtopk"}
+    assert rounds == {"topk": [2, 3], "topk_dsa": [7, 10], "oktopk": [10, 14], "spardl": [4, 6]}
     found = counts.by_teams(TOY)["6"]
     assert list(found) == ["1", "R2", "B2", "B3", "B6"]
     for row in found.values():
