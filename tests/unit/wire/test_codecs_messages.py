@@ -79,7 +79,7 @@ def test_what_was_packed_comes_out(format, n, counts, quantum, dtype):
 def test_a_message_by_hand():
     # float16 and gaps, n = 16: minus the length, count, health 0, norm 2.0, step 35, lean -1.5, tag, then the
     # two words of 5, 6 and 13, then 1.0 = 0x3C00 and -2.0 = 0xC000 in a word, 0.5 = 0x3800.
-    # Gaps: (16 - 1) // 7 = 2 needs two bits, so l = 2; lower bits 01, 10, 01 from the lowest bit on, then upper
+    # Gaps: (16 - 1) // 7 = 2 needs two bits, so l = 2: lower bits 01, 10, 01 from the lowest on, then upper
     # parts 1, 1, 3 as bits 1 + 0, 1 + 1, 3 + 2.
     # The tag: 1 + 3 for float16 + 8 for gaps = 12, and n = 16 above the lowest byte.
     message = pack(
