@@ -1,9 +1,8 @@
-"""Writes docs/appendix, the table in README.md and, if asked to, pictures, from docs/measurements/*.json."""
+"""Writes docs/appendix and, if asked to, pictures, from docs/measurements/*.json."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -76,7 +75,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
 
 
 def pages() -> dict[Path, str]:
-    """What README.md and the pages of `docs/appendix` have to hold, by file."""
+    """Returns the text of every page of `docs/appendix`, by its file."""
     names = {name for _, _, parts in _PAGES.values() for section in parts for name in section.names}
     made = {name: TABLES.get(name, launch_tables)(measured(name)) for name in names}
     # the papers' page reads the iterations of a launch in its own way
@@ -85,9 +84,6 @@ def pages() -> dict[Path, str]:
     for name, (title, prose, parts) in _PAGES.items():
         about = f"What they mean is in [{prose}](../{prose})."
         found[FOLDER / name] = page(title, about, parts, of_paper if prose == "papers.md" else made)
-    readme = ROOT / "README.md"
-    table = re.compile(r"(<!-- table: demo -->\n).*?(\n<!-- end of table -->)", re.DOTALL)
-    found[readme] = table.sub(rf"\g<1>{made['demo']}\g<2>", readme.read_text())
     return found
 
 

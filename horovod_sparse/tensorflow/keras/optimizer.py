@@ -72,7 +72,7 @@ def DistributedOptimizer(
     * Sums are taken in float32 or float64 in host memory: `gradient_predivide_factor` changes nothing but
       rounding, and device arguments nothing.
     * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``.
-    * Residuals are no variables, and differ from rank to rank: docs/frameworks.md says how they are saved.
+    * Residuals are no variables, and differ from rank to rank: docs/resuming.md says how they are saved.
 
     Args:
         optimizer: of Keras 3 or tf-keras.
