@@ -17,7 +17,7 @@ import math
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import source_text
 import torch
@@ -32,6 +32,9 @@ import horovod_sparse.ddp
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import bytes_by_round
 from horovod_sparse.simulation import AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["METHODS", "Network", "draw", "predicted", "table"]
 
@@ -193,27 +196,31 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any]) -> Figure:
     """Bits per byte over seconds, and the time of a pass, predicted and measured."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
-    for number, run in enumerate(result["runs"].values()):
+    for number, (name, run) in enumerate(result["runs"].items()):
         color = ("0.3", "0.6", "#CC79A7", "#E69F00", "#0072B2", "#009E73")[number]
-        curves.plot(*zip(*run["curve"], strict=True), "o-", color=color, markersize=3)
+        curves.plot(*zip(*run["curve"], strict=True), "o-", color=color, markersize=3, label=name)
         bars.barh(number - 0.2, 1e3 * run["predicted_seconds"], 0.35, color=color, alpha=0.4)
         measured = bars.barh(number + 0.2, 1e3 * run["seconds_per_pass"], 0.4, color=color)
         kilobytes = f" {1e3 * run['seconds_per_pass']:.0f} ms, {run['bytes_per_pass'] / 1e3:,.0f} kB"
         bars.bar_label(measured, [kilobytes], fontsize=8)
-    curves.axhline(result["runs"][DENSE]["bits"], color="0.3", linewidth=0.8, linestyle=":")
-    curves.set(xlabel="seconds of training", ylabel="bits per byte of test text", ylim=(None, 6))
+    last = {"color": "0.3", "linewidth": 0.8, "linestyle": ":", "label": "what dense ends at"}
+    curves.axhline(result["runs"][DENSE]["bits"], **last)
+    curves.set(
+        xlabel="seconds of training", ylabel="bits per byte of test text: less is better", ylim=(None, 6)
+    )
     curves.grid(alpha=0.3)
+    curves.legend(fontsize=8)
     bars.set_yticks(range(len(result["runs"])), list(result["runs"]), fontsize=8)
     bars.set(xlabel="a pass, ms: predicted (pale), measured", xlim=(0, bars.get_xlim()[1] * 1.5))
     bars.invert_yaxis()
     figure.suptitle(f"A GPT of {result['num_elements'] / 1e6:.2f} million parameters, {result['network']}")
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    return figure
 
 
 def main() -> None:
@@ -237,16 +244,21 @@ def main() -> None:
         runs[name] = Training(name, network).run(options.seconds)
         runs[name]["predicted_seconds"] = round(predicted(name, shapes, compute, 1e6 * options.rate), 5)
         if dist.get_rank() == 0:
-            print(f"{name}: {runs[name]['bits']:.2f} bits per byte", flush=True)
+            print(f"{name}: {runs[name]['bits']:.2f} bits per byte after {options.seconds:g} s", flush=True)
     machine = f"{platform.machine()}, Python {platform.python_version()}"
     result |= {"machine": machine, "seconds": options.seconds, "compute_seconds": round(compute, 5)}
     result |= {"num_elements": sum(shape.numel() for shape in shapes), "runs": runs}
     if dist.get_rank() == 0:
-        print(table(result))
+        sparse, dense = runs[SPARSE], runs[DENSE]
+        until, fewer = seconds_to(sparse, dense["bits"]), dense["bytes_per_pass"] / sparse["bytes_per_pass"]
+        print(f"\n{table(result)}\n\n'{SPARSE}' sent {fewer:.0f} times fewer bytes than dense.", end=" ")
+        print(
+            f"It had dense's last score after {until:.1f} s." if until < math.inf else "It is behind dense."
+        )
         if options.json:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
         if options.picture:
-            draw(result, options.picture)
+            draw(result).savefig(options.picture, dpi=110)
     dist.destroy_process_group()
 
 

@@ -1,21 +1,28 @@
-"""Writes docs/appendix and, if asked to, pictures, from docs/measurements/*.json."""
+"""Writes docs/appendix and docs/pictures, all that is not what was measured.
+
+A picture names the hash of what it was made of. After a change of the code that draws it, remove it first.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import demo
 from matplotlib.figure import Figure
+from PIL import Image
 
 from benchmarks import allreduce, plans
 from benchmarks.common.pages import FOLDER, page
 from benchmarks.common.tables import frameworks_table, hosts_table, launch_tables, local_table
 from benchmarks.report import paper_pictures as papers
-from benchmarks.report import pictures, sections
+from benchmarks.report import pictures, rooms, sections
 from benchmarks.studies import (
     adamw,
     convergence,
@@ -30,7 +37,7 @@ from benchmarks.studies import (
 from benchmarks.studies.papers import counts, sixteen, tables, trainings
 from benchmarks.studies.study import ROOT, Result, measured
 
-__all__ = ["PICTURES", "STUDIES", "TABLES", "main", "write"]
+__all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
 
 STUDIES = (
     *(one.STUDY for one in (adamw, convergence, levels, local, passes, schedules, slow_links, threshold)),
@@ -56,22 +63,26 @@ _PAGES = {
     "results.md": ("Measurements of accuracy", "results.md", sections.RESULTS),
     "papers.md": ("Measurements beside the papers", "papers.md", sections.PAPERS),
 }
-#: by name in docs/pictures: the measurement, and the figure that is made of it
-PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
-    "bandwidth": ("bandwidth", pictures.bandwidth),
-    "sync_gloo": ("sync_gloo", pictures.synchronization),
-    "train": ("train", pictures.iterations),
-    "convergence": ("convergence", pictures.accuracies),
-    "time_to_accuracy": ("time_to_accuracy", pictures.accuracy_over_seconds),
-    "time_to_dense": ("slow_links", pictures.bits_over_seconds),
-    "papers/exdyna_density": ("papers", papers.density),
-    "papers/exdyna_threshold": ("papers", papers.threshold),
-    "papers/micro_errors": ("papers", papers.errors),
-    "papers/omgs_iterations": ("paper_counts", papers.iterations),
-    "papers/dragonn_encoding": ("papers", papers.encoding),
-    "papers/spardl_methods": ("sparse_allreduce", papers.methods),
-    "papers/spardl_on_hosts": ("paper_workers", papers.on_hosts),
-}
+#: by name in docs/pictures: what a picture is made of, and the figure
+PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
+    name: (partial(measured, measurement), make)
+    for name, measurement, make in (
+        ("bandwidth", "bandwidth", pictures.bandwidth),
+        ("demo", "demo", demo.draw),
+        ("sync_gloo", "sync_gloo", pictures.synchronization),
+        ("train", "train", pictures.iterations),
+        ("convergence", "convergence", pictures.accuracies),
+        ("time_to_accuracy", "time_to_accuracy", pictures.accuracy_over_seconds),
+        ("time_to_dense", "slow_links", pictures.bits_over_seconds),
+        ("papers/exdyna_density", "papers", papers.density),
+        ("papers/exdyna_threshold", "papers", papers.threshold),
+        ("papers/micro_errors", "papers", papers.errors),
+        ("papers/omgs_iterations", "paper_counts", papers.iterations),
+        ("papers/dragonn_encoding", "papers", papers.encoding),
+        ("papers/spardl_methods", "sparse_allreduce", papers.methods),
+        ("papers/spardl_on_hosts", "paper_workers", papers.on_hosts),
+    )
+} | {"rooms": (rooms.rooms, rooms.picture)}
 
 
 def pages() -> dict[Path, str]:
@@ -87,32 +98,37 @@ def pages() -> dict[Path, str]:
     return found
 
 
-def write(drawn: Iterable[str]) -> None:
-    """Writes the pages, and draws the pictures of these measurements."""
+def stale() -> Iterator[tuple[Path, Callable[[], object]]]:
+    """Yields every page and picture that is not what was measured, and a function that writes it."""
     for path, text in pages().items():
-        path.write_text(text)
-    for name, (measurement, make) in PICTURES.items():
-        if measurement in drawn:
-            path = ROOT / "docs" / "pictures" / f"{name}.png"
-            make(measured(measurement)).savefig(path, dpi=110, metadata={"Software": None})
+        if not path.exists() or path.read_text() != text:
+            yield path, partial(path.write_text, text)
+    for name, (read, make) in PICTURES.items():
+        path, found = ROOT / "docs" / "pictures" / f"{name}.png", read()
+        made_of = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+        if not path.exists() or Image.open(path).info.get("made of") != made_of:
+            yield path, partial(_save, path, make, found, made_of)
+
+
+def _save(path: Path, make: Callable[[Any], Figure], found: Any, made_of: str) -> None:
+    make(found).savefig(path, dpi=110, metadata={"Software": None, "made of": made_of})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes everything anew, or checks the pages.
+    """Writes what is stale, or names it.
 
-    Returns the exit code: 1 if --check found one of them out of step.
+    Returns the exit code: 1 if --check found something.
     """
     parser = argparse.ArgumentParser(prog="scripts/report", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page would change")
-    parser.add_argument("--draw", action="store_true", help="draw all pictures, too")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if something is stale")
     options = parser.parse_args(arguments)
-    if not options.check:
-        write({measurement for measurement, _ in PICTURES.values()} if options.draw else ())
-        return 0
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        print(f"{path.relative_to(ROOT)} is not what was measured", file=sys.stderr)
-    return int(bool(stale))
+    found = dict(stale())
+    for path, write in found.items():
+        if options.check:
+            print(f"{path.relative_to(ROOT)} is not what was measured", file=sys.stderr)
+        else:
+            write()
+    return int(options.check and bool(found))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ RESULTS = (
         "`feedback=adam`; local steps: `sparseloco`. PowerSGD is PyTorch's hook from the 2nd step. Bytes: "
         "all that left a host, by dense. Predicted: a pass alone, and the cost model's part.",
         ("demo",),
-        "scripts/demo --json docs/measurements/demo.json --picture docs/pictures/demo.png",
+        "scripts/demo --json docs/measurements/demo.json",
     ),
     Section(
         "Time to accuracy",

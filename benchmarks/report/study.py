@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.report.main import STUDIES, write
+from benchmarks.report.main import STUDIES
+from benchmarks.report.main import main as report
 
 
 def main(arguments: list[str]) -> int:
@@ -15,8 +16,7 @@ def main(arguments: list[str]) -> int:
         print(f"scripts/study NAME [--help]: one of {', '.join(sorted(studies))}", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
     studies[name].main(rest)
-    write([studies[name].file.stem])
-    return 0
+    return report([])
 
 
 if __name__ == "__main__":

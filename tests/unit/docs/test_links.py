@@ -159,14 +159,19 @@ def test_every_requirement_is_locked_to_a_version_that_fits() -> None:
         assert requirement.specifier.contains(versions[str(canonicalize_name(name))]), requirement
 
 
-def test_the_appendix_is_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_appendix_and_pictures_are_what_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("mlxtend", "matplotlib"):
         pytest.importorskip(name)
-    from benchmarks.report.main import main
+    from benchmarks.report.main import PICTURES, main
 
     assert main(["--check"]) == 0, f"run scripts/report: {capsys.readouterr().err}"
     for page in (DOCS / "appendix").glob("*.md"):
         assert "scripts/report" in page.read_text("utf-8").splitlines()[0], page.name
+    read, make = PICTURES["demo"]
+    monkeypatch.setitem(PICTURES, "demo", (lambda: read() | {"seconds": 1.0}, make))
+    assert main(["--check"]) == 1 and "pictures/demo.png" in capsys.readouterr().err
 
 
 def test_every_measurement_and_picture_is_shown() -> None:

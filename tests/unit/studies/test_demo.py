@@ -32,11 +32,10 @@ def test_a_pass_is_computing_and_bytes_by_the_rate():
     assert seconds[demo.LOCAL] < seconds[demo.SPARSE] < dense / 50
 
 
-def test_the_table_says_when_the_dense_score_was_reached(tmp_path):
+def test_the_table_says_when_the_dense_score_was_reached():
     told = result()
     assert [demo.seconds_to(run, 4.0) for run in told["runs"].values()] == [20.0, math.inf, 8.0]
     dense, fp16, sparse = demo.table(told).splitlines()[2:]
     assert dense.endswith("| 20.0 |") and fp16.endswith("| never |")
     assert sparse.endswith("| 500 | 400 | 500 | 3.00 | 8.0 |")
-    demo.draw(told, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").stat().st_size > 5000
+    assert len(demo.draw(told).axes) == 2

@@ -10,7 +10,7 @@ from benchmarks.report.main import PICTURES, STUDIES
 from benchmarks.studies import convergence, local, schedules, threshold
 from benchmarks.studies.baselines import BASELINES
 from benchmarks.studies.papers import counts, trainings
-from benchmarks.studies.study import load, measured
+from benchmarks.studies.study import load
 from benchmarks.studies.tasks import digits_task, gpt_task, small_digits_task
 
 
@@ -86,8 +86,8 @@ def test_dense_merging_is_no_worse_than_none_and_one_bucket() -> None:
 
 
 def test_committed_numbers_can_be_drawn() -> None:
-    for measurement, make in PICTURES.values():
-        assert make(measured(measurement)).axes
+    for read, make in PICTURES.values():
+        assert make(read()).axes
 
 
 def test_what_was_promised_was_measured() -> None:
