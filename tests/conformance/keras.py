@@ -173,20 +173,6 @@ class Interruption(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("kind", kinds("new"))
-def test_the_callback_saves_and_goes_on(kind, folder, rank, size):
-    saves = hvd.callbacks.CheckpointCallback(folder)
-    with pytest.raises(KeyboardInterrupt):
-        fit(make_model(), distributed(kind), rank, size, epochs=4, callbacks=[saves, Interruption()])
-    assert saves.loaded_step is None
-    model, optimizer = make_model(seed=2), distributed(kind)
-    goes_on = hvd.callbacks.CheckpointCallback(folder)
-    callbacks = [goes_on, hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    history = fit(model, optimizer, rank, size, epochs=4, callbacks=callbacks)
-    assert (goes_on.loaded_step, history.epoch) == (12, [2, 3])
-    check_resumed(model, optimizer, kind)
-
-
-@pytest.mark.parametrize("kind", kinds("new"))
 def test_callbacks(kind, rank, size, everywhere):
     model, first, rates, seen = make_model(seed=rank), [], [], {"before": [], "after": []}
     optimizer = hvd.DistributedOptimizer(sgd(kind, 0.1 * size), compression=SPARSE)
@@ -306,25 +292,6 @@ def test_residuals_do_not_know_the_scale(kind, rank, size):
     assert residuals(plain).any()
     np.testing.assert_allclose(flat(model), flat(expected), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(residuals(inner(optimizer)), residuals(plain), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", kinds("new"))
-def test_three_overflows_end_as_in_dense_training(kind, rank, size):
-    weight, wanted, velocity = variable(np.ones(4)), np.ones(4), np.zeros(4)
-    optimizer = scaled(kind, EVERYTHING, 64.0, momentum=0.5, dynamic_growth_steps=2)
-    if kind == "new":
-        inner(optimizer).build([weight])
-    for number in range(8):
-        everyone = [np.arange(4, dtype=np.float32) - 2 * one + number for one in range(size)]
-        gradient = everyone[rank] * (1.0 if IS_KERAS_2 else scale_of(optimizer))
-        if number not in (0, 3, 6):
-            velocity = 0.5 * velocity - 0.125 * np.mean(everyone, axis=0)
-            wanted = wanted + velocity
-        elif rank == size - 1:
-            gradient[1] = np.inf
-        descend(optimizer, [weight], [tf.constant(gradient.astype(np.float32))])
-    np.testing.assert_allclose(weight.numpy(), wanted, rtol=1e-6)
-    assert scale_of(optimizer) == 32.0
 
 
 @pytest.mark.parametrize(

@@ -80,22 +80,6 @@ def test_a_model_that_is_loaded_is_what_training_goes_on_from(every, delay, rank
     assert same_on_all_replicas(*net.parameters())
 
 
-@schedules
-def test_hooks_see_gradients_before_and_parameters_after_a_step(every, delay, rank):
-    net = net_of()
-    optimizer = adamw(net)
-    seen = []
-
-    def look(*_) -> None:
-        seen.append((net[0].weight.grad is not None, not torch.equal(flat(net), flat(net_of()))))
-
-    optimizer.register_step_post_hook(look)
-    ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
-    optimizer.register_step_pre_hook(look)
-    train(net, optimizer, rank, 1)
-    assert seen == [(True, False), (True, True)]
-
-
 def test_a_step_that_raises_leaves_gradients(rank):
     net, optimizer, sync = begun()
     backward(net, next(batches(rank)))
@@ -159,34 +143,4 @@ def test_a_compiled_wrapper_and_what_it_wraps_have_the_parameters_names(outside,
     train(model, optimizer, rank, 3)
     assert sync.step == 3
     assert set(sync.state_dict()["residuals"]) == {name for name, _ in net.named_parameters()}
-    assert same_on_all_replicas(*net.parameters())
-
-
-def test_the_module_within_a_wrapper_keeps_its_ranks_gradients(rank):
-    """Trainers give their callbacks the inner module."""
-    net = net_of()
-    model = DistributedDataParallel(net)
-    optimizer = adamw(net)
-    ddp.attach(net, TEXT, optimizer)
-    for batch in batches(rank, 3):
-        plain = copy.deepcopy(net)
-        backward(plain, batch)
-        backward(model, batch)
-        assert torch.allclose(net[0].weight.grad, plain[0].weight.grad)
-        optimizer.step()
-    assert same_on_all_replicas(*net.parameters())
-
-
-def test_a_wrapper_without_hooks_of_its_own_is_looked_into(rank):
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
-    class Never:
-        def average_parameters(self, params) -> None:
-            pass
-
-    net = net_of()
-    optimizer = PostLocalSGDOptimizer(adamw(net), Never())
-    sync = ddp.attach(net, TEXT, optimizer)
-    train(net, optimizer, rank, 2)
-    assert sync.step == 2
     assert same_on_all_replicas(*net.parameters())

@@ -12,28 +12,6 @@ from horovod_sparse.errors import DriftError
 pytestmark = pytest.mark.tensorflow
 
 
-def test_two_tapes_of_one_compressor_check_their_own_variables(rank, size):
-    towers = [[tf.Variable(tf.ones([40, 30])), tf.Variable(tf.ones([7]))] for _ in range(2)]
-    compression = hvd.Compression.topk(density=0.1)
-
-    @tf.function
-    def step(given):
-        for variables in towers:
-            with tf.GradientTape() as tape:
-                loss = tf.add_n([tf.reduce_sum(variable * given) for variable in variables])
-            tape = hvd.DistributedGradientTape(tape, compression=compression, check_every=1)
-            for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-                variable.assign_sub(0.25 * gradient)
-
-    for number in range(3):
-        step(tf.constant(float(rank + number)))
-    assert compression.telemetry.num_steps == 6
-    if rank == size - 1:
-        towers[1][1].assign_add(tf.ones([7]))
-    with pytest.raises(tf.errors.OpError, match="DriftError"):
-        step(tf.constant(1.0))
-
-
 def test_keras_compares_weights_and_the_optimizers_variables(rank, size):
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(1)])

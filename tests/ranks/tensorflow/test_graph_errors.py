@@ -77,42 +77,6 @@ def test_nothing_is_applied_and_nothing_is_counted(rank, size, way, graph, every
     assert (everywhere(seen()) == seen()).all()
 
 
-def test_the_next_tape_does_not_wait(rank, size):
-    first, second = tf.Variable(tf.ones([4])), tf.Variable(tf.ones([4]))
-    compressions = [hvd.Compression.topk(density=1.0) for _ in range(2)]
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape, tf.GradientTape() as other:
-            losses = tf.reduce_sum(first * first), tf.reduce_sum(second * second * second)
-        for one, loss, variable, compression in zip(
-            (tape, other), losses, (first, second), compressions, strict=True
-        ):
-            one = hvd.DistributedGradientTape(one, compression=compression)
-            (gradient,) = one.gradient(loss, [variable])
-            variable.assign_sub(0.25 * gradient)
-
-    graph = step.get_concrete_function().graph
-    updates = [operation for operation in graph.get_operations() if operation.type == "AssignSubVariableOp"]
-    starts = [operation for operation in graph.get_operations() if operation.type == "PyFunc"]
-    ends = [updates[0].inputs[1].op]
-    assert len(updates) == 2 and starts
-    step()
-    assert first.numpy().tolist() == [0.5] * 4 and second.numpy().tolist() == [0.25] * 4
-
-    def behind(operation):
-        seen, waiting = set(), [operation]
-        while waiting:
-            one = waiting.pop()
-            if one.name not in seen:
-                seen.add(one.name)
-                waiting += [*(tensor.op for tensor in one.inputs), *one.control_inputs]
-        return seen
-
-    last = next(op for op in reversed(starts) if op.inputs and op.inputs[0].dtype == tf.float64)
-    assert not {op.name for op in ends} & behind(last), "its start waits for the first one's end"
-
-
 def test_the_error_keeps_its_name_its_text_and_its_type(rank, size):
     variable = tf.Variable(tf.zeros([4]), name="layer/kernel")
     compression = hvd.Compression.topk(density=0.5)

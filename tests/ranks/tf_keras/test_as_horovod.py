@@ -4,67 +4,11 @@ import horovod.tensorflow.keras as stock
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_keras.src.optimizers.legacy.optimizer_v2 import OptimizerV2
 
 import horovod_sparse.tensorflow.keras as hvd
 from conformance.keras import CLOSE, EVERYTHING, kinds, sgd
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from support.keras_models import fit, flat, keras, make_model
-
-
-class Adds(OptimizerV2):
-    def get_config(self):
-        return super().get_config()
-
-    def _resource_apply_dense(self, grad, var, apply_state=None):
-        return var.assign_add(grad)
-
-
-@pytest.mark.parametrize("average", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_passes_and_local_variables_of_an_optimizer_without_a_rate(average, rank):
-    def trained(wrap, **arguments):
-        optimizer = wrap(
-            Adds("adds"),
-            backward_passes_per_step=2,
-            average_aggregated_gradients=average,
-            sparse_as_dense=True,
-            **arguments,
-        )
-        assert int(optimizer.iterations) == 0
-        xs, ys = ([tf.Variable(value) for _ in range(3)] for value in ([0.0], [1.0, 2.0]))
-        optimizer.register_local_var(xs[0])
-        optimizer.register_local_var(ys[0])
-
-        @tf.function
-        def step():
-            pairs = optimizer._compute_gradients(
-                lambda: xs - (rank + 1.0) * tf.gather(ys, [0], axis=1), var_list=[xs, ys]
-            )
-            optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
-
-        for _ in range(3):
-            step()
-        return np.array(xs), np.array(ys), int(optimizer.iterations)
-
-    ours = trained(hvd.DistributedOptimizer, compression=EVERYTHING)
-    for own, theirs in zip(ours, trained(stock.DistributedOptimizer), strict=True):
-        np.testing.assert_allclose(own, theirs)
-
-
-def test_what_no_config_tells_stays():
-    class Mine(keras.optimizers.AdamW):
-        factor = 1.0
-
-        def update_step(self, gradient, variable):
-            super().update_step(self.factor * gradient, variable)
-
-    weights = [tf.Variable([1.0, 2.0], name="weight"), tf.Variable([1.0, 2.0], name="bias")]
-    plain = Mine(0.5, weight_decay=0.5)
-    plain.factor = 0.0
-    plain.exclude_from_weight_decay(var_names=["bias"])
-    optimizer = hvd.DistributedOptimizer(plain, compression=EVERYTHING)
-    optimizer.minimize(lambda: tf.reduce_sum(weights[0]) + tf.reduce_sum(weights[1]), weights)
-    assert [weight.numpy().tolist() for weight in weights] == [[0.75, 1.5], [1.0, 2.0]]
 
 
 def test_adamw_makes_the_steps_of_its_feedback(rank, size):
@@ -119,29 +63,6 @@ def test_horovods_own_is_wrapped_once():
         hvd.DistributedOptimizer(stock.DistributedOptimizer(keras.optimizers.SGD(0.1)), compression="topk")
 
 
-def test_an_optimizer_outside_of_its_process_set(rank):
-    class Given(keras.optimizers.Optimizer):
-        def __init__(self, name="given", **arguments):
-            super().__init__(name=name, **arguments)
-            self._learning_rate = self._build_learning_rate(0.1)
-
-        def get_gradients(self, loss, params):
-            return [tf.constant([rank + 1.0])]
-
-        def update_step(self, gradient, variable):
-            variable.assign_add(gradient)
-
-        def get_config(self):
-            return super().get_config()
-
-    members, variable = hvd.add_process_set([0]), tf.Variable([0.0])
-    optimizer = hvd.DistributedOptimizer(Given(), process_set=members, compression=EVERYTHING)
-    (gradient,) = optimizer.get_gradients(None, [variable])
-    optimizer.apply_gradients([(gradient, variable)])
-    assert float(variable[0]) == rank + 1.0
-    hvd.remove_process_set(members)
-
-
 def test_a_step_is_not_skipped_under_keras_2():
     """Horovod's own method applies gradients there, and nothing can keep it from that."""
     with pytest.raises(UnsupportedError, match="needs an optimizer of Keras 3"):
@@ -172,20 +93,3 @@ def test_saved_models_are_loaded_distributed(kind, tmp_path, rank, size):
         fit(one, one.optimizer, rank, size, epochs=1)
     np.testing.assert_allclose(flat(again), flat(model), **CLOSE)
     assert again.optimizer.telemetry.num_steps == of_folder.optimizer.telemetry.num_steps == 6
-
-
-@pytest.mark.parametrize("kind", kinds("legacy"))
-def test_a_step_that_is_given_up_in_a_graph_counts_nothing(kind, rank, size):
-    optimizer = hvd.DistributedOptimizer(sgd(kind), compression=EVERYTHING)
-    weight = tf.Variable(tf.ones([4]))
-
-    @tf.function
-    def step(factor):
-        optimizer.minimize(lambda: tf.reduce_sum(factor * weight), [weight])
-
-    step(tf.ones([4]))
-    before = weight.numpy()
-    with pytest.raises(tf.errors.OpError, match="not finite"):
-        step(tf.fill([4], np.nan if rank == 0 else 1.0))
-    np.testing.assert_array_equal(weight.numpy(), before)
-    assert int(optimizer.iterations.numpy()) == 1

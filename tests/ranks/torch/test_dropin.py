@@ -90,27 +90,6 @@ def test_one_changed_line_is_enough(rank, size):
     assert names == {f"allreduce.noname.0.{i}" for i in range(len(SHAPES))}
 
 
-@pytest.mark.parametrize("as_dense", [True, False])
-def test_a_layer_of_embeddings_is_sparsified_like_any_other(as_dense, rank, size):
-    torch.manual_seed(0)
-    embedding = torch.nn.Embedding(30, 4, sparse=True)
-    head = torch.nn.Linear(4, 1)
-    named = [("embedding.weight", embedding.weight), *((f"head.{n}", p) for n, p in head.named_parameters())]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
-        named_parameters=named,
-        compression=Compression.topk(density=0.5),
-        sparse_as_dense=as_dense,
-    )
-    before = embedding.weight.detach().clone()
-    for step in range(3):
-        optimizer.zero_grad()
-        head(embedding(torch.tensor([rank, 5 + step]))).sum().backward()
-        optimizer.step()
-    assert same_on_all_ranks(*(parameter for _, parameter in named))
-    assert (embedding.weight != before).any(1).nonzero().ravel().tolist() == [*range(size), 5, 6, 7]
-
-
 @pytest.mark.controllers
 def test_join_is_an_error_for_those_who_train_on(rank, size):
     """Last in this file: ranks leave it one after the other."""

@@ -1,17 +1,13 @@
 """The command: arguments that are refused, its exit code, and what `worth-it` answers."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-import horovod_sparse
 from horovod_sparse.cli import calibrate
 from horovod_sparse.cli.main import main
 from horovod_sparse.cli.worth_it import Case, recommended, rows_of
 from support.documents import ROOT
-from support.jobs import ran
 
 WORTH = ["worth-it", "--params", "1M", "--step-ms", "100", "--nodes", "4", "--bandwidth", "1gbit"]
 
@@ -63,29 +59,6 @@ def test_wrong_arguments_are_named_in_one_line_and_end_with_2(
     assert code == 2 and words in error and error.startswith("horovod-sparse")
     command = error.partition(":")[0]
     assert more in ([], [f"see {command} --help"])
-
-
-_SCRIPT = """
-import importlib, json, os, sys
-before = dict(os.environ)
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-print(json.dumps(sorted(key for key in os.environ if os.environ[key] != before.get(key))))
-"""
-
-
-def test_nothing_but_thread_counts_and_logging():
-    """One of them once made every later test of the same process believe that it was elastic."""
-    root = Path(horovod_sparse.__file__).parents[1]
-    names = [
-        str(path.relative_to(root).with_suffix("")).replace("/", ".")
-        for folder in ("horovod_sparse/cli", "benchmarks")
-        for path in sorted(root.glob(f"{folder}/**/*.py"))
-        # what only the ranks of a launch import has a process of its own
-        if path.stem != "__init__" and not path.stem.endswith("rank")
-    ]
-    changed = json.loads(ran(sys.executable, "-c", _SCRIPT, *names).stdout.splitlines()[-1])
-    assert not [key for key in changed if not key.endswith("_NUM_THREADS") and key != "TF_CPP_MIN_LOG_LEVEL"]
 
 
 ROUND = ["--params", "1M", "--step-ms", "100", "--nodes", "4", "--bandwidth", "1gbit", "--latency", "1ms"]

@@ -128,20 +128,6 @@ def test_the_recorder_counts_rounds_bytes_and_time() -> None:
     assert recorder.seconds == pytest.approx(8 * network.alpha_seconds + 132 * network.beta_seconds)
 
 
-def test_pairs_pay_for_every_partner_and_not_for_what_stays() -> None:
-    recorder, mine = Recorder(), {0: words(1), 1: words(1, 2), 2: words(1, 2, 3)}
-    sends = {rank: mine[rank] for rank in (1, 2)}
-    requests = [
-        [Exchange({} if rank else sends, (0,) if rank else ()), AllToAll(tuple(mine.values()))]
-        for rank in range(3)
-    ]
-    run_lockstep([asking(*one) for one in requests], recorder)
-    assert [[(cost.rounds, cost.bytes_received) for cost in costs] for costs in recorder.costs] == [
-        [(2, 0), (1, 8), (1, 12)],
-        [(2, 8), (2, 16), (2, 24)],
-    ]
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(dtype: type, size: int) -> None:

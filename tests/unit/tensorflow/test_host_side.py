@@ -17,18 +17,15 @@ from horovod_sparse.collectives import AllGather, AllReduce
 from horovod_sparse.errors import (
     ArgumentError,
     CollectiveMismatchError,
-    StateMismatchError,
     UnknownNameError,
     UnsupportedError,
 )
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow.graph import is_synchronized
 from horovod_sparse.tensorflow.parts import DenseOutput
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import numpy_dtype
-from horovod_sparse.tensorflow.waiting import Watch, _Thread
 from support.sampling import rows_by
 
 pytestmark = pytest.mark.tensorflow
@@ -139,27 +136,6 @@ def test_arguments_that_every_step_makes_anew_are_compared_by_value():
     planned = hvd.Compression.topk(density=0.5)
     first, second = (planned.bind(process_set=hvd.global_process_set, plan=Plan((("a",),))) for _ in "12")
     assert first is second
-
-
-def test_a_watch_that_fails_leaves_the_others_their_deadlines(monkeypatch, caplog):
-    thread, looked = _Thread(), []
-    monkeypatch.setattr(thread, "_runs", True)  # by hand
-
-    def look(watch, now):
-        looked.append(watch)
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
-
-    monkeypatch.setattr(Watch, "look", look)
-    watches = [Watch(60, hvd.global_process_set) for _ in range(2)]
-    for watch in watches:
-        thread.look_after(watch)
-    assert 0 < thread._looked() <= 1.0
-    thread._looked()
-    assert looked.count(watches[0]) == looked.count(watches[1]) == 2
-    assert [record.getMessage() for record in caplog.records if "tried again" in record.getMessage()] == [
-        "what waits for other ranks could not be looked at, which is tried again: "
-        "Horovod has not been initialized; use hvd.init()."
-    ]
 
 
 MODULES = ["", ".elastic", ".functions", ".mpi_ops", ".util", ".sync_batch_norm", ".compression"]
@@ -311,18 +287,6 @@ def test_a_plan_takes_in_variables_that_join_and_a_state_of_other_names(caplog):
     compression, plan = other, Plan((("renamed",),))
     step(tf.Variable(tf.zeros(LENGTH), name="renamed"))
     assert compression.synchronizer.plan == plan and "another plan" not in caplog.text
-
-
-def test_variables_of_a_forged_checkpoint_are_refused_before_any_is_loaded(tmp_path, monkeypatch):
-    weight, compression = tf.Variable(tf.zeros(LENGTH), name="weight"), made("error")
-    by_tape(compression, weight, in_graph=True)(tf.constant(targets(0)))
-    other, forged = tf.Variable([1.0, 2.0]), {"dtype": "float32", "shape": [2], "bits": np.zeros(3, np.uint8)}
-    for number, one in enumerate((3, {"dtype": "float32", "shape": [2]}, forged)):
-        with monkeypatch.context() as patch:
-            patch.setattr(state, "_saved", lambda variable, one=one: one)
-            hvd.save(tmp_path / str(number), compression, variables=[other])
-        with pytest.raises(StateMismatchError, match="checkpoint"):
-            hvd.load(tmp_path / str(number), compression, variables=[other])
 
 
 def test_messages_between_pairs_are_refused(monkeypatch):

@@ -9,7 +9,7 @@ from horovod_sparse.feedback import Bucket, Member, recipe
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.device_memory import DeviceMemory
 from horovod_sparse.tensors.gradients import GradientMemory, Gradients, memory_of
-from horovod_sparse.tensors.layout import memory_strides, shaped, unshaped, view_into
+from horovod_sparse.tensors.layout import view_into
 from horovod_sparse.training.engine import carry_out
 from support.memories import choose_memory
 
@@ -150,30 +150,3 @@ def test_an_edit_is_noticed(edit):
     assert not gradient.edited()
     edit(made[4])
     assert gradient.edited() == [4]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.empty(2, 3),
-        torch.empty(2, 3).t(),
-        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.empty(4, 1, 3).transpose(0, 2),
-        torch.empty(6, 8)[:, ::2],
-        torch.empty(3, 1).expand(3, 4),
-        torch.empty(()),
-    ],
-    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
-)
-def test_layouts_are_dense_and_survive_a_checkpoint(tensor):
-    strides = memory_strides(tensor)
-    flat = torch.arange(tensor.numel())
-    view = flat.as_strided(tensor.shape, strides)
-    assert sorted(view.reshape(-1).tolist()) == flat.tolist()
-    if torch.empty_like(tensor).stride() == tensor.stride():  # preserves what is dense
-        assert all(s == t for s, t, n in zip(strides, tensor.stride(), tensor.shape, strict=True) if n > 1)
-    values = np.arange(tensor.numel(), dtype=np.float32)
-    saved = shaped(values, tensor)
-    assert saved.is_contiguous()
-    assert saved.shape == tensor.shape
-    np.testing.assert_array_equal(unshaped(saved, tensor), values)

@@ -169,26 +169,6 @@ def test_an_interrupt_is_not_kept(held):
     assert not driver.parked
 
 
-def test_what_one_rank_cannot_no_rank_does(monkeypatch):
-    hvd.init()
-    asked = []
-
-    def gathered(coroutine, process_set, name):
-        next(coroutine)
-        asked.append(name)
-        return ["", "", "no mpi4py"]
-
-    monkeypatch.setattr(module, "carry_out_together", gathered)
-    monkeypatch.setattr("horovod_sparse.carriers.mpi.why_not_mpi", lambda hvd: "")
-    monkeypatch.setattr(hvd, "mpi_enabled", lambda: True)
-    monkeypatch.setattr(hvd.global_process_set, "size", lambda: 3)
-    driver = HorovodDriver()
-    for _ in range(2):
-        driver.connect()
-        assert (driver.mpi, driver.transport) == (None, "Horovod's all-to-all (rank 2: no mpi4py)")
-    assert asked == ["horovod_sparse.transport"]
-
-
 def test_who_waits_for_the_thread_of_its_own_rank_waits_for_no_network():
     def carrier(request):
         time.sleep(0.02)

@@ -10,7 +10,7 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import COLLECTIVES, AllGather, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
-from horovod_sparse.merging import PROFILE_VERSION, Fit, Profile, fit_time
+from horovod_sparse.merging import PROFILE_VERSION, Fit, Profile
 from horovod_sparse.planning.calibration import BucketMemory, Extent, calibration
 from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
 from horovod_sparse.simulation import AlphaBeta, run_lockstep
@@ -258,45 +258,7 @@ def test_the_cost_of_top_k_by_hand() -> None:
     assert worked.cost(TopK()).dense_work.seconds(n) == pytest.approx(1e-5 + 3e-9 * n)
 
 
-def test_a_rank_alone_needs_no_collective() -> None:
-    alone = dataclasses.replace(PROFILE, size=1, collectives={})
-    for sparsifier in (TopK(density=0.01), ExDyna(density=0.01)):
-        cost = alone.cost(sparsifier)
-        assert cost.communication.seconds(1e6) == cost.dense.seconds(1e6) == 0.0
-        assert cost.selection.seconds(1e6) > 0.0
-
-
 SIZES = 2.0 ** np.arange(6, 24)
-
-
-def test_noise_and_outliers_do_not_move_it() -> None:
-    random = np.random.default_rng(1)
-    sizes = np.repeat(SIZES, 15)
-    times = (3e-4 + 2e-9 * sizes) * np.exp(random.normal(0.0, 0.05, sizes.size))
-    times[random.random(sizes.size) < 0.1] *= 20
-    fit = fit_time(sizes, times)
-    assert (fit.fixed_seconds, fit.seconds_per_unit) == pytest.approx((3e-4, 2e-9), rel=0.05)
-    assert fit.num_points == SIZES.size
-    # nor does a size that is wrong altogether
-    times = 3e-4 + 2e-9 * SIZES
-    times[5] *= 30
-    fit = fit_time(SIZES, times)
-    assert (fit.fixed_seconds, fit.seconds_per_unit) == pytest.approx((3e-4, 2e-9), rel=0.05)
-    assert fit.largest_error > 0.9 and fit.median_error < 0.05
-
-
-@pytest.mark.parametrize(
-    ("sizes", "times", "match"),
-    [
-        ([1, 2], [1.0, 2.0], "2 distinct sizes"),
-        ([1, 2, 3], [1.0, 2.0], "one time for every size"),
-        ([1, 2, 3], [1.0, 0.0, 2.0], "positive, finite seconds"),
-        ([1, 2, 3], [1.0, float("nan"), 2.0], "positive, finite seconds"),
-    ],
-)
-def test_nonsense_is_refused(sizes, times, match) -> None:
-    with pytest.raises(ArgumentError, match=match):
-        fit_time(sizes, times, what="broadcast")
 
 
 GIGABIT = AlphaBeta(50e-6, 8e-9)

@@ -368,16 +368,3 @@ def test_killed_while_saving_the_last_complete_one_loads(tmp_path: Path) -> None
     step = max(int(name[5:15]) for name in folders(tmp_path) if name.startswith("step-"))
     assert_is(load(tmp_path)[1], 1, step)
     assert leftovers, "no moment was within a save: nothing was tried"
-
-
-def test_two_that_publish_the_same_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = checkpoint._write
-
-    def meanwhile(path: Path, entry: dict[str, Any]) -> None:
-        monkeypatch.setattr(checkpoint, "_write", write)
-        save(tmp_path / "aside", 1)
-        os.rename(tmp_path / "aside" / "step-0000000001.1", tmp_path / "step-0000000001.1")
-        write(path, entry)
-
-    monkeypatch.setattr(checkpoint, "_write", meanwhile)
-    refused(Training().save(tmp_path, 1), "at the same time")

@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
-from conformance.keras import SPARSE, Interruption, check_resumed, distributed, halfway, residuals
+from conformance.keras import Interruption, check_resumed, distributed, halfway, residuals
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.training.checkpoint import write_checkpoint
-from support.keras_models import fit, flat, keras, make_model, share
+from support.keras_models import fit, flat, keras, make_model
 
 
 def test_residuals_are_no_variables_and_differ(everywhere):
@@ -26,23 +26,6 @@ def test_residuals_are_no_variables_and_differ(everywhere):
     callback.set_model(model)
     callback.on_train_begin()
     np.testing.assert_array_equal(residuals(optimizer), before)
-
-
-def test_saved_model(tmp_path, rank, size):
-    path = str(tmp_path / f"rank-{rank}.keras")
-    model, _ = halfway()
-    model.save(path)
-
-    ordinary = keras.models.load_model(path)
-    assert type(ordinary.optimizer) is keras.optimizers.SGD
-    np.testing.assert_array_equal(
-        ordinary.optimizer.momentums[0].numpy(), model.optimizer.momentums[0].numpy()
-    )
-
-    again = hvd.load_model(path, compression=SPARSE)
-    images, labels = share(rank, size)
-    again.fit(images, labels, batch_size=5, epochs=2, shuffle=False, verbose=0)
-    check_resumed(again, again.optimizer)
 
 
 def test_the_callback_in_a_process_set(folder, process_set, rank):

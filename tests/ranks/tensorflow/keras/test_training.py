@@ -103,19 +103,6 @@ def test_a_fixed_loss_scale_is_none_of_the_sparsifiers_business(passes):
     assert results[1] == results[0] == [[-2.0, 0.0, 1.5, 0.0], [0.0, 0.5, 0.0, pytest.approx(0.1)]]
 
 
-@pytest.mark.parametrize("compression", ["topk:density=1.0", "none"])
-def test_a_pass_without_a_gradient_takes_none_from_the_others(compression):
-    first, second = (keras.Variable(np.zeros(2, np.float32), name=name) for name in ("first", "second"))
-    plain = keras.optimizers.SGD(1.0)
-    optimizer = hvd.DistributedOptimizer(plain, compression=compression, backward_passes_per_step=2)
-    optimizer.build([first, second])
-    one, seen = tf.ones([2]), []
-    for given in [(one, one), (None, one), (None, one), (one, one), (None, one), (None, one)]:
-        optimizer.apply(list(given), [first, second])
-        seen.append((float(first.numpy()[0]), float(second.numpy()[0])))
-    assert seen[1::2] == [(-1.0, -2.0), (-2.0, -4.0), (-2.0, -6.0)]
-
-
 @pytest.mark.parametrize("compression", [SPARSE, "none"])
 def test_xla_is_refused(compression, rank, size):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)

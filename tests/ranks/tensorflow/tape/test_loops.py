@@ -7,7 +7,6 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 from conformance.engine import replicas_agree, run, same
 from conformance.engines_tensorflow import TAPES
-from horovod_sparse.errors import UnsupportedError
 
 
 def weights(count):
@@ -94,37 +93,3 @@ def test_a_tape_trains_as_without_it(rank, size, tape):
     finally:
         tf.config.run_functions_eagerly(False)
     assert same(training, expected) and replicas_agree(made, training)
-
-
-#: in a graph what is not so around it, and the other way round
-_MIXED = [(False, True), (True, False)]
-
-
-@pytest.mark.parametrize(
-    ("inner", "outer"),
-    [(False, False), (True, True), *(pytest.param(*one, marks=pytest.mark.nightly) for one in _MIXED)],
-)
-def test_a_gradient_of_a_synchronized_gradient_is_an_error(rank, size, inner, outer):
-    """Where stock Horovod's has one, ours is not None. Nothing is raised where nobody asks."""
-    weights = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([2]))]
-    compression = hvd.Compression.topk(density=1.0)
-
-    def gradients():
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(weight**2) for weight in weights])
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        return tape.gradient(loss, weights)
-
-    first = tf.function(gradients) if inner else gradients
-
-    def second(asks):
-        with tf.GradientTape(persistent=True) as tape:
-            penalty = tf.add_n([tf.reduce_sum(gradient**2) for gradient in first()])
-            other = tf.reduce_sum(weights[0] ** 3)
-        return tape.gradient(penalty if asks else other, weights[0])
-
-    run = tf.function(second) if outer else second
-    assert run(False).numpy().tolist() == [3.0] * 3
-    with pytest.raises((UnsupportedError, tf.errors.OpError), match="selected"):
-        run(True)
-    assert np.isfinite(run(False).numpy()).all()

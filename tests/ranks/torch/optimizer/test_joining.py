@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.errors import StateMismatchError
 from support.linear import LinearModel, dyadic, same_on_all_ranks
-from support.optimizers import make, residuals_of
+from support.optimizers import residuals_of
 from support.sampling import rows_by
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "late": (6, 8)}
@@ -113,15 +113,6 @@ def test_another_parameter_joins_on_each_rank_which_all_are_told(rank):
     (model.late if rank else model.bias).requires_grad_(True)
     model.backward(gradients(rank, 1, ["first", "second"]))
     with pytest.raises(StateMismatchError, match=r"late|bias"):
-        optimizer.step()
-
-
-def test_a_type_that_cannot_be_synchronized_is_told_on_all_ranks(rank):
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "topk:density=0.1")
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
-    model.backward(gradients(rank, 0, SHAPES))
-    with pytest.raises(UnsupportedError, match="complex64"):
         optimizer.step()
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import horovod_sparse.torch as hvd
 from conformance.engine import SHAPES, given, run
@@ -41,32 +40,6 @@ def test_clipping_and_passes_in_true_units(rank):
             scaler.update(2.0 ** (8 + step))
         results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
-def test_only_the_scaled_of_two_losses_counts_as_scaled(rank):
-    """A generator that is not scaled, after a discriminator that is, with a pass within its pass."""
-    results = []
-    for scaled in (False, True):
-        models = [LinearModel(SHAPES), LinearModel(SHAPES)]
-        optimizers = [own(model, "topk:density=0.1") for model in models]
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
-        for step in range(3):
-            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                optimizer.zero_grad()
-                if number == 0:
-                    loss = checkpoint(
-                        lambda one, model=model, step=step: one * model.loss(given(rank, step)),
-                        torch.ones((), requires_grad=True),
-                        use_reentrant=True,
-                    )
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    backward(model, given(rank, step))
-                    optimizer.step()
-        results.append([p.detach().clone() for model in models for p in model.parameters()])
-    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("later", ["scaled", "plain"])

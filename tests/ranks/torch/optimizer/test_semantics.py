@@ -183,31 +183,6 @@ def test_momentum_twice_is_refused_at_once(library):
         library.DistributedOptimizer(plain, model.named_parameters(), made)
 
 
-FRONTS = {
-    "three buckets": ("own", {"bucket_bytes": 680}),
-    "stock": ("stock", {}),
-    "stock, num_groups": ("stock", {"num_groups": 2}),
-}
-
-
-def made(name, compression, **arguments):
-    front, more = FRONTS[name]
-    model = LinearModel(SHAPES)
-    return model, wrapped(front, model, compression, more | arguments)
-
-
-@pytest.mark.parametrize("name", FRONTS)
-def test_backward_passes_per_step_accumulate_first(name, rank):
-    """Two passes are one gradient: what a single pass with their sum gives."""
-    single, double = (made(name, "exdyna:density=0.1", backward_passes_per_step=n) for n in (1, 2))
-    for step in range(4):
-        one, two = gradients(rank, 2 * step), gradients(rank, 2 * step + 1)
-        double[0].backward(one)
-        found = train_step(*double, two)
-        wanted = train_step(*single, {key: one[key] + two[key] for key in one})
-        assert all(torch.equal(found[key], wanted[key]) for key in SHAPES)
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_two_networks_of_the_same_names_are_under_way_at_once(named, rank, size):
     """As where one is trained through the other: backward reaches both before either steps."""

@@ -110,16 +110,6 @@ def test_what_is_refused(error, words, given):
         given() if callable(given) else wrapped(**given)
 
 
-def test_settings_go_with_copies_and_through_the_other_front_end():
-    asked = {"compression": "topk:density=0.1", "check_every": 7, "levels": "flat"}
-    first = hvd_tf.DistributedOptimizer(sgd(), **asked)
-    for optimizer in (first, type(first).from_config(first.get_config()), copy.deepcopy(first)):
-        synchronizer = optimizer._horovod_sparse_keeper.synchronizer
-        assert (synchronizer.settings.check_every, synchronizer.settings.levels) == (7, "flat")
-    partial = hvd.PartialDistributedOptimizer(sgd(), **asked, backward_passes_per_step=2)
-    assert partial._horovod_sparse_keeper.synchronizer.settings.check_every == 7
-
-
 _MOMENTUM = "dgc:density=0.1,feedback=momentum(momentum=0.5)"
 
 
@@ -129,19 +119,6 @@ def test_momentum_twice_is_refused(wrap):
         hvd.DistributedOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), compression=_MOMENTUM)
     hvd.DistributedOptimizer(wrap(sgd()), compression=_MOMENTUM)
     hvd.DistributedOptimizer(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), compression="dgc:density=0.1")
-
-
-def test_a_residual_that_follows_the_rate_is_for_plain_sgd(caplog):
-    """Momentum and moments remember what a falling learning rate has enlarged."""
-    scaled = "topk:density=0.1,feedback=error(scale_residual=true)"
-    hvd.DistributedOptimizer(sgd(), compression=scaled)
-    for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(0.1, momentum=0.9)):
-        hvd.DistributedOptimizer(optimizer, compression="topk:density=0.1")
-    assert "scale_residual" not in caplog.text
-    for optimizer in (keras.optimizers.Adam(), keras.optimizers.RMSprop(), keras.optimizers.SGD(0.1, 0.9)):
-        caplog.clear()
-        hvd.DistributedOptimizer(optimizer, compression=scaled)
-        assert caplog.text.count("scale_residual=True is made for SGD without momentum") == 1
 
 
 def test_one_compressor_is_for_one_optimizer():
@@ -205,15 +182,6 @@ def test_what_no_config_tells_stays():
     wrapped = hvd.DistributedOptimizer(plain, compression="topk:density=1.0")
     wrapped.apply([tf.ones([2])] * 2, weights)
     assert [weight.numpy().tolist() for weight in weights] == [[0.75, 1.5], [1.0, 2.0]]
-
-
-def test_telemetry_goes_into_the_logs_under_loss_scaling():
-    scaler = scaled(sgd(), initial_scale=8.0)
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(scaler, compression="topk:density=0.5"), "mse", jit_compile=False)
-    callbacks = [hvd.callbacks.TelemetryCallback()]
-    history = model.fit(np.ones((2, 2)), np.ones(2), verbose=0, callbacks=callbacks).history
-    assert history["sparse/density_selected"][-1] > 0
 
 
 @pytest.mark.parametrize(
