@@ -25,7 +25,7 @@ from benchmarks.common.options import (
     launches,
     named_sparsifiers,
 )
-from benchmarks.common.pages import markdown
+from benchmarks.common.tables import markdown
 from horovod_sparse.arrays import GradientParts, HostAccumulator
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Bucket, NoFeedback, Recipe, parse_recipe

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.layers import layer_table
-from benchmarks.common.pages import markdown
+from benchmarks.common.tables import markdown
 from horovod_sparse.merging import (
     AffineTime,
     CostModel,

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.common.pages import markdown
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first column holds words, the others numbers.
+
+    Example:
+        >>> print(markdown(["", "ms"], [["fold", "9.5"]]))
+        |  | ms |
+        |---|---:|
+        | fold | 9.5 |
+    """
+    lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
+    lines.insert(1, "|---|" + "---:|" * (len(head) - 1))
+    return "\n".join(lines)
 
 
 def milliseconds(seconds: float) -> str:
@@ -115,3 +127,13 @@ def hosts_table(result: Mapping[str, Any]) -> str:
         )
     header = ["plan", "buckets", "dense", "predicted ms", "measured ms", "quartiles", "prediction off by"]
     return markdown(header, rows)
+
+
+def matrix_table(result: Mapping[str, Any]) -> str:
+    """Versions that `scripts/check matrix` installed, and what passed with them."""
+    columns, rows = ("python", "torch", "tensorflow", "keras", "numpy", "numba", "horovod"), []
+    for name, corner in result["corners"].items():
+        tests = ", ".join(f"`{test}` {count}" for test, count in corner.get("passed", {}).items())
+        versions = [corner["versions"].get(column, "-") for column in columns]
+        rows.append([name, *versions, str(corner.get("install_seconds", "-")), tests or "**failed**"])
+    return markdown(["corner", *columns, "install, s", "tests passed on two ranks"], rows)

@@ -1,6 +1,7 @@
-"""Writes docs/appendix and docs/pictures, all that is not what was measured.
+"""Writes tables in docs, and pictures, that are not what docs/measurements/*.json say.
 
-A picture names the hash of what it was made of. After a change of the code that draws it, remove it first.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. A picture names the hash of what it
+was made of; after a change of the code that draws it, remove it first.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,10 +21,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks import allreduce, plans
-from benchmarks.common.pages import FOLDER, page
-from benchmarks.common.tables import frameworks_table, hosts_table, launch_tables, local_table
+from benchmarks.common.tables import frameworks_table, hosts_table, launch_tables, local_table, matrix_table
 from benchmarks.report import paper_pictures as papers
-from benchmarks.report import pictures, rooms, sections
+from benchmarks.report import pictures, rooms
 from benchmarks.studies import (
     adamw,
     convergence,
@@ -34,14 +35,14 @@ from benchmarks.studies import (
     threshold,
     time_to_accuracy,
 )
-from benchmarks.studies.papers import counts, sixteen, tables, trainings
+from benchmarks.studies.papers import sixteen, tables, trainings
 from benchmarks.studies.study import ROOT, Result, measured
 
 __all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
 
 STUDIES = (
     *(one.STUDY for one in (adamw, convergence, levels, local, passes, schedules, slow_links, threshold)),
-    *(time_to_accuracy.STUDY, sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY, counts.STUDY),
+    *(time_to_accuracy.STUDY, sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY),
 )
 #: by name of the measurement; the tables of others are those of launches
 TABLES: dict[str, Callable[[Result], str]] = {
@@ -51,18 +52,14 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "demo": demo.table,
     "frameworks": frameworks_table,
     "merging": plans.tables,
+    "matrix": matrix_table,
     "merging_vgg16_cifar": tables.plans_on_hosts,
     "paper_workers": tables.workers_on_hosts,
     "paper_densities": tables.densities,
     "sparse_allreduce": allreduce.tables,
+    "train_parts": tables.parts,
 }
-#: by file: title, the page that says what it means, sections
-_PAGES = {
-    "performance.md": ("Measurements of time and bytes", "performance.md", sections.PERFORMANCE),
-    "plans.md": ("Measurements of plans", "merging.md", sections.PLANS),
-    "results.md": ("Measurements of accuracy", "results.md", sections.RESULTS),
-    "papers.md": ("Measurements beside the papers", "papers.md", sections.PAPERS),
-}
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(\n<!-- end of table -->)", re.DOTALL)
 #: by name in docs/pictures: what a picture is made of, and the figure
 PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
     name: (partial(measured, measurement), make)
@@ -77,31 +74,25 @@ PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
         ("papers/exdyna_density", "papers", papers.density),
         ("papers/exdyna_threshold", "papers", papers.threshold),
         ("papers/micro_errors", "papers", papers.errors),
-        ("papers/omgs_iterations", "paper_counts", papers.iterations),
         ("papers/dragonn_encoding", "papers", papers.encoding),
-        ("papers/spardl_methods", "sparse_allreduce", papers.methods),
-        ("papers/spardl_on_hosts", "paper_workers", papers.on_hosts),
     )
 } | {"rooms": (rooms.rooms, rooms.picture)}
 
 
 def pages() -> dict[Path, str]:
-    """Returns the text of every page of `docs/appendix`, by its file."""
-    names = {name for _, _, parts in _PAGES.values() for section in parts for name in section.names}
-    made = {name: TABLES.get(name, launch_tables)(measured(name)) for name in names}
-    # the papers' page reads the iterations of a launch in its own way
-    of_paper = {**made, "train_parts": tables.parts(measured("train_parts"))}
-    found = {}
-    for name, (title, prose, parts) in _PAGES.items():
-        about = f"What they mean is in [{prose}](../{prose})."
-        found[FOLDER / name] = page(title, about, parts, of_paper if prose == "papers.md" else made)
-    return found
+    """Returns the text of every page below docs that shows a measurement, with its tables made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES.get(match[2], launch_tables)(measured(match[2])).strip()}\n{match[3]}"
+
+    texts = {path: path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
+    return {path: _TABLE.sub(table, text) for path, text in texts.items()}
 
 
 def stale() -> Iterator[tuple[Path, Callable[[], object]]]:
     """Yields every page and picture that is not what was measured, and a function that writes it."""
     for path, text in pages().items():
-        if not path.exists() or path.read_text() != text:
+        if path.read_text() != text:
             yield path, partial(path.write_text, text)
     for name, (read, make) in PICTURES.items():
         path, found = ROOT / "docs" / "pictures" / f"{name}.png", read()

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.plans import PAPER
-from benchmarks.report.pictures import COLORS, GREY, MARKERS, beside, panels, rows, titled
-from benchmarks.studies.papers import counts, tables
-from benchmarks.studies.study import measured
+from benchmarks.report.pictures import COLORS, GREY, MARKERS, panels, titled
 
 #: ExDyna's density lies under MiCRO's
 _WIDTHS = {"exdyna": 3.0}
@@ -69,34 +66,6 @@ def errors(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def iterations(result: dict[str, Any]) -> Figure:
-    """OMGS-SGD, Table VI, with MG-WFBP."""
-    figure, axes = panels(4, height=2.8)
-    tables = {row["model"]: row["strategies"] for row in measured("merging")["tables"] if row["size"] == 16}
-    names = ["single", "fixed 8192", "omgs", "optimal"]
-    for axis, model in zip(axes, counts.MODELS, strict=True):
-        ours = [tables[model][name]["seconds"] for name in names]
-        ours.append(result["merging"][model]["mgwfbp"]["seconds"])
-        places = np.arange(len(ours))
-        axis.barh(places, ours, height=0.6, color=COLORS[0], label="predicted here")
-        theirs = [PAPER[model]["seconds"].get(name, np.nan) for name in names] + [np.nan]
-        axis.plot(theirs, places, "D", color=COLORS[1], markersize=6, label="the paper's, measured")
-        limit = 1.4 * np.nanmax([*ours[:-1], *theirs])
-        for row, (value, other) in enumerate(zip(ours, theirs, strict=True)):
-            if value > limit:  # MG-WFBP's dense times are too long for an axis of the others
-                beside(axis, f"{value:.2f} →", 0.9 * limit, row, color="white", ha="right")
-            else:
-                beside(axis, f"{value:.2f}", float(np.nanmax([value, other])), row)
-        titled(axis, model, xlim=(0, limit))
-        axis.legend().remove()
-        rows(axis, [*names, "MG-WFBP"] if axis is axes[0] else [""] * len(ours))
-    axes[0].set_xlabel("seconds of an iteration")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize=8, frameon=False
-    )
-    return figure
-
-
 def encoding(result: dict[str, Any]) -> Figure:
     """DRAGONN, Figs. 1 and 5a."""
     figure, (axis,) = panels(1, width=5.5)
@@ -111,42 +80,4 @@ def encoding(result: dict[str, Any]) -> Figure:
         xlabel="MiB of the gradient",
         ylabel="ms",
     )
-    return figure
-
-
-def methods(result: dict[str, Any]) -> Figure:
-    """SparDL, Fig. 8: communication on eight hosts."""
-    launches = [one for one in result["launches"] if one["network"] == "mpi"]
-    figure, axes = panels(len(launches), height=2.9)
-    for axis, launch in zip(axes, launches, strict=True):
-        times = [1e3 * row["communication"]["seconds"]["median"] for row in launch["results"]]
-        names = [row["method"].partition(":threshold")[0] for row in launch["results"]]
-        names = [name.replace(":teams", ", d") for name in names]
-        colors = [COLORS[0] if name.startswith("spardl") else GREY for name in names]
-        axis.barh(np.arange(len(times)), times, color=colors, height=0.65)
-        for row, value in enumerate(times):
-            beside(axis, f"{value:.1f}", value, row)
-        rows(axis, names if axis is axes[0] else [""] * len(names))
-        titled(
-            axis,
-            f"density {launch['density']:g}, eight hosts, MPI",
-            xlabel="ms of communication",
-            xlim=(0, 1.15 * max(times)),
-        )
-    return figure
-
-
-def on_hosts(result: dict[str, Any]) -> Figure:
-    """SparDL, Figs. 12 and 16, measured: communication by the number of workers and by density."""
-    figure, axes = panels(2)
-    shown = ((result, "ranks", "workers"), (measured("paper_densities"), "density", "density"))
-    for axis, (found, fact, label) in zip(axes, shown, strict=True):
-        by_place = tables.launches_by(found, fact)
-        for number, name in enumerate(("topk", "topk_dsa", "oktopk:threshold_steps=4", "spardl:teams=1")):
-            points = [(place, 1e3 * row[name]) for place, row in by_place.items() if name in row]
-            style = {"marker": MARKERS[number], "markersize": 4, "color": COLORS[number]}
-            axis.plot(*zip(*points, strict=True), label=name.partition(":")[0], **style)
-        titled(axis, "ms of communication, measured", xlabel=label)
-    axes[0].set(ylim=(0, None), xticks=sorted({launch["ranks"] for launch in result["launches"]}))
-    axes[1].set(xscale="log", yscale="log")
     return figure

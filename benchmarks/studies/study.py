@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.pages import markdown as markdown
+from benchmarks.common.tables import markdown as markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements"
@@ -32,7 +32,7 @@ def load(path: Path) -> Result:
 
 def measured(name: str) -> Result:
     """A committed measurement by its name."""
-    return load(MEASUREMENTS / f"{name}.json")
+    return json.loads((MEASUREMENTS / f"{name}.json").read_text())
 
 
 def at_best_rate(runs: Result, name: str) -> tuple[float, dict[int, Result]] | None:

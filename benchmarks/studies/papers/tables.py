@@ -22,39 +22,6 @@ def ranks(result: dict[str, Any]) -> str:
     return markdown(["ExDyna", *shown, "union / asked"], rows)
 
 
-def workers(result: dict[str, Any]) -> str:
-    """SparDL's Fig. 12: words and predicted times at three numbers of workers."""
-    sizes, shown, rows = result["setting"]["sizes"], (5, 8, 14), []
-    for name, found in result["sizes"].items():
-        cells = [found[sizes.index(size)] for size in shown]
-        rows.append(
-            [
-                f"`{name}`",
-                *(f"{cell['received']:.2f}" if cell else "-" for cell in cells),
-                *(f"{1e3 * cell['seconds']:.0f}" if cell else "-" for cell in cells),
-            ]
-        )
-    head = [*(f"words / k, P = {size}" for size in shown), *(f"ms, P = {size}" for size in shown)]
-    return markdown(["counted and predicted", *head], rows)
-
-
-def teams(result: dict[str, Any]) -> str:
-    """SparDL's Figs. 13 to 15: every number of teams."""
-    rows = [
-        [
-            f"P = {size}, {'one team' if name == '1' else name}",
-            f"{row['rounds']} ({row['formula_rounds']})",
-            f"{row['received']:.2f}",
-            f"{row['least']:.2f} to {row['most']:.2f}" if name[0] == "B" else f"{row['least']:.2f}",
-            f"{1e3 * row['seconds']:.1f}",
-        ]
-        for size, found in result["teams"].items()
-        for name, row in found.items()
-    ]
-    head = ["teams", "rounds (formula)", "words / k, counted", "by the paper's formula", "ms, predicted"]
-    return markdown(head, rows)
-
-
 def residuals(result: dict[str, Any]) -> str:
     """SparDL's Fig. 17: score at the end and loss of the last steps, mean and range over the seeds."""
     rows = []
@@ -72,18 +39,6 @@ def residuals(result: dict[str, Any]) -> str:
                 ]
             )
     return markdown(["residuals", "seeds", "test accuracy", "loss, last 20 steps"], rows)
-
-
-def merging(result: dict[str, Any]) -> str:
-    """OMGS-SGD's rule with nothing selected, beside its sparse plans."""
-    tables = load(MEASUREMENTS / "merging.json")["tables"]
-    sparse = {row["model"]: row["strategies"] for row in tables if row["size"] == 16}
-    rows = []
-    for model, plans in result["merging"].items():
-        found = [*plans.values(), sparse[model]["omgs"], sparse[model]["optimal"]]
-        rows.append([model, *(f"{plan['seconds']:.2f} ({plan['buckets']})" for plan in found)])
-    head = ["seconds (buckets)", "WFBP, dense", "MG-WFBP, dense", "dense, one bucket", "OMGS", "optimal"]
-    return markdown(head, rows)
 
 
 def launches_by(result: dict[str, Any], fact: str) -> dict[float, dict[str, float]]:

@@ -1,11 +1,7 @@
 #!/usr/bin/env python3
 """Installs the package beside several versions of Python, PyTorch and TensorFlow, and tests it on two ranks.
 
-scripts/check matrix [CORNER...]     runs corners (all, unless named) and writes docs/measurements/matrix.json
-                               and the table of docs/install.md
-scripts/check matrix --list          what corners there are
-scripts/check matrix --check         runs nothing; fails if the table is not what was measured
-  --keep FOLDER                where environments are made, and stay
+It writes docs/measurements/matrix.json; scripts/report makes the table of docs/install.md of it.
 
 Corners without Horovod install a wheel of this tree into an environment of their own, and run tests/ddp by
 torchrun. The others run scripts/setup in a copy of this tree, and tests on ranks by horovodrun. A Python that
@@ -30,8 +26,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "docs" / "measurements" / "matrix.json"
-PAGE = ROOT / "docs" / "install.md"
-_TABLE = re.compile(r"(<!-- matrix: begin -->\n).*?(<!-- matrix: end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -183,26 +177,14 @@ def measured(name: str, folder: Path) -> dict[str, Any] | None:
     return {"versions": versions_of(own, folder), "install_seconds": round(seconds), "passed": tests}
 
 
-def table(result: dict[str, Any]) -> str:
-    """A row per corner."""
-    columns = ("python", "torch", "tensorflow", "keras", "numpy", "numba", "horovod")
-    lines = [["corner", *columns, "install, s", "tests passed on two ranks"], ["---"] * (len(columns) + 3)]
-    for name, corner in result["corners"].items():
-        tests = ", ".join(f"`{test}` {count}" for test, count in corner.get("passed", {}).items())
-        versions = [corner["versions"].get(column, "-") for column in columns]
-        lines.append([name, *versions, str(corner.get("install_seconds", "-")), tests or "**failed**"])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def main() -> int:
-    """Runs what was asked for; the exit code is 1 where a corner failed, or the table is stale."""
+    """Runs what was asked for; the exit code is 1 where a corner failed."""
     parser = argparse.ArgumentParser(
         prog="scripts/check matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("corners", nargs="*", metavar="CORNER", help="of --list")
-    parser.add_argument("--list", action="store_true", help="say what corners there are")
-    parser.add_argument("--check", action="store_true", help="compare the table with what was measured")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the environments; they stay")
+    parser.add_argument("corners", nargs="*", metavar="CORNER", help="which to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="name all corners and run none")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="make environments here and keep them")
     options = parser.parse_args()
     if unknown := [name for name in options.corners if name not in CORNERS]:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(CORNERS)}")
@@ -214,7 +196,7 @@ def main() -> int:
     if FILE.exists():
         result = json.loads(FILE.read_text())
     failed = False
-    for name in [] if options.check else options.corners or list(CORNERS):
+    for name in options.corners or list(CORNERS):
         with tempfile.TemporaryDirectory(prefix="horovod_sparse_matrix.") as temporary:
             folder = options.keep.resolve() / name if options.keep else Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
@@ -225,12 +207,6 @@ def main() -> int:
             ordered = {name: result["corners"][name] for name in CORNERS if name in result["corners"]}
             FILE.write_text(json.dumps({**result, "corners": ordered}, indent=1) + "\n")
             result["corners"] = ordered
-    before = PAGE.read_text()
-    after = _TABLE.sub(lambda match: f"{match[1]}{table(result)}\n{match[2]}", before)
-    if options.check:
-        return int(before != after or "<!-- matrix: begin -->" not in before)
-    PAGE.write_text(after)
-    print(table(result))
     return int(failed)
 
 

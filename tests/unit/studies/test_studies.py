@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib")
 from benchmarks.report.main import PICTURES, STUDIES
 from benchmarks.studies import convergence, local, schedules, threshold
 from benchmarks.studies.baselines import BASELINES
-from benchmarks.studies.papers import counts, trainings
+from benchmarks.studies.papers import trainings
 from benchmarks.studies.study import load
 from benchmarks.studies.tasks import digits_task, gpt_task, small_digits_task
 
@@ -57,32 +57,6 @@ def test_baselines_bring_what_all_ranks_mean() -> None:
             torch.testing.assert_close(sent, mean, rtol=0.05, atol=0.05)
         elif name != "powersgd rank 1":
             torch.testing.assert_close(steps[2][0], expected, rtol=1e-2, atol=1e-2)
-
-
-TOY = {**counts.SETTING, "num_elements": 30_000, "sizes": [4, 5], "team_sizes": [6]}
-
-
-def test_counts_are_the_formulas() -> None:
-    sizes = counts.by_size(TOY)
-    assert sizes["gtopk"][1] is None and sizes["gtopk"][0]["rounds"] == 4
-    # Table I of SparDL: 2 (P - 1) k and 4 (P - 1) / P k, beside headers; and rounds one behind the other
-    assert [row["received"] for row in sizes["topk"]] == pytest.approx([6.0, 8.0], rel=0.12)
-    assert [row["received"] for row in sizes["spardl"]] == pytest.approx([3.0, 3.2], rel=0.15)
-    rounds = {name: [row["rounds"] for row in rows if row] for name, rows in sizes.items() if name != "gtopk"}
-    assert rounds == {"topk": [2, 3], "topk_dsa": [7, 10], "oktopk": [10, 14], "spardl": [4, 6]}
-    found = counts.by_teams(TOY)["6"]
-    assert list(found) == ["1", "R2", "B2", "B3", "B6"]
-    for row in found.values():
-        assert row["rounds"] == row["formula_rounds"]
-        assert 0.9 * row["least"] < row["received"] < 1.2 * row["most"]
-        bytes_seconds = 4 * row["received"] * TOY["density"] * TOY["scaled_to"] * TOY["beta_seconds"]
-        assert row["seconds"] == pytest.approx(row["rounds"] * TOY["alpha_seconds"] + bytes_seconds, rel=0.1)
-
-
-def test_dense_merging_is_no_worse_than_none_and_one_bucket() -> None:
-    found = counts.dense_merging("lstm_ptb")
-    assert 1 < found["mgwfbp"]["buckets"] < found["wfbp"]["buckets"]
-    assert found["mgwfbp"]["seconds"] <= min(found["wfbp"]["seconds"], found["dense, one bucket"]["seconds"])
 
 
 def test_committed_numbers_can_be_drawn() -> None:
