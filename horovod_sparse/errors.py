@@ -158,7 +158,7 @@ class DeadlineError(HorovodSparseError, TimeoutError):
 
     def __str__(self) -> str:
         if self.missing is None:
-            who = "which ranks are missing is not known here: look for a warning of rank 0, after 60 s"
+            who = "this rank cannot tell which ranks are missing: rank 0 logs a warning after 60 s"
         elif not self.missing:
             who = "all ranks wait for it, so the network or the library below does not go on"
         else:

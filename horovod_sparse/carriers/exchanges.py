@@ -143,7 +143,7 @@ def awaited(messages: dict[int, np.ndarray], sources: Collection[int], whose: st
     """Returns the messages of an exchange; refuses one of a rank that is no source."""
     if strangers := sorted(messages.keys() - set(sources)):
         raise CollectiveMismatchError(
-            f"{whose} awaits messages from {sorted(sources)}, but {strangers} sent to it too"
+            f"{whose} expected messages from ranks {sorted(sources)}, but ranks {strangers} sent some, too"
         )
     return messages
 

@@ -115,7 +115,7 @@ class MpiCarrier:
         late = self._inbox.pop(before, {})
         if late and before not in self._open:
             raise CollectiveMismatchError(
-                f"{whose} did not await messages that ranks {sorted(late)} sent to it too"
+                f"{whose} got messages from ranks {sorted(late)} that it did not expect"
             )
         self._open.discard(before)
         self._open.add(key)

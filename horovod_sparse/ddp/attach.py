@@ -83,7 +83,7 @@ def attach(
         if recipe.feedback.applies_rate:
             return _attached_steps(model, recipe, optimizer, replicas, schedule, settings)
         if schedule != Schedule():
-            allowed = 'every=1, delay=0 where gradients are exchanged: "best" exchanges steps'
+            allowed = 'feedback "best" with every > 1 or delay > 0: others exchange in every step'
             raise ArgumentError("compression", compression, allowed)
         return _attached_gradients(model, recipe, optimizer, replicas, settings)
 
@@ -119,7 +119,7 @@ def _attached_gradients(
         raise ArgumentError("model", type(model).__name__, allowed)
     wrappers = wrappers_of(model)
     if len({one.module for one in wrappers}) > 1:
-        allowed = 'one at a time, without the optimizer, which may be of all; or "best" for all of them'
+        allowed = 'one per attach(model, text), without optimizer=; or "best", which takes several'
         raise ArgumentError("model", f"one of {len(wrappers)} DistributedDataParallel", allowed)
     model = wrappers[0] if wrappers else model
     of_ddp = bool(wrappers)
@@ -139,9 +139,7 @@ def _attached_gradients(
     if of_ddp:
         _check_ddp(model)
     if settings.levels != "flat" and any(hasattr(one, "device_mesh") for one in model.parameters()):
-        raise ArgumentError(
-            "levels", settings.levels, "'flat' with shards: their sums within hosts are FSDP's"
-        )
+        raise ArgumentError("levels", settings.levels, "'flat' with shards: FSDP sums within hosts already")
     made = GradientSynchronizer(model, recipe, optimizer, group, settings)
     claim(made, model.parameters())
     return made
@@ -163,7 +161,7 @@ def _check_ddp(model: Any) -> None:
         )
     if not model.require_backward_grad_sync:
         raise UnsupportedError(
-            'the model synchronizes no gradients: LocalSteps has it, or "best", or no_sync()'
+            "the model does not synchronize: end LocalSteps, another attach or no_sync() first"
         )
     if model._comm_hooks:
         raise UnsupportedError(

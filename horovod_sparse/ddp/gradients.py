@@ -189,7 +189,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _before_step(self, optimizer: Any, arguments: Any, named: dict[str, Any]) -> Any:
         exchanged, self._unused = self._unused, False
         if self._of_ddp and self.under_way:
-            raise UnsupportedError("the backward pass before this step has failed: no rank has its gradients")
+            raise UnsupportedError("the last backward pass failed on all ranks: run it again")
         if self._of_ddp:
             left = {one: number for one, number, _ in self._left}
             found = [one for one in self._part_of if one.grad is not None]
@@ -310,7 +310,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def _check_between(self, what: str) -> None:
         if self.under_way:
-            raise UnsupportedError(f"a model is {what} between steps: its backward pass is under way")
+            raise UnsupportedError(f"a model is {what} between steps, and this is within a backward pass")
 
 
 def _all_present(own: np.ndarray) -> Synchronization[np.ndarray]:

@@ -123,7 +123,7 @@ def group_of(
     """Returns the ranks with the same parameters: those given, or those of a DistributedDataParallel."""
     sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]
     if wrapped and replicas is not None:
-        raise ArgumentError("replicas", replicas, "none with DistributedDataParallel: it has a group")
+        raise ArgumentError("replicas", replicas, "None with DistributedDataParallel: it has a group")
     group = replicas if isinstance(replicas, dist.ProcessGroup) else None
     if replicas is not None and group is None and getattr(replicas, "ndim", 0) == 1:
         group = replicas.get_group()

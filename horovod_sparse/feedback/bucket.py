@@ -294,8 +294,8 @@ class Bucket:
             at = {int(step): numbers[steps == step].tolist() for step in steps}
             told = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
             raise StateMismatchError(
-                f"ranks are not at the same step of {self.info.name}: {told}. Some have given up "
-                "a step alone that others have applied, so their parameters differ: resume from a checkpoint"
+                f"ranks are not at the same step of {self.info.name}: {told}. Some ranks "
+                "cancelled a step that others applied, so parameters differ: resume from a checkpoint"
             )
 
     def check(self, marks: Mapping[int, int], overflow: int | None) -> None:

@@ -306,4 +306,4 @@ class BestFeedback(Feedback):
     clip_norm: float | None = None
 
     def _own(self, rates: Rates) -> dict[str, Any]:
-        raise UnsupportedError("feedback='best' is decided by an optimizer, which nobody has told here")
+        raise UnsupportedError("feedback='best' needs the optimizer: give it, or name a feedback ('adam')")

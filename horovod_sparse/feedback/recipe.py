@@ -61,7 +61,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
         if not equals or not name:
             raise ArgumentError("compression", part, "NAME or NAME:ARGUMENT=VALUE,ARGUMENT=VALUE")
         if name in arguments:
-            raise ArgumentError("compression", part, f"{name} once")
+            raise ArgumentError("compression", part, f"{name} only once")
         arguments[name] = parse_value(name, value)
     return arguments
 

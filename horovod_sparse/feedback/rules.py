@@ -111,9 +111,9 @@ def recipe_for(optimizer: Any, recipe: Any) -> Any:
     for group in optimizer.param_groups:
         for setting, why in {"differentiable": "autograd does not see the step", **own.refused}.items():
             if group.get(setting):
-                raise ArgumentError(setting, group[setting], f"{kind} without: {why}")
+                raise ArgumentError(setting, group[setting], f"{kind} without it: {why}")
         if own.takes_whole and any(hasattr(one, "device_mesh") for one in group["params"]):
-            allowed = f"one without shards with {kind}, whose step is made of whole matrices"
+            allowed = f"one without shards: {kind} makes its step of whole matrices"
             raise ArgumentError("model", "one that fully_shard has sharded", allowed)
     sparsifier = recipe.sparsifier
     if not recipe.density_given and sparsifier.density < own.least_density:

@@ -63,7 +63,7 @@ class VelocityFeedback(Rule):
         rate, momentum, (sign, decay) = float(group["lr"]), float(group["momentum"]), weights_of(group)
         if not self.momentum:  # nothing but the weights can have the rate
             if momentum:
-                allowed = "0, as when the model was attached: no velocity is kept"
+                allowed = "0, as when the optimizer was attached; for momentum attach again"
                 raise ArgumentError("momentum", momentum, allowed)
             return OwnStep(self, (sign * rate, decay * rate), 1.0, rate)
         # where a schedule has taken momentum away, a velocity of one step

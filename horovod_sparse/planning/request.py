@@ -70,7 +70,7 @@ def select_tensors(
         if rule != "cost":
             raise UnknownNameError("tensor_selection", rule, ["all", "cost", "min_elements(...)"])
         if cost is None:
-            raise ArgumentError("tensor_selection", rule, "a profile too, or 'all', which needs none")
+            raise ArgumentError("tensor_selection", rule, "profile= as well, or 'all', which needs none")
         return frozenset(parameter.name for parameter in parameters if not _pays(parameter, cost))
     if not callable(rule):
         raise ArgumentError("tensor_selection", rule, "'cost', 'all', min_elements(...) or a function")

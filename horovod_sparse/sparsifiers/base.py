@@ -95,7 +95,7 @@ class SparseSum:
     def of(cls, gathered: Gathered) -> SparseSum:
         """Adds up messages that carry indices and values, one behind the other."""
         if gathered.values is None:
-            raise MessageError("messages without values have no sum")
+            raise MessageError("no message holds a value, so there is no sum")
         return cls(gathered.indices, gathered.values, gathered.counts, gathered.notes)
 
 

@@ -127,7 +127,7 @@ def _check_exclusive(union: Indices, counts: np.ndarray, info: BucketInfo) -> No
         one, other = sorted(ranks[order[[meeting[0], meeting[0] + 1]]].tolist())
         where = f"ranks {one} and {other} have selected in one another's parts"
     raise StateMismatchError(
-        f"{info.name}: {where} in the same step, of which exclusive parts are to have none in common: the "
+        f"{info.name}: {where} in the same step, though the ranks' parts must not overlap: the "
         "states of the ranks' sparsifiers differ. No rank applied this step; load a checkpoint of one step "
         "on all ranks"
     )

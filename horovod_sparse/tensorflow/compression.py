@@ -104,8 +104,7 @@ class SparseCompressor(WithState, Compressor):
                 raise ArgumentError(
                     name,
                     compared[name],
-                    "what this compressor was used with before; every tape or optimizer needs a compressor "
-                    "of its own, made once",
+                    "the same at every use; every tape or optimizer needs its own compressor, made once",
                 )
         synchronizer = self.synchronizer
         assert synchronizer is not None  # made above

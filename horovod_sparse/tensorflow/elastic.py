@@ -100,7 +100,7 @@ class TensorFlowState(_Kept, _StockState):
         _refuse_graphs()
         self.variables, self.session = list(variables or ()), session
         if not self.variables:
-            raise ArgumentError("variables", variables, "variables: eagerly there are no global ones")
+            raise ArgumentError("variables", variables, "a list: eager execution has no global variables")
         self._begin(attributes)
 
     def _every(self) -> Sequence[Any]:
@@ -109,4 +109,4 @@ class TensorFlowState(_Kept, _StockState):
 
 def _refuse_graphs() -> None:
     if not tf.executing_eagerly():
-        raise UnsupportedError("elastic states of TensorFlow 1: use eager execution, or horovod's own")
+        raise UnsupportedError("elastic states need eager execution; with TensorFlow 1 use Horovod's")

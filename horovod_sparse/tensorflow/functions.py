@@ -36,7 +36,7 @@ def broadcast_variables(
         return hvd.broadcast_variables(every, root_rank, process_set, inplace)
     for variable in every:
         if not (variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool):
-            raise UnsupportedError(f"{variable.name} holds {variable.dtype.name}, which is not broadcast")
+            raise UnsupportedError(f"{variable.name}: {variable.dtype.name} cannot be broadcast")
 
     def assign() -> None:
         for number, variable in enumerate(every):

@@ -85,12 +85,12 @@ class Replanning:
             if not isinstance(plan, Plan):
                 raise ArgumentError("plan", plan, "a horovod_sparse.merging.Plan: Plan(buckets, dense)")
             if measure_steps is not None:
-                raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
+                raise ArgumentError("measure_steps", measure_steps, "measure_steps or a plan, not both")
             if self.warmup is not None:
                 self.warmup.stop()
             self._training.change_plan(plan)
         elif self.warmup is None:
-            raise ArgumentError("plan", plan, "a plan, or merging='optimal' beside the compression")
+            raise ArgumentError("plan", plan, "a plan, or make the tape with merging='optimal'")
         elif measure_steps is not None:
             self.warmup.measure(measure_steps)
             self._training.change_plan(self._training.plan)

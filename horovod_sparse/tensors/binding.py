@@ -72,7 +72,7 @@ class Binding(Steps):
         self.optimizer, self._kind = optimizer, kind_of(optimizer)
         self._rule = cast(Rule, recipe.feedback)
         if settings.levels != "flat":
-            allowed = "'flat' with own steps; feedback='error' exchanges gradients, by hosts, too"
+            allowed = "'flat' with this feedback; feedback='error' takes 'host', too"
             raise ArgumentError("levels", settings.levels, allowed)
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         #: gradients that each parameter has had, by name

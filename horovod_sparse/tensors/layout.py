@@ -101,7 +101,7 @@ def host_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return dict(on_host(entry)) if isinstance(entry, Mapping) else on_host(entry)
     except RecursionError as error:
-        raise StateMismatchError("the saved state is nested without end") from error
+        raise StateMismatchError("the saved state is nested too deeply") from error
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     if not entries:
         raise ArgumentError("entries", entries, "the entry of every old rank")
     if len({repr(entry.get("shard")) for entry in entries}) > 1:
-        raise StateMismatchError("entries of different shards were given: give those of the ranks with one")
+        raise StateMismatchError("entries of several shards were given: give those of one shard")
     return redistributed([on_host(entry) for entry in entries], rank, size)
 
 

@@ -45,7 +45,7 @@ class HostParameters(Parameters):
                 shape, strides = list(own.shape), list(own.stride())
                 raise UnsupportedError(
                     f"a parameter of shape {shape}, strides {strides}, has gaps in memory: "
-                    "steps reach its own memory, so make it of tensor.contiguous()"
+                    "give tensor.contiguous()"
                 )
         super().__init__(places)
         self.tensors, self.on_host = list(tensors), local(tensors[0]).device.type in HOST_DEVICES

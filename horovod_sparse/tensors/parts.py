@@ -227,7 +227,7 @@ def new_facts(
     new = {names.get(one, place_of[one]): one for one in trained}
     if replaced := sorted(new.keys() & known.keys()):
         raise UnsupportedError(
-            f"{', '.join(replaced)} of the model is another tensor than when it was attached: attach it again"
+            f"{', '.join(replaced)} of the model was replaced since it was attached: attach it again"
         )
     own = {name: local(one) for name, one in new.items()}
     found = facts_of(own.items(), {own[name]: groups[one] for name, one in new.items()}, rules)
@@ -295,7 +295,7 @@ def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) 
         for place, one in enumerate(group["params"])
         if id(one) not in known
     ]:
-        allowed = f"one of the model's parameters alone; it also has {'; '.join(strange[:3])}"
+        allowed = f"one that trains only this model's parameters; it also has {'; '.join(strange[:3])}"
         raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
     return named
 

@@ -100,12 +100,12 @@ class Methods(torch.optim.Optimizer):
         warmup = synchronizer.warmup
         if plan is not None:
             if measure_steps is not None:
-                raise ArgumentError("measure_steps", measure_steps, "either it or a plan")
+                raise ArgumentError("measure_steps", measure_steps, "measure_steps or a plan, not both")
             if warmup is not None:
                 warmup.stop()
             synchronizer.replan(plan)
         elif warmup is None:
-            raise ArgumentError("plan", plan, "a plan, or merging='optimal' to DistributedOptimizer")
+            raise ArgumentError("plan", plan, "a plan, or make the optimizer with merging='optimal'")
         elif measure_steps is not None:
             warmup.measure(measure_steps)
         else:

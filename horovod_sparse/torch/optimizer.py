@@ -159,7 +159,7 @@ def DistributedOptimizer(
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
         if op != hvd.Average:
-            raise ArgumentError("op", op, "Average: a rank's own step is one of the mean")
+            raise ArgumentError("op", op, "Average: this feedback averages steps")
         from horovod_sparse.torch.steps import bound  # which others need not
 
         optimizer.process_set = process_set
@@ -206,7 +206,7 @@ def _adopt(optimizer: Any) -> None:
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
         if optimizer.op != hvd.Average:
-            raise ArgumentError("op", optimizer.op, "Average: a rank's own step is one of the mean")
+            raise ArgumentError("op", optimizer.op, "Average: this feedback averages steps")
         from horovod_sparse.torch.steps import bound
 
         own.step = _without_hooks(StockOptimizer.step)  # those of PyTorch run in the step of the user's class
@@ -243,7 +243,7 @@ def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) 
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError("optimizer", optimizer, "one of PyTorch, as torch.optim.SGD(...)")
     if hasattr(optimizer, "_local_hooks"):
-        raise ArgumentError("optimizer", "one that LocalSteps has", "another: it would take no local steps")
+        raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
     if getattr(process_set, "process_set_id", None) is None:
         raise ArgumentError(
             "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"

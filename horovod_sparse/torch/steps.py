@@ -98,7 +98,7 @@ def bound(
         if (given := getattr(settings, name)) is not None:
             remedy = "torch.nn.utils.clip_grad_norm_ before step() clips" if name == "max_grad_norm" else ""
             remedy = remedy or "feedback='error' exchanges gradients"
-            raise ArgumentError(name, given, f"None: own steps are exchanged, behind backward; {remedy}")
+            raise ArgumentError(name, given, f"None: this feedback exchanges steps; {remedy}")
     recipe = recipe_for(optimizer, recipe)
     names = {one: name for name, one in named_parameters or ()}
     process_set = optimizer.process_set

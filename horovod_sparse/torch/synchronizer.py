@@ -222,7 +222,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             )
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(
-                "a gradient that has a gradient itself (create_graph=True) is not synchronized"
+                "backward(create_graph=True) cannot be synchronized: what is sent has no gradient"
             )
         if gradient is not None and gradient.is_sparse and not (self.sparse_as_dense or self.to_coo):
             raise errors.UnsupportedError(

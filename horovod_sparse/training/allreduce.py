@@ -92,7 +92,7 @@ def terms(
         allowed = "Average or Sum: elements that a rank does not send count as 0; or Compression.none"
         raise ArgumentError("op", chosen, allowed)
     if not process_set.included():
-        raise ArgumentError("process_set", str(process_set), "a set that is set up, and holds this rank")
+        raise ArgumentError("process_set", str(process_set), "a set with this rank")
 
     def facts(shape: Any, dtype: str) -> dict[str, str]:
         given = {"shape": list(shape), "dtype": dtype, "process_set": list(process_set.ranks), "op": chosen}

@@ -228,7 +228,7 @@ def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) 
                 )
         if all(name in mine for mine in everyone):
             if len({mine[name][0] for mine in everyone}) > 1:
-                raise CheckpointError(f"{root / name} is another checkpoint on some ranks than on others")
+                raise CheckpointError(f"{root / name} differs between ranks: give all one directory")
             return name
         _log.warning("%s is not complete on all ranks, an older one may be", root / name)
     lacking = [rank for rank, mine in enumerate(everyone) if not mine]

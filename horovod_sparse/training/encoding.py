@@ -165,5 +165,5 @@ def _array_like(fresh: np.ndarray, plain: Any, path: str) -> np.ndarray:
         raise StateMismatchError(f"{path} holds NaN or Inf in the saved state")
     converted = saved.astype(fresh.dtype)
     if fresh.dtype.kind in "iu" and not np.array_equal(converted, saved):
-        raise StateMismatchError(f"{path} holds numbers in the saved state that are no {fresh.dtype}")
+        raise StateMismatchError(f"{path} in the saved state holds numbers that do not fit {fresh.dtype}")
     return converted

@@ -297,7 +297,7 @@ class LocalTraining(Steps):
             )
         if len(set(sizes)) > 1:
             told = agreement.ranks_apart("have {} elements", sizes)
-            raise StateMismatchError(f"the model's buffers differ: {told}. What differs must be no buffer")
+            raise StateMismatchError(f"the model's buffers differ: {told}. Keep them out of register_buffer")
         return [{}] * len(self.parts), all(finishing)
 
     def _average(self, facts: Any) -> None:
@@ -364,11 +364,11 @@ class LocalTraining(Steps):
     def _checked_local(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         local = entry.get("local")
         if not isinstance(local, Mapping):
-            raise StateMismatchError("the saved state is of a training that synchronized every step")
+            raise StateMismatchError("the saved state is not one of LocalSteps")
         shapes = {name: tuple(fact.shape or ()) for name, (fact, _) in self.facts.items()}
         for what in _SAVED:
             wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
             found = {name: tuple(values.shape) for name, values in local.get(what, {}).items()}
             if found != wanted:
-                raise StateMismatchError(f"local.{what} in the saved state has other parameters, or shapes")
+                raise StateMismatchError(f"local.{what} in the saved state is of other parameters or shapes")
         return local

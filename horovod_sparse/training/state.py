@@ -98,7 +98,7 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
     if recipe is not None and head.algorithm != recipe.sparsifier.name:
         raise StateMismatchError(f"the saved state is of {head.recipe}, {advice.format(recipe.describe())}")
     if (topology := topology_of(entry)) is not None and topology.size != head.size:
-        raise StateMismatchError(f"hosts of the saved state have {topology.size} ranks, not {head.size}")
+        raise StateMismatchError(f"the saved state is damaged: {head.size} ranks, {topology.size} on hosts")
     companions = list(entry["companions"])
     if recipe is not None:
         wanted = recipe.feedback.num_companions
@@ -230,7 +230,7 @@ def old_ranks_of(rank: int, old_size: int, size: int) -> range:
         ([0, 2, 4], [1])
     """
     if not 0 <= rank < size:
-        raise ArgumentError("rank", rank, f"a rank of {size}, from 0")
+        raise ArgumentError("rank", rank, f"a rank from 0 to {size - 1}")
     return range(rank % old_size, old_size, size)
 
 

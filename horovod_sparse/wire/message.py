@@ -109,7 +109,7 @@ def pack(
     if values is not None and values.shape != indices.shape:
         raise ArgumentError("values", f"shape {values.shape}", f"as many values as indices, {indices.shape}")
     if num_elements is None and not format.is_plain(dtype):
-        raise ArgumentError("num_elements", None, f"n of the bucket, which {format} needs")
+        raise ArgumentError("num_elements", None, f"the bucket's number of elements, which {format} needs")
     n = num_elements or 0
     at = sections(format, count, n, dtype)
     buffer = begun(at.length, count, report, at.tag)

@@ -50,7 +50,7 @@ class Mail:
         """Reads the vector of a message, and takes in its notes, which are those of the same ranks."""
         end = words.size - _WORDS_PER_NOTE * len(ranks)
         if end < 0:
-            raise MessageError(f"a message of {words.size} words cannot hold the notes of {len(ranks)} ranks")
+            raise MessageError(f"a message of {words.size} words is too short: mixed versions?")
         gathered = unpack_sum(words[:end], 1, self._wire, self._info.num_elements, self._info.value_dtype)
         if gathered.values is None:
             raise MessageError("a message without values")

@@ -125,7 +125,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
         super().__init__()
         self._given, self._settings = LocalSchedule.of(every, options, "LocalSteps of Keras")
         if self._given.delay:
-            raise ArgumentError("delay", self._given.delay, "0: exchanges are waited for")
+            raise ArgumentError("delay", self._given.delay, "0: in Keras ranks wait for each exchange")
         self.process_set, self._counted = process_set, 0
         #: made when `fit` begins: counts exchanges (`step`), tells of them (`summary()`)
         self.rounds: _Training | None = None
@@ -147,7 +147,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
         optimizer = self.model.optimizer
         if distributed_in(optimizer) is not None or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
-            raise ArgumentError("optimizer", "a distributed one", "Keras' own to compile()")
+            raise ArgumentError("optimizer", "a DistributedOptimizer", "a plain one to compile()")
         self._counted = self._iterations()
         trained = by_name(self.model.trainable_weights)
         named = {
@@ -162,7 +162,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
             self.load_state_dict(self._waiting)
         elif new := {*map(id, named.values())} - {id(one) for _, one in self.rounds.facts.values()}:
             given = f"one with {len(new)} trained variables that the fit before did not train"
-            raise ArgumentError("model", given, "the same; or make another LocalSteps on all ranks")
+            raise ArgumentError("model", given, "that of the first fit, or another LocalSteps on all ranks")
 
     def _iterations(self) -> int:
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)

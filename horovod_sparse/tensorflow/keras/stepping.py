@@ -55,7 +55,7 @@ def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
         raise ArgumentError("feedback", name, f"'best' or {own.text_name!r} with {kind.__name__}")
     for name, why in own.refused.items():
         if getattr(optimizer, name, None):
-            raise ArgumentError(name, getattr(optimizer, name), f"{kind.__name__} without: {why}")
+            raise ArgumentError(name, getattr(optimizer, name), f"{kind.__name__} without it: {why}")
     for name, allowed in _REFUSED.items():
         if getattr(optimizer, name, None):
             raise ArgumentError(name, getattr(optimizer, name), allowed)
@@ -68,15 +68,15 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
     recipe, settings = recipe_for(optimizer, arguments.compression.recipe), arguments.settings
     for name in ("merging", "tensor_selection", "profile"):
         if (given := getattr(settings, name)) is not None:
-            allowed = "None: own steps are exchanged, behind backward; feedback='error' exchanges gradients"
+            allowed = "None: this feedback exchanges steps; feedback='error' exchanges gradients"
             raise ArgumentError(name, given, allowed)
     passes = arguments.backward_passes_per_step
     if passes > 1 and not hasattr(optimizer, "stateless_apply"):  # Horovod's helper skips `apply_gradients`
-        raise ArgumentError("backward_passes_per_step", passes, "1 with own steps under tf-keras")
+        raise ArgumentError("backward_passes_per_step", passes, "1 with this feedback under tf-keras")
     if settings.levels != "flat":
-        raise ArgumentError("levels", settings.levels, "'flat' with own steps")
+        raise ArgumentError("levels", settings.levels, "'flat' with this feedback")
     if arguments.op != hvd.Average:
-        raise ArgumentError("op", arguments.op, "Average: a rank's own step is one of the mean")
+        raise ArgumentError("op", arguments.op, "Average: this feedback averages steps")
     arguments.compression.serve(optimizer, recipe)
     schedule = Schedule(arguments.every, arguments.delay)
     steps = KerasSteps(optimizer, recipe, settings, schedule, arguments.process_set, arguments.groups)

@@ -212,7 +212,7 @@ class KerasSteps(OverKeras, Steps):
     def plan_anew(self, plan: Plan | None, measure_steps: int | None = None) -> None:
         """Takes another plan, on all ranks alike."""
         if plan is None:
-            raise UnsupportedError("own steps are exchanged behind backward: give replan a plan")
+            raise UnsupportedError("with this feedback replan() needs a plan: call replan(plan)")
         self.settle()
         self.replan(plan)
 
@@ -298,7 +298,7 @@ def _host(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) 
     def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
         own = steps()
         if own is None:
-            raise UnsupportedError("the optimizer of this function is gone")
+            raise UnsupportedError("this tf.function's optimizer no longer exists: keep it")
         gradients = dict(zip(present, arrays, strict=False))
         return own.run(gradients, arrays[len(present) :], float(rate[0]), scaled)
 

@@ -83,7 +83,7 @@ def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         assert (former.step, local.step) == (0, 1)
-        with pytest.raises(UnsupportedError, match="LocalSteps has it"):
+        with pytest.raises(UnsupportedError, match="end LocalSteps"):
             model = DistributedDataParallel(nn.Linear(2, 2))
             compiled = torch.compile(model, backend="eager")
             ddp.LocalSteps(torch.optim.SGD(model.parameters()), compiled, every=2)
