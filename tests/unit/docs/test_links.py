@@ -81,7 +81,8 @@ _COMMON = {item.name for item in dataclasses.fields(Sparsifier)}
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_arguments_and_defaults(name: str) -> None:
     assert set(_SECTIONS) == set(ALGORITHMS)
-    written = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", _SECTIONS[name], re.MULTILINE))
+    found = re.search(r"^Defaults: (.*?)\n\n", _SECTIONS[name], re.MULTILINE | re.DOTALL)
+    written = dict(re.findall(r"`(\w+)=([^`]*)`", found[1] if found else ""))
     own = [item for item in dataclasses.fields(ALGORITHMS[name]) if item.name not in _COMMON]
     assert written == {item.name: value_text(item.default) for item in own}
 
