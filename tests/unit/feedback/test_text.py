@@ -126,7 +126,7 @@ def test_what_is_not_allowed_is_repeated(text: str) -> None:
     [
         ("topk:schedule=exponential(steps=400", "closed"),
         ("topk:dense=('*.bias)", "closed"),
-        ("topk:density=0.1,density=0.2", "density once"),
+        ("topk:density=0.1,density=0.2", "density only once"),
         ("topk:schedule=expontial(steps=4)", "unknown schedule 'expontial'.*exponential, linear, stairs"),
         ("topk:schedule=linear(stps=4)", "argument of linear 'stps'.*steps"),
         ("topk:schedule=linear()", "steps=None"),

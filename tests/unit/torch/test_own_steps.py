@@ -162,8 +162,8 @@ def named(name: str, base: type = OPTIM.Optimizer) -> Any:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda given: OPTIM.AdamW(given, amsgrad=True), "AdamW without: the largest second moment so far"),
-        (lambda given: OPTIM.SGD(given, 0.1, differentiable=True), "SGD without: autograd does not see"),
+        (lambda given: OPTIM.AdamW(given, amsgrad=True), "AdamW without it: the largest second moment so far"),
+        (lambda given: OPTIM.SGD(given, 0.1, differentiable=True), "SGD without it: autograd does not see"),
         (OPTIM.Adagrad, "Adagrad: its second moment never forgets"),
         (OPTIM.SparseAdam, "SparseAdam: its gradients are sparse already"),
         (OPTIM.LBFGS, "LBFGS: it searches along a line"),
