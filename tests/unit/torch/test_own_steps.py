@@ -162,7 +162,7 @@ def named(name: str, base: type = OPTIM.Optimizer) -> Any:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda given: OPTIM.AdamW(given, amsgrad=True), "AdamW without it: the largest second moment so far"),
+        (lambda given: OPTIM.AdamW(given, amsgrad=True), "AdamW without it: the largest second moment"),
         (lambda given: OPTIM.SGD(given, 0.1, differentiable=True), "SGD without it: autograd does not see"),
         (OPTIM.Adagrad, "Adagrad: its second moment never forgets"),
         (OPTIM.SparseAdam, "SparseAdam: its gradients are sparse already"),
