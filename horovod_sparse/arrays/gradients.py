@@ -223,11 +223,11 @@ def take_out(
                 values -= factors[3] * companion
                 companion /= rule.momentum
         return
-    _, lasting, fresh, rate, eps = factors
+    _, lasting, fresh, rate, eps, floor = factors
     with np.errstate(over="ignore", invalid="ignore"):
         square = fresh * (gradient * gradient)
         counted = library.isfinite(square)
-        step = rate * gradient / (library.sqrt(companion) + eps)
+        step = rate * gradient / (library.sqrt(companion + floor) + eps)
         _subtract(values, library.where(counted, step, 0), library)
         before = (companion - square) / lasting
         companion[...] = library.where(counted, library.where(before > 0, before, 0), companion)
@@ -242,9 +242,9 @@ def lean_of(before: Any, after: Any, moment: Any, signs: Any, factors: Any, libr
         >>> float(lean_of(np.zeros(2), after, moment, np.array([1.0, -1.0]), factors))
         -2.5
     """
-    decay, *_, rate, eps = factors
+    decay, *_, rate, eps, floor = factors
     step = signs * (after - decay * before)
-    return (step * (library.sqrt(moment) + eps)).sum() / rate if rate else 0.0 * step.sum()
+    return (step * (library.sqrt(moment + floor) + eps)).sum() / rate if rate else 0.0 * step.sum()
 
 
 def _subtract(values: Any, step: Any, library: Any) -> None:

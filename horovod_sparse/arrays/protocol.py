@@ -47,8 +47,8 @@ class FoldRule:
     """How a gradient becomes part of an accumulator: ``values = decay * values + gradient``.
 
     With a moment the gradient is normalized first: ``v = moment v + (1 - moment) gradient^2``, v being the
-    first companion, and ``rate gradient / (sqrt(v / (1 - moment^count)) + eps)`` is added. A gradient whose
-    square is no finite number counts as not finite, and leaves v as it is.
+    first companion, and ``rate gradient / (sqrt(v / (1 - moment^count) + floor) + eps)`` is added. A gradient
+    whose square is no finite number counts as not finite, and leaves v as it is.
 
     Args:
         decay: factor of the old values.
@@ -61,7 +61,8 @@ class FoldRule:
             down to it.
         moment: if given, in (0, 1), and instead of momentum: how much of the second moment lasts.
         rate: of what is normalized, or of what momentum makes of the gradient.
-        eps: above 0, beside the root of the moment.
+        eps: added to the root of the moment; it or `floor` is above 0.
+        floor: added to the moment, within the root.
         count: gradients that the moment is made of, this one included; inf leaves its bias in it.
 
     Raises:
@@ -71,7 +72,7 @@ class FoldRule:
         >>> FoldRule(momentum=0.5, nesterov=True).factors(np.dtype(np.float64)).tolist()
         [1.0, 0.5, 1.0, 0.5]
         >>> FoldRule(moment=0.75, rate=4.0, eps=1.0).factors(np.dtype(np.float64)).tolist()
-        [1.0, 0.75, 0.25, 2.0, 0.5]
+        [1.0, 0.75, 0.25, 2.0, 0.5, 0.0]
     """
 
     decay: float = 1.0
@@ -83,6 +84,7 @@ class FoldRule:
     moment: float | None = None
     rate: float = 1.0
     eps: float = 1e-8
+    floor: float = 0.0
     count: float = 1
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ class FoldRule:
         """Of the old values, of the old companion, and of gradient and companion in what is added.
 
         With a moment: of the old values, of moment and square, of the gradient over the moment's root, and
-        what is added to that root; the root of ``1 - moment^count`` is in the last two.
+        what is added to that root, and within it; ``1 - moment^count`` is in the last three.
 
         Raises:
             ArgumentError: a factor is no number that the accumulator's dtype can hold.
@@ -114,14 +116,15 @@ class FoldRule:
             added = (1.0, momentum) if self.nesterov else (0.0, 1.0)
             numbers = [kept, momentum, *(self.rate * factor for factor in added)]
         else:
-            known = math.sqrt(1.0 - self.moment**self.count)
-            numbers = [kept, self.moment, 1.0 - self.moment, self.rate * known, self.eps * known]
+            held = 1.0 - self.moment**self.count
+            of_root = [factor * math.sqrt(held) for factor in (self.rate, self.eps)]
+            numbers = [kept, self.moment, 1.0 - self.moment, *of_root, self.floor * held]
         with np.errstate(over="ignore", under="ignore"):
             factors = np.array(numbers, dtype)
         if not np.isfinite(factors[0]):
             raise ArgumentError("decay", self.decay, f"a number that {dtype.name} can hold")
-        if self.moment is not None and not (np.isfinite(factors).all() and factors[4] > 0):
-            allowed = f"a finite rate, and an eps above 0, that {dtype.name} can hold"
+        if self.moment is not None and not (np.isfinite(factors).all() and factors[4:].any()):
+            allowed = f"a finite rate, and an eps or a floor above 0, that {dtype.name} can hold"
             raise ArgumentError("rate, eps", (self.rate, self.eps), allowed)
         return factors
 

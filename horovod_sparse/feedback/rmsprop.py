@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from horovod_sparse.feedback.adam import Normalizing
-from horovod_sparse.feedback.feedbacks import OwnStep, weights_of
+from horovod_sparse.feedback.feedbacks import OwnStep, Rates, weights_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,13 @@ class RMSpropFeedback(Normalizing):
         return OwnStep(own, weights_of(group), 1.0, float(group["lr"]))
 
     def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
-        # Keras adds epsilon within the root
-        own = self.with_settings(beta2=float(optimizer.rho), eps=math.sqrt(optimizer.epsilon))
-        return OwnStep(own, (1.0, 0.0), 1.0, rate)
+        own = self.with_settings(beta2=float(optimizer.rho), eps=float(optimizer.epsilon))
+        return OwnStep(_WithinRoot(**vars(own)), (1.0, 0.0), 1.0, rate)
+
+
+class _WithinRoot(RMSpropFeedback):
+    """Keras' RMSprop, ``z = g / sqrt(v + eps)``."""
+
+    def _own(self, rates: Rates) -> dict[str, Any]:
+        own = super()._own(rates)
+        return {**own, "eps": 0.0, "floor": own["eps"]}

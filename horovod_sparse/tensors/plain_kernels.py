@@ -88,7 +88,7 @@ def fold(
             after = lasting * before + others[0] * (step * step)
             wrong = ~_finite(after)
             companion[start:stop] = torch.where(wrong, before, after)
-            step = torch.where(wrong, 0.0, others[1] * step / (_roots(after) + others[2]))
+            step = torch.where(wrong, 0.0, others[1] * step / (_roots(after + others[3]) + others[2]))
         elif companion is not None:
             wrong = ~_finite(step)
             step = torch.where(wrong, 0.0, step)

@@ -28,7 +28,7 @@ RULES = (
     [
         FoldRule(0.9, moment=0.99, rate=0.1),
         FoldRule(moment=0.5, rate=0.0, count=3),
-        FoldRule(moment=0.5, count=2),
+        FoldRule(moment=0.5, count=2, eps=0.0, floor=0.5),
     ],
 )
 CHANGES = ("clear", "add", "put", "mask", "look", "look", "abandon", "take", "assign")

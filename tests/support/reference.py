@@ -41,7 +41,7 @@ def fold(
 ) -> Folded:
     """values = decay * values + gradient, or with momentum correction, or normalized by a second moment.
 
-    With `moment` come four numbers: its factor, that of a square, the rate, eps.
+    With `moment` come five numbers: its factor, that of a square, the rate, eps, the floor.
     """
     kind = values.dtype.type
     with np.errstate(all="ignore"):
@@ -50,11 +50,11 @@ def fold(
         step[wrong] = 0
         speed = None
         if moment is not None:
-            before, (lasting, fresh, rate, eps) = moment
+            before, (lasting, fresh, rate, eps, floor) = moment
             speed = lasting * before + fresh * (step * step)
             wrong |= ~np.isfinite(speed)
             speed[wrong] = before[wrong]
-            step = np.where(wrong, kind(0), rate * step / (np.sqrt(speed) + eps))
+            step = np.where(wrong, kind(0), rate * step / (np.sqrt(speed + floor) + eps))
         if velocity is not None:
             kept_speed = kind(momentum) * velocity
             speed = kept_speed + step

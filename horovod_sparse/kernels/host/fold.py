@@ -62,7 +62,7 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
                 step = old - old
             else:
                 moment[i] = square
-                step = factors[3] * step / (math.sqrt(square) + factors[4])
+                step = factors[3] * step / (math.sqrt(square + factors[5]) + factors[4])
         carried = factors[0] * old
         new = carried + step
         if not math.isfinite(new):
@@ -83,7 +83,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
     """values = decay * values + step; velocity = momentum * velocity + gradient; maxima.
 
     With a moment, moment = factors[1] * moment + factors[2] * gradient^2, and the step is
-    factors[3] * gradient / (sqrt(moment) + factors[4]).
+    factors[3] * gradient / (sqrt(moment + factors[5]) + factors[4]).
 
     Nothing of a granule is written before its maximum is known. Magnitude bits order like the
     magnitudes with Inf and NaN on top, so one comparison per granule finds whatever is not finite,
@@ -103,11 +103,12 @@ def fold_piece(  # type: ignore[no-untyped-def]
     if velocity is not None:
         momentum, from_gradient, from_velocity = v.splat(factors[1]), v.splat(factors[2]), v.splat(factors[3])
     if moment is not None:
-        lasting, fresh, rate, eps = (
+        lasting, fresh, rate, eps, floor = (
             v.splat(factors[1]),
             v.splat(factors[2]),
             v.splat(factors[3]),
             v.splat(factors[4]),
+            v.splat(factors[5]),
         )
     if weights is not None:
         of_one, of_other = v.splat(weights[0]), v.splat(weights[1])
@@ -140,8 +141,8 @@ def fold_piece(  # type: ignore[no-untyped-def]
                 if moment is not None:
                     ua = v.add(v.multiply(lasting, v.load(moment, i)), v.multiply(fresh, v.multiply(a, a)))
                     ub = v.add(v.multiply(lasting, v.load(moment, j)), v.multiply(fresh, v.multiply(b, b)))
-                    a = v.divide(v.multiply(rate, a), v.add(v.root(ua), eps))
-                    b = v.divide(v.multiply(rate, b), v.add(v.root(ub), eps))
+                    a = v.divide(v.multiply(rate, a), v.add(v.root(v.add(ua, floor)), eps))
+                    b = v.divide(v.multiply(rate, b), v.add(v.root(v.add(ub, floor)), eps))
                 a = v.add(v.multiply(decay, v.load(values, i)), a)
                 b = v.add(v.multiply(decay, v.load(values, j)), b)
                 high = v.larger(v.magnitude(a), v.magnitude(b))

@@ -42,7 +42,9 @@ def _fold_tile(  # type: ignore[no-untyped-def]
         after = before * tl.load(factors + 1) + tl.load(factors + 2) * (step * step)
         wrong_step = is_finite(after) == 0
         tl.store(companion + local, tl.where(wrong_step, before, after), mask=mask)
-        step = quotient(tl.load(factors + 3) * step, root(after) + tl.load(factors + 4))
+        step = quotient(
+            tl.load(factors + 3) * step, root(after + tl.load(factors + 5)) + tl.load(factors + 4)
+        )
         step = tl.where(wrong_step, 0.0, step)
     if MOMENTUM:
         companion += first

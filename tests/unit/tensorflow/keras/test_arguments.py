@@ -234,7 +234,7 @@ def schedule():
 OWN = {
     "AdamW": adamw,
     "Adam": lambda: keras.optimizers.Adam(0.5, beta_1=0.0, beta_2=0.9),
-    "RMSprop": lambda: keras.optimizers.RMSprop(0.25, rho=0.9, epsilon=1e-12),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.25, rho=0.9, epsilon=0.5),
     "SGD": lambda: keras.optimizers.SGD(0.5, weight_decay=0.125),
     "momentum": lambda: keras.optimizers.SGD(schedule(), momentum=0.5),
     "Nesterov": lambda: keras.optimizers.SGD(schedule(), momentum=0.5, nesterov=True),
