@@ -335,13 +335,45 @@ def test_a_copy_of_an_optimizer_does_not_train_each_rank_alone(rank, size):
     fit(make_model(), dense, rank, size, epochs=1, callbacks=[broadcast])
 
 
-@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=NIGHT)])
-def test_own_steps_of_momentum_all_sent_are_dense_training(run_eagerly, rank, size, everywhere):
-    model, optimizer = make_model(), distributed("new", "best:density=1.0")
-    fit(model, optimizer, rank, size, run_eagerly=run_eagerly)
-    np.testing.assert_allclose(flat(model), flat(trained_densely(sgd(), rank, size)), **CLOSE)
-    assert (everywhere(flat(model)) == flat(model)).all()
-    assert int(optimizer.iterations) == optimizer.telemetry.num_steps == 12
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (5, 1), pytest.param(2, 0, marks=NIGHT)])
+def test_own_steps_all_sent_are_late_averages_of_steps_made_alone(every, delay, rank, size, everywhere):
+    """A rank moves alone by a in `every` steps; `delay` exchanges later ``theta + a - mean(a)``.
+
+    With every=1 and delay=0 that is dense training, since velocities add up.
+    """
+
+    class LateAverages(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.before, self.flying, self.count = flat(self.model), [0.0], 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.flying[-1] += self.before - flat(self.model)
+            self.count += 1
+            if self.count % every == 0:
+                self.flying.append(0.0)
+                self.land(delay)
+            self.before = flat(self.model)
+
+        def on_train_end(self, logs=None):
+            self.flying.append(0.0)
+            self.land(0)
+
+        def land(self, most):
+            while len(self.flying) - 1 > most:
+                own = self.flying.pop(0)
+                values = flat(self.model) + own - everywhere(own).mean(axis=0)
+                weights = self.model.trainable_weights
+                stops = np.cumsum([np.prod(one.shape) for one in weights])
+                for one, new in zip(weights, np.split(values, stops[:-1]), strict=True):
+                    one.assign(new.reshape(one.shape))
+
+    model, alone = make_model(), make_model()
+    optimizer = distributed("new", "best:density=1.0", every=every, delay=delay)
+    fit(model, optimizer, rank, size, run_eagerly=every == 2)
+    optimizer.finish()
+    fit(alone, sgd(), rank, size, callbacks=[LateAverages()])
+    np.testing.assert_allclose(flat(model), flat(alone), **CLOSE)
+    assert (everywhere(flat(model)) == flat(model)).all() and int(optimizer.iterations) == 12
 
 
 @pytest.mark.parametrize(
