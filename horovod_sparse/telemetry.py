@@ -155,6 +155,8 @@ fold 0.0, select 0.0, wait 2.0, apply 0.0 ms
             f"{name} {1e3 * getattr(self, f'{name}_seconds'):.1f}"
             for name in ("fold", "select", "wait", "apply")
         )
+        if not self.dense_bytes:
+            return f"no gradient for a sparsifier, as of tf.IndexedSlices alone; {milliseconds} ms"
         inside = f", {_bytes(self.bytes_inside)} within the host" if self.bytes_inside else ""
         return (
             f"density {self.density_target:.3g} asked, {self.density_selected:.3g} sent, "

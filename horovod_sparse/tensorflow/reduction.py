@@ -38,26 +38,18 @@ def allreduce(
     The equation, what ranks compare, and errors are those of `horovod_sparse.torch.allreduce`; arguments and
     order are those of ``horovod.tensorflow.allreduce``. In a `tf.function` the sum is taken on the host, and
     errors are TensorFlow's, with the text of ours. With a compression that is no sparsifier, and for integers
-    and `tf.IndexedSlices`, it is Horovod's function.
+    and `tf.IndexedSlices`, it is Horovod's function: an integer on one rank and a float on another end in the
+    deadline.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
-        average, device_dense, device_sparse, ignore_name_scope: see Horovod.
         compression: a sparsifier, text for `Compression.parse`, or one of Horovod's compressors.
         op: Average (default) or Sum.
         prescale_factor: factor of the tensor, before elements are selected.
         postscale_factor: factor of the sum.
         name: the same on all ranks; without one it is the tensor's in a graph, else calls are counted.
-        process_set: the ranks that take part.
-
-    Returns:
-        A tensor of the shape and dtype of `tensor`, the same on all ranks.
 
     Raises:
-        ArgumentError: for another op, or a process set without this rank.
         UnsupportedError: for op=Adasum, a gradient through the sum, ``jit_compile=True``, or TensorFlow 1.
-        StateMismatchError: on all ranks, if they do not give the same shape, dtype or arguments.
-        NonFiniteGradientError: on all ranks, if a NaN or Inf is in one rank's tensor, or in the sum.
 
     Example:
         >>> import horovod_sparse.tensorflow as hvd; hvd.init()  # doctest: +SKIP
