@@ -16,7 +16,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 
 from benchmarks.common.timing import Timing, Work, measure, rank_parser, tell
-from horovod_sparse.feedback import parse_recipe
 
 #: largest ratio of TensorFlow's step to PyTorch's that is allowed
 _BUDGET = 1.5
@@ -56,11 +55,10 @@ def _tensorflow_step(text: str, gradient: np.ndarray) -> Work:
     import tensorflow as tf
 
     import horovod_sparse.tensorflow as hvd
-    from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 
     hvd.init()
     variable = tf.Variable(tf.zeros([gradient.size]), name="parameter")
-    synchronizer, source = GradientSynchronizer(parse_recipe(text)), tf.constant(gradient)
+    synchronizer, source = hvd.Compression.parse(text).bind(), tf.constant(gradient)
 
     def run() -> None:
         synchronizer.synchronize([source], [variable])[0][:1].numpy()

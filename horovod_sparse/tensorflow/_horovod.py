@@ -38,11 +38,9 @@ def present_start() -> object:
 
 def takes_part(process_set: Any) -> bool:
     if not hvd.is_initialized():
-        other = sys.modules.get("horovod.torch")
-        started = other is not None and hasattr(other, "is_initialized") and other.is_initialized()
         raise UnsupportedError(
-            "Horovod has not been started for TensorFlow: call hvd.init() of horovod_sparse.tensorflow"
-            + (" (that of horovod.torch, which was called, starts another one)" if started else "")
+            "Horovod has not been started for TensorFlow (horovod.torch starts another one): call hvd.init() "
+            "of horovod_sparse.tensorflow"
         )
     if not process_set.included():
         refuse_absence(hvd, process_set)

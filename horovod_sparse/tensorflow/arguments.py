@@ -133,7 +133,8 @@ class Arguments:
                 "an optimizer of some ranks alone cannot be copied or pickled: wrap a plain optimizer again, "
                 "with the same process_set"
             )
-        return _made, ({name: getattr(self, name) for name in _NAMES if name != "process_set"},)
+        given = {name: getattr(self, name) for name in _NAMES if name != "process_set"}
+        return functools.partial(Arguments, **given), ()
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
@@ -142,10 +143,6 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
-
-
-def _made(given: dict[str, Any]) -> Arguments:
-    return Arguments(**given)
 
 
 class Again:

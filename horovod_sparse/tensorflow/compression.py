@@ -160,10 +160,7 @@ def on_host(function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor) -> 
     @tf.custom_gradient
     def run(given: tf.Tensor) -> tuple[tf.Tensor, Any]:
         with tf.device("/cpu:0"):
-            if tf.executing_eagerly():
-                result = tf.convert_to_tensor(function(given.numpy()))
-            else:
-                result = tf.numpy_function(function, [given], given.dtype)
+            result = tf.numpy_function(function, [given], given.dtype)
         return tf.ensure_shape(result, given.shape), lambda _: refuse_gradients(True)
 
     return run(tensor)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.tensorflow.elastic import TensorFlowKerasState as _StockKerasState
 from horovod.tensorflow.elastic import TensorFlowState as _StockState
 from horovod.tensorflow.elastic import run as run
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
 from horovod_sparse.tensorflow.state import distributed_in
@@ -61,7 +60,6 @@ class TensorFlowKerasState(_Kept, _StockKerasState):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
-        _refuse_graphs()
         if not getattr(model, "built", True):
             raise ArgumentError("model", model.name, "a model that is built: model.build(input_shape)")
         self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
@@ -97,7 +95,6 @@ class TensorFlowState(_Kept, _StockState):
     def __init__(
         self, variables: Iterable[Any] | None = None, session: Any = None, **attributes: Any
     ) -> None:
-        _refuse_graphs()
         self.variables, self.session = list(variables or ()), session
         if not self.variables:
             raise ArgumentError("variables", variables, "a list: eager execution has no global variables")
@@ -105,8 +102,3 @@ class TensorFlowState(_Kept, _StockState):
 
     def _every(self) -> Sequence[Any]:
         return self.variables
-
-
-def _refuse_graphs() -> None:
-    if not tf.executing_eagerly():
-        raise UnsupportedError("elastic states need eager execution; with TensorFlow 1 use Horovod's")

@@ -141,49 +141,19 @@ def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Ten
     return linked
 
 
-#: of gradients that a tape has synchronized
+#: attribute of gradients that a distributed tape has synchronized
 _MARK = "_horovod_sparse_synchronized"
-#: operations that a gradient goes through when it is clipped or scaled
-_PASSING = ("Identity", "IdentityN", "Cast", "Mul", "RealDiv", "ClipByValue", "Minimum", "Maximum")
-_MOST_PASSED = 32
 
 
 def mark_synchronized(gradients: Sequence[Any]) -> None:
-    """Has these known by `refuse_synchronized`."""
     for gradient in gradients:
         if isinstance(gradient, tf.Tensor):
             setattr(gradient, _MARK, True)
-            if not tf.executing_eagerly():
-                _marked.setdefault(gradient.graph, set()).add(gradient.name)
-
-
-#: names of tensors, by graph: other objects may stand for the same one
-_marked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-
-
-def refuse_synchronized(gradients: Sequence[Any]) -> None:
-    """Refuses what a distributed tape has synchronized; in a graph also where it was clipped or scaled."""
-    if any(is_synchronized(gradient) for gradient in gradients if isinstance(gradient, tf.Tensor)):
-        raise UnsupportedError(
-            "these gradients were synchronized already, by a DistributedGradientTape: give the distributed "
-            "optimizer those of a plain tf.GradientTape, or the distributed tape's to a plain optimizer"
-        )
 
 
 def is_synchronized(gradient: Any) -> bool:
-    """True if a distributed tape is known to have made the gradient; an eager one has no graph."""
-    if hasattr(gradient, _MARK) or tf.executing_eagerly() or not hasattr(gradient, "graph"):
-        return hasattr(gradient, _MARK)
-    waiting = [gradient]
-    for _ in range(_MOST_PASSED):
-        if not waiting:
-            break
-        tensor = waiting.pop()
-        if tensor.name in _marked.get(tensor.graph, ()):
-            return True
-        if tensor.op.type in _PASSING:
-            waiting += tensor.op.inputs
-    return False
+    """True if a distributed tape has made this very gradient; one that was clipped is another tensor."""
+    return hasattr(gradient, _MARK)
 
 
 class Order:

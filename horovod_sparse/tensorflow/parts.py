@@ -14,12 +14,11 @@ import numpy as np
 from horovod_sparse.arrays import GradientParts
 from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.kernels import apply_scaled_sum
-from horovod_sparse.kernels.host.scatter import native_bits
+from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow.task import Task, has_open_rounds
-from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros, numpy_dtype
+from horovod_sparse.tensorflow.tensors import aligned_zeros, numpy_dtype
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -52,7 +51,7 @@ class Part(common.BucketPart):
         waits = has_open_rounds(spec.recipe.sparsifier, self.bucket.whole.num_elements, topology is not None)
         collective = _collective(label, self.name, self.names)
         self.task = Task(collective, kinds, accumulator_dtype(self.dtype), waits, f"{label}.{self.name}")
-        self._output = DenseOutput(self.shapes, numpy_dtype(self.dtype))
+        self._output = DenseOutput(self.shapes, self.places, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """Takes the gradients, and gives the coroutine of this step."""
@@ -101,73 +100,46 @@ class Part(common.BucketPart):
                 )
 
 
-#: memories that are kept: eager loops hold the last step's gradients while they compute the next ones
+#: eager loops hold the last step's gradients while they compute the next ones
 _NUM_KEPT = 2
 
 
 class _Memory:
-    def __init__(self, num_elements: int, dtype: np.dtype[Any]) -> None:
-        self.flat = aligned_zeros(num_elements * dtype.itemsize).view(dtype)
-        self.lent: list[weakref.ref[np.ndarray]] = []
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> None:
+        self._arrays = [
+            aligned_zeros(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for shape in shapes
+        ]
+        self._lent: list[weakref.ref[np.ndarray]] = []
 
     @property
     def is_free(self) -> bool:
-        return not any(ref() is not None for ref in self.lent)
+        return not any(ref() is not None for ref in self._lent)
+
+    def lend(self) -> list[np.ndarray]:
+        views = [array[...] for array in self._arrays]
+        self._lent = [weakref.ref(view) for view in views]
+        return views
 
 
 class DenseOutput:
-    """Gives out the dense gradients of a bucket's parameters.
+    """Writes sums into dense gradients of a bucket's parameters, whose memory it uses again.
 
-    TensorFlow takes an aligned NumPy array as a tensor's memory, and lets go of it with the last tensor. It
-    is used for a later step then.
+    TensorFlow takes an aligned NumPy array as a tensor's memory, and frees it with the last tensor.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> None:
-        self.shapes, self.dtype = [tuple(shape) for shape in shapes], dtype
-        self._lengths = [math.prod(shape) for shape in self.shapes]
-        self._starts = np.cumsum([0, *self._lengths[:-1]])
-        per_line = ALIGNMENT // dtype.itemsize
-        padded = [-(-length // per_line) * per_line for length in self._lengths]
-        self._offsets = np.cumsum([0, *padded[:-1]])
-        self._num_elements = int(sum(padded))
-        self._shifts = (self._offsets - self._starts).astype(np.int32)
-        self._is_shifted = bool(self._shifts.any())
-        self._computable = _computable(dtype)
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], places: Sequence[tuple[int, int]], dtype: np.dtype[Any]
+    ) -> None:
+        self._shapes, self._places, self.dtype = shapes, places, dtype
         self._memories: list[_Memory] = []
 
     def write(
         self, indices: np.ndarray | None, values: np.ndarray, scale: float
     ) -> tuple[list[np.ndarray], int]:
         """Writes scale times a sum among zeros; returns arrays by parameter, and the size of the union."""
-        memory = self._free_memory()
-        flat = native_bits(memory.flat).view(self._computable)
-        if indices is None:
-            for offset, start, length in zip(self._offsets, self._starts, self._lengths, strict=True):
-                apply_scaled_sum(flat[offset : offset + length], None, values[start : start + length], scale)
-            return self._given(memory), values.size
-        where = indices
-        if self._is_shifted:
-            where = indices + self._shifts[np.searchsorted(self._starts, indices, side="right") - 1]
-        num_union = apply_scaled_sum(flat, where, values, scale)
-        return self._given(memory), num_union
-
-    def _given(self, memory: _Memory) -> list[np.ndarray]:
-        arrays = [
-            memory.flat[offset : offset + length].reshape(shape)
-            for offset, length, shape in zip(self._offsets, self._lengths, self.shapes, strict=True)
-        ]
-        memory.lent = [weakref.ref(array) for array in arrays]
-        return arrays
-
-    def _free_memory(self) -> _Memory:
-        for memory in self._memories:
-            if memory.is_free:
-                return memory
-        memory = _Memory(self._num_elements, self.dtype)
-        self._memories = [*self._memories[-(_NUM_KEPT - 1) :], memory]
-        return memory
-
-
-def _computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype that scattering knows: bfloat16 as its bits."""
-    return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
+        memory = next((one for one in self._memories if one.is_free), None)
+        if memory is None:
+            memory = _Memory(self._shapes, self.dtype)
+            self._memories = [*self._memories[-(_NUM_KEPT - 1) :], memory]
+        arrays = memory.lend()
+        return arrays, apply_scaled_sums(arrays, self._places, indices, values, scale)

@@ -20,32 +20,34 @@ from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.training import VariablesTraining
 from horovod_sparse.topology import ClusterFacts
+from horovod_sparse.training.agreement import AgreedStatus
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision
     from horovod_sparse.planning.warmup import Decide, WarmUp
 
 
-class Replanning:
-    """Measures backward for a synchronizer's plan, and changes the plan when it is asked to."""
+class PlannedTraining(VariablesTraining):
+    """Measures backward for its plan, and changes the plan when it is asked to."""
 
-    def __init__(self, training: VariablesTraining) -> None:
-        self._training = training
-        #: None where no times decide
-        self.warmup: WarmUp | None = None
+    #: None where no times decide
+    warmup: WarmUp | None = None
 
-    def planned(self) -> None:
-        """Measures once variables have got buckets, where times decide and no profile has them."""
-        training = self._training
+    def measure(self) -> None:
+        """Begins to measure once variables have got buckets, where times decide and no profile has them."""
         if self.warmup is not None:
-            self.warmup.joined(training.parameters)
-        elif training.request is not None and training.request.measures:
+            self.warmup.joined(self.parameters)
+        elif self.request is not None and self.request.measures:
             from horovod_sparse.planning.warmup import HostStamps, WarmUp
 
-            more: Any = {"decision": training.decision, "automatic": False}
-            sparsifier, stamps = training.recipe.sparsifier, HostStamps()
-            parameters = training.parameters
-            self.warmup = WarmUp(training.request, parameters, sparsifier, self._decided, stamps, **more)
+            more: Any = {"decision": self.decision, "automatic": False}
+            asked = self.request, self.parameters, self.recipe.sparsifier
+            self.warmup = WarmUp(*asked, self._decided, HostStamps(), **more)
+
+    def start_anew(self, start: AgreedStatus) -> None:
+        super().start_anew(start)
+        if self.warmup is not None:  # ranks that have come count their steps otherwise
+            self.warmup.stop_measuring()
 
     def stamped(self, gradients: Mapping[str, Any], host: HostFunctions) -> Mapping[str, Any]:
         """Returns the gradients, or None, by name; while times are measured, once all have come."""
@@ -67,19 +69,19 @@ class Replanning:
         with tf.control_dependencies(tokens):
             return {name: tf.identity(one) for name, one in present.items()}
 
-    def refuse(self, where: str) -> None:
-        """Refuses to need times where none can be measured: with what `where` says."""
-        request = self._training.request
-        known = request is None or request.complete or self._training.decision is not None
-        if request is not None and request.measures and not known:
+    def refuse_to_measure(self, where: str) -> None:
+        """Raises if times are needed where a step shows none of a single gradient."""
+        request = self.request
+        if request is not None and request.measures and not request.complete and self.decision is None:
             raise UnsupportedError(
                 f"{request.describe()} needs backward times, and with {where} none can be taken of a single "
                 "gradient: give a profile that has them, as decision.profile.save(path) writes it after a "
                 "run in a tf.function without"
             )
 
-    def replan(self, plan: Plan | None, measure_steps: int | None) -> None:
-        if self._training.under_way:
+    def plan_anew(self, plan: Plan | None, measure_steps: int | None) -> None:
+        """Takes a plan, or decides for one by what was measured; see `WithState.replan`."""
+        if self.under_way:
             raise UnsupportedError("plans change between steps: a step is under way, or was interrupted")
         if plan is not None:
             if not isinstance(plan, Plan):
@@ -88,22 +90,22 @@ class Replanning:
                 raise ArgumentError("measure_steps", measure_steps, "measure_steps or a plan, not both")
             if self.warmup is not None:
                 self.warmup.stop()
-            self._training.change_plan(plan)
+            self.change_plan(plan)
         elif self.warmup is None:
             raise ArgumentError("plan", plan, "a plan, or make the tape with merging='optimal'")
         elif measure_steps is not None:
             self.warmup.measure(measure_steps)
-            self._training.change_plan(self._training.plan)
+            self.change_plan(self.plan)
         else:
             decision = self.warmup.decide_now()
-            self._training.change_plan(decision.plan, decision)
+            self.change_plan(decision.plan, decision)
 
     def _decided(self, decide: Decide) -> Decision:
         """Carries out what makes a plan by times, with all ranks."""
-        training: Any = self._training
-        topology, process_set = training.topology, training.process_set
-        cluster = dataclasses.replace(ClusterFacts.of(process_set, "tensorflow", hvd), topology=topology)
-        dtype = max(training.parameters, key=lambda parameter: parameter.num_elements).dtype
-        name = f"{training.engine.label}.planning"
-        decision: Decision = carry_out_together(decide(cluster, dtype=dtype), process_set, name, topology)
+        facts = ClusterFacts.of(self.process_set, "tensorflow", hvd)
+        cluster = dataclasses.replace(facts, topology=self.topology)
+        dtype = max(self.parameters, key=lambda parameter: parameter.num_elements).dtype
+        name = f"{self.engine.label}.planning"
+        coroutine: Any = decide(cluster, dtype=dtype)
+        decision: Decision = carry_out_together(coroutine, self.process_set, name, self.topology)
         return decision

@@ -19,7 +19,6 @@ from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import carry_out_together
-from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable
 from horovod_sparse.training import checkpoint
 from horovod_sparse.training.encoding import from_bytes, to_bytes
@@ -31,59 +30,54 @@ if TYPE_CHECKING:
 
 
 class StateKeeper:
-    """Saves and loads at any time: what is loaded waits until the variables have their buckets."""
+    """Saves and loads a training at any time: an entry is kept until the variables have their buckets."""
 
     def __init__(self) -> None:
-        self.synchronizer: GradientSynchronizer | None = None
-        self._waiting: Mapping[str, Any] | None = None
+        #: a `GradientSynchronizer`, or `Steps` of Keras
+        self.synchronizer: Any = None
+        self._loaded: Mapping[str, Any] | None = None
 
-    def attach(self, synchronizer: GradientSynchronizer) -> None:
-        self.synchronizer = synchronizer
-        synchronizer.on_planned = self._put
+    def attach(self, synchronizer: Any) -> None:
+        self.synchronizer, synchronizer.on_planned = synchronizer, self._put
+        self._put()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's entry, arrays in the variables' shapes; empty before the first step."""
-        if self._waiting is not None:
-            return dict(self._waiting)
-        synchronizer = self.synchronizer
-        if synchronizer is None or not synchronizer.parts:
+        if self._loaded is not None:
+            return dict(self._loaded)
+        if self.synchronizer is None or not self.synchronizer.parts:
             return {}
-        if synchronizer.under_way:
-            raise UnsupportedError(
-                "residuals are saved between steps: a step is under way, or was interrupted"
-            )
-        shapes = shapes_of(synchronizer)
-        return synchronizer.save(variables={name: list(shape) for name, shape in shapes.items()})
+        shapes = shapes_of(self.synchronizer)
+        entry: dict[str, Any] = self.synchronizer.save(
+            variables={name: list(shape) for name, shape in shapes.items()}
+        )
+        return entry
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Continues from an entry; from nothing, if it is empty. A step under way is given up before."""
+        """Continues from an entry; from nothing, if it is empty. Cancels a step in progress first."""
         self.check(entry)
-        self._waiting = entry or None
-        if self.synchronizer is None:
-            return
-        for part in self.synchronizer.parts:
-            part.close()
+        self._loaded = entry or None
         if entry:
             self._put()
-        elif self.synchronizer.parts:
+        elif self.synchronizer is not None and self.synchronizer.parts:
             self.synchronizer.load(None)
 
     def check(self, entry: Any) -> None:
-        """Refuses an entry that does not fit, as far as that is known by now; nothing is changed."""
+        """Refuses an entry that does not fit, as far as that is known by now; changes nothing."""
         if entry is None or (isinstance(entry, Mapping) and not entry):
             return
-        synchronizer = self.synchronizer
-        _check(entry, None if synchronizer is None else synchronizer.recipe)
-        if synchronizer is not None and len(synchronizer.names) >= len(entry["variables"]):
-            checked_states(synchronizer, fitting(synchronizer, entry))
+        _check(entry, getattr(self.synchronizer, "recipe", None))
+        if self._knows_all(entry):
+            checked_states(self.synchronizer, fitting(self.synchronizer, entry))
+
+    def _knows_all(self, entry: Mapping[str, Any]) -> bool:
+        """True if buckets have come for all saved variables, which may come one after the other."""
+        return self.synchronizer is not None and len(self.synchronizer.facts) >= len(entry["variables"])
 
     def _put(self) -> None:
-        waiting, synchronizer = self._waiting, self.synchronizer
-        if waiting is None or synchronizer is None:
-            return
-        if len(synchronizer.names) >= len(waiting["variables"]):  # they may be seen one after the other
-            self._waiting = None
-            synchronizer.load(fitting(synchronizer, waiting))
+        if self._loaded is not None and self._knows_all(self._loaded):
+            loaded, self._loaded = self._loaded, None
+            self.synchronizer.load(fitting(self.synchronizer, loaded))
 
 
 class WithState:
@@ -92,9 +86,8 @@ class WithState:
     _horovod_sparse_keeper: StateKeeper | None = None
 
     @property
-    def _bound(self) -> GradientSynchronizer | None:
-        keeper = self._horovod_sparse_keeper
-        return None if keeper is None else keeper.synchronizer
+    def _bound(self) -> Any:
+        return getattr(self._horovod_sparse_keeper, "synchronizer", None)
 
     @property
     def telemetry(self) -> Telemetry:
@@ -114,7 +107,7 @@ class WithState:
     @property
     def is_measured(self) -> bool:
         """True if backward times wait for `replan`: from the same step on, on all ranks."""
-        warmup = None if self._bound is None else self._bound.replanning.warmup
+        warmup = getattr(self._bound, "warmup", None)
         return warmup is not None and warmup.is_measured
 
     def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:

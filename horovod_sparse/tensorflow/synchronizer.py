@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,25 +19,20 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import carry_out_together, marks_of, reduce_densely
 from horovod_sparse.tensorflow.driver import Driver, shaped
 from horovod_sparse.tensorflow.parts import Part
-from horovod_sparse.tensorflow.replanning import Replanning
+from horovod_sparse.tensorflow.replanning import PlannedTraining
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.training.agreement import AgreedStatus
 from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.drift import DriftCheck, HostEntry
-from horovod_sparse.training.settings import RAISE, PlannedOptions, Settings
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
+from horovod_sparse.training.settings import RAISE, Settings
 
 #: tf.Tensor, tf.IndexedSlices or None
 Gradient = Any
 
 
-class GradientSynchronizer(VariablesTraining):
+class GradientSynchronizer(PlannedTraining):
     """Synchronizes gradients of variables that it knows by identity, eagerly and within `tf.function`.
 
     All of a step is host state that host functions look up when a graph runs: it outlives any number of
@@ -47,20 +42,18 @@ class GradientSynchronizer(VariablesTraining):
     def __init__(
         self,
         recipe: Recipe,
-        settings: Settings | None = None,
+        settings: Settings,
         *,
-        process_set: Any = None,
+        process_set: Any = hvd.global_process_set,
         average: bool = True,
         sparse_as_dense: bool = False,
         groups: Any = None,
-        **options: Unpack[PlannedOptions],
     ) -> None:
-        settings, ranks = settings or Settings(**options), process_set or hvd.global_process_set
         op = "Average" if average else "Sum"
-        engine = VariablesEngine(ranks, settings.levels, op=op, sparse_as_dense=sparse_as_dense)
+        engine = VariablesEngine(process_set, settings.levels, op=op, sparse_as_dense=sparse_as_dense)
         super().__init__(engine, recipe, settings, groups)
         self._averages, self.sparse_as_dense = average, sparse_as_dense
-        self.replanning, self.watch = Replanning(self), Watch(settings.deadline_seconds, ranks, self)
+        self.watch = Watch(settings.deadline_seconds, process_set, self)
         self._driver, self._order, self._ending = Driver(self), graph.Order(), threading.Lock()
         self.host = self._driver.host
         self._replicas = Replicas(self, self.host, self.watch)
@@ -75,12 +68,26 @@ class GradientSynchronizer(VariablesTraining):
         """True if this rank takes part. One rank alone does what each of many does."""
         return takes_part(self.process_set)
 
-    def plan_anew(self, plan: Plan | None = None, measure_steps: int | None = None) -> None:
+    def plan_anew(self, plan: Plan | None, measure_steps: int | None) -> None:
         if self.is_needed:
-            self.replanning.replan(plan, measure_steps)
+            super().plan_anew(plan, measure_steps)
 
     def _retire(self) -> None:
         self._eagerly = graph.EagerCalls(self._build)  # our own functions
+
+    def save(self, **more: Any) -> dict[str, Any]:
+        """Saves as `Training.save` does; refuses to do so in the midst of a step."""
+        if self.under_way:
+            raise UnsupportedError(
+                "residuals are saved between steps: a step is under way, or was interrupted"
+            )
+        return super().save(**more)
+
+    def load(self, entry: Mapping[str, Any] | None) -> None:
+        """Loads as `Training.load` does, after a step in progress is cancelled."""
+        for part in self.parts:
+            part.close()
+        super().load(entry)
 
     def agree(self) -> None:
         """Agrees with all ranks where to go on, after every start of Horovod; a collective then.
@@ -97,11 +104,6 @@ class GradientSynchronizer(VariablesTraining):
                 with self.watch.together(f"{self.engine.label}.start"):
                     super().agree()
                 self._replicas.restart()
-
-    def start_anew(self, start: AgreedStatus) -> None:
-        super().start_anew(start)
-        if self.replanning.warmup is not None:  # ranks that have come count their steps otherwise
-            self.replanning.warmup.stop_measuring()
 
     @tf.autograph.experimental.do_not_convert
     def synchronize(
@@ -134,7 +136,7 @@ class GradientSynchronizer(VariablesTraining):
             gradients = [as_dense(gradient) for gradient in gradients]
         build: Callable[..., list[Any]] = self._build
         if tf.executing_eagerly():
-            self.replanning.refuse("eager steps")  # a tape gives all gradients at once
+            self.refuse_to_measure("eager steps")  # a tape gives all gradients at once
             build = self._eagerly
         try:
             *results, skipped = build(gradients, variables, as_rate(learning_rate), scaled)
@@ -178,7 +180,7 @@ class GradientSynchronizer(VariablesTraining):
             for name, marked in zip(gathered, marks, strict=True):
                 if ranks := np.flatnonzero(marked).tolist():
                     found.append(NonFiniteGradientError(name, dict.fromkeys(ranks, name)))
-            outcome, warmup = None, self.replanning.warmup
+            outcome, warmup = None, self.warmup
             try:
                 parts = list(map(self.part_of, tasks))
                 arrays, outcome = self._finished(parts, found, scaled)
@@ -248,7 +250,7 @@ class GradientSynchronizer(VariablesTraining):
         with self.watch.together(f"{self.engine.label or 'horovod_sparse'}.plan"):
             added = self.add(gradients, variables)
         if added:
-            self.replanning.planned()
+            self.measure()
             if self.on_planned is not None:
                 self.on_planned()
             self.agree()
@@ -270,7 +272,7 @@ class GradientSynchronizer(VariablesTraining):
                     label = f"{self.engine.label}.other{i}"
                     results[i] = reduce_densely(gradient, label, self.process_set, self._averages)
             parts = self.parts_of(by_name, slices)
-            given = self.replanning.stamped({name: gradients[i] for name, i in by_name.items()}, self.host)
+            given = self.stamped({name: gradients[i] for name, i in by_name.items()}, self.host)
             tensors = [
                 [
                     tf.zeros(shape, part.dtype) if given.get(name) is None else given[name]

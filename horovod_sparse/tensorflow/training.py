@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import UnsupportedError, warn_once
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan, make_plan
@@ -87,9 +86,6 @@ class VariablesEngine:
         return {"process_set": ranks_of(self.process_set), **self._arguments, **self.given}
 
 
-_log = logging.getLogger("horovod_sparse")
-
-
 class VariablesTraining(Training):
     """Gives variables their bucket with their first gradient; graphs know parts by their tasks."""
 
@@ -120,11 +116,6 @@ class VariablesTraining(Training):
     @property
     def process_set(self) -> Any:
         return self.engine.process_set
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the variables that have a bucket, in the order in which they came."""
-        return tuple(self._names.values())
 
     @property
     def tasks(self) -> list[Task]:
@@ -249,23 +240,20 @@ class VariablesTraining(Training):
         self.decision = decision
 
 
-#: of a variable: telemetries of the last two trainings that it was in
+#: attribute of a variable: telemetries of the last two trainings that it was in
 _LIVES = "_horovod_sparse_telemetries"
 
 
 def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
-    """Says so where every step has a compressor of its own: none of them keeps a residual."""
+    """Warns where every step has a compressor of its own: none of them keeps a residual."""
     lives = getattr(variable, _LIVES, ())
-    if lives is None:  # it was said
-        return
-    told = len(lives) == 2 and all(life.num_steps == 1 for life in lives)
-    if told:
-        _log.warning(
+    if [life.num_steps for life in lives] == [1, 1]:
+        warn_once(
             "%s has had a new compressor in each of the last steps, and residuals were lost with them: "
             "make it once, outside of the training loop",
             variable.name,
         )
-    setattr(variable, _LIVES, None if told else (*lives[-1:], telemetry))
+    setattr(variable, _LIVES, (*lives[-1:], telemetry))
 
 
 def _goes_on(former: Part, part: Part) -> bool:

@@ -344,18 +344,19 @@ def test_own_steps_all_sent_are_late_averages_of_steps_made_alone(every, delay, 
 
     class LateAverages(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
-            self.before, self.flying, self.count = flat(self.model), [0.0], 0
+            self.before, self.count = flat(self.model), 0
+            self.flying = [0.0 * self.before]
 
         def on_train_batch_end(self, batch, logs=None):
             self.flying[-1] += self.before - flat(self.model)
             self.count += 1
             if self.count % every == 0:
-                self.flying.append(0.0)
+                self.flying.append(0.0 * self.before)
                 self.land(delay)
             self.before = flat(self.model)
 
         def on_train_end(self, logs=None):
-            self.flying.append(0.0)
+            self.flying.append(0.0 * self.before)
             self.land(0)
 
         def land(self, most):

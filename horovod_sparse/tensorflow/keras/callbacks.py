@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.keras import callbacks as stock
 
-from horovod_sparse.checks import check_count, check_number
+from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
@@ -185,16 +184,6 @@ class LearningRateScheduleCallback(_Rates, stock.LearningRateScheduleCallback):
     is a function of the epoch, or a constant c for ``c ** (epoch - start_epoch)``.
     """
 
-    def __init__(
-        self, initial_lr: float, multiplier: float | Callable[[float], float], *more: Any, **named: Any
-    ) -> None:
-        allowed = "the optimizer's learning rate at the start"
-        check_number("initial_lr", initial_lr, allowed, low=0.0, high=math.inf)
-        if not callable(multiplier):
-            allowed = "a function of the epoch, or a number"
-            check_number("multiplier", multiplier, allowed, low=0.0, high=math.inf)
-        super().__init__(initial_lr, multiplier, *more, **named)
-
 
 class LearningRateWarmupCallback(_Rates, stock.LearningRateWarmupCallback):
     """Raises the learning rate from ``initial_lr / size`` to `initial_lr` over the first epochs.
@@ -204,10 +193,6 @@ class LearningRateWarmupCallback(_Rates, stock.LearningRateWarmupCallback):
 
     verbose: int
     end_epoch: int
-
-    def __init__(self, initial_lr: float, warmup_epochs: float = 5, *more: Any, **named: Any) -> None:
-        check_number("warmup_epochs", warmup_epochs, "a number of epochs above 0", low=0.0, high=math.inf)
-        super().__init__(initial_lr, warmup_epochs, *more, **named)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)

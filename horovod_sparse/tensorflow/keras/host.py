@@ -8,7 +8,9 @@ import queue
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +59,7 @@ class OverKeras:
     """Gives a training its thread that exchanges."""
 
     starter: Any = property(operator.attrgetter("engine.exchanges"))
+    process_set: Any = property(operator.attrgetter("engine.process_set"))
 
     def agree(self: Any, **how: Any) -> None:
         super().agree(**how)  # type: ignore[misc]
@@ -70,38 +73,26 @@ class Exchanges:
     """
 
     def __init__(self, process_set: Any, seconds: float | None) -> None:
-        self.idle_seconds, self.label = 0.0, ""
-        self._process_set, self._seconds = process_set, seconds
+        self.idle_seconds, self.label, self._ended = 0.0, "", threading.Condition()
+        self._given = {"process_set": process_set, "deadline_seconds": seconds}
         self._graphs: dict[Any, Any] = {}
-        self._queue: queue.SimpleQueue[tuple[Task, Synchronization[Any]]] = queue.SimpleQueue()
-        self._ended = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._has_thread = False
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         task = Task(f"{self.label}{name}")
+        carry = partial(_carry_out, task, coroutine, self._ended, **self._given)
         if (tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))) == 1:
-            # a graph would find no thread beside the host function that waits for it
-            self._carry_out(task, coroutine, None)
+            carry()  # a graph would find no thread beside the host function that waits for it
             return task
-        self._queue.put((task, coroutine))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="horovod_sparse.exchanges", daemon=True)
-            self._thread.start()
+        self._queue.put(partial(carry, graphs=self._graphs))
+        if not self._has_thread:
+            self._has_thread = True
+            # the thread holds the queue alone, and ends with this object
+            given = (self._queue,)
+            threading.Thread(target=_work, args=given, name="horovod_sparse.exchanges", daemon=True).start()
+            weakref.finalize(self, self._queue.put, None)
         return task
-
-    def _work(self) -> None:
-        while True:
-            self._carry_out(*self._queue.get(), self._graphs)
-
-    def _carry_out(self, task: Task, coroutine: Synchronization[Any], graphs: dict[Any, Any] | None) -> None:
-        given: Any = {"deadline_seconds": self._seconds, "graphs": graphs}
-        try:
-            task.result = carry_out_together(coroutine, self._process_set, task.name, **given)
-        except BaseException as error:
-            task.error = error
-        with self._ended:
-            task.done, task.finished = True, time.perf_counter()
-            self._ended.notify_all()
 
     def wait(self, tasks: Sequence[Task]) -> None:
         """Waits for tasks; raises what no algorithm has raised, as Horovod's failures."""
@@ -116,6 +107,22 @@ class Exchanges:
             error = task.error
             if isinstance(error, DeadlineError) or not isinstance(error, HorovodSparseError | None):
                 raise error
+
+
+def _work(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (carry := waiting.get()) is not None:
+        carry()
+        del carry
+
+
+def _carry_out(task: Task, coroutine: Synchronization[Any], ended: threading.Condition, **given: Any) -> None:
+    try:
+        task.result = carry_out_together(coroutine, name=task.name, **given)
+    except BaseException as error:
+        task.error = error
+    with ended:
+        task.done, task.finished = True, time.perf_counter()
+        ended.notify_all()
 
 
 class HostVariables(Parameters):

@@ -15,13 +15,12 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Again, Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
-from horovod_sparse.tensorflow.graph import EagerCalls, refuse_graphs, refuse_synchronized
+from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_graphs
 from horovod_sparse.tensorflow.keras.stepping import no_local_variables, own_class
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, checked_variable, times
-from horovod_sparse.training.encoding import from_bytes, to_bytes
 
 
 def wrap(
@@ -105,7 +104,12 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             apply, reduction = super().apply, self._horovod_sparse_reduction
             if reduction is None or not len(grads):
                 return apply(grads, trainable_variables)
-            refuse_synchronized(grads)
+            if any(map(is_synchronized, grads)):
+                raise UnsupportedError(
+                    "these gradients were synchronized already, by a DistributedGradientTape: give the "
+                    "distributed optimizer those of a plain tf.GradientTape, or the distributed tape's to a "
+                    "plain optimizer"
+                )
             if not self.built:
                 if trainable_variables is None:
                     return apply(grads, None)  # says that it is not built
@@ -171,12 +175,14 @@ class SavedState(CheckpointedState, _Saveable):
         return "Loss"
 
     def save_own_variables(self, store: Any) -> None:
-        store[_KEY] = np.frombuffer(to_bytes(self._keeper.state_dict()), np.uint8)
+        store[_KEY] = np.frombuffer(self.serialize(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
         """Called by Keras; after a dense run there is nothing to load, and no residual."""
-        known = _KEY in store.keys()  # noqa: SIM118 (Keras' stores are no mappings)
-        self._keeper.load_state_dict(from_bytes(np.asarray(store[_KEY]).tobytes()) if known else None)
+        if _KEY in store.keys():  # noqa: SIM118 (Keras' stores are no mappings)
+            self.deserialize(np.asarray(store[_KEY]).tobytes())
+        else:
+            self._keeper.load_state_dict(None)
 
 
 class Accumulation:
@@ -194,17 +200,20 @@ class Accumulation:
         apply: Callable[[list[Any]], Any],
         skip: Callable[[], Any],
     ) -> None:
-        # of one that has none in this pass, what the passes before it had
-        sums = [
-            self._sums.get(as_variable(variable).ref())
-            if gradient is None
-            else self._sum_of(gradient, variable)
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
-        if self._count is None:
-            with tf.init_scope():
+        if not self._sparse_as_dense and any(isinstance(one, tf.IndexedSlices) for one in gradients):
+            raise UnsupportedError(
+                "backward_passes_per_step above 1 cannot add up tf.IndexedSlices: give sparse_as_dense=True"
+            )
+        own = [as_variable(variable) for variable in variables]
+        with tf.init_scope():
+            if self._count is None:
                 self._count = tf.Variable(0, trainable=False, dtype=tf.int64)
-        count = self._count
+            for gradient, one in zip(gradients, own, strict=True):
+                if gradient is not None and one.ref() not in self._sums:
+                    zeros = tf.zeros(one.shape, gradient.dtype)
+                    self._sums[one.ref()] = tf.Variable(zeros, trainable=False)
+        # a variable without a gradient in this pass has the sum of the passes before
+        count, sums = self._count, [self._sums.get(one.ref()) for one in own]
         for sum_, gradient in zip(sums, gradients, strict=True):
             if sum_ is not None and gradient is not None:
                 sum_.assign_add(tf.convert_to_tensor(gradient))
@@ -222,18 +231,6 @@ class Accumulation:
             apply(totals)
 
         tf.cond(tf.equal(count, self.passes), complete, skip)
-
-    def _sum_of(self, gradient: Any, variable: Any) -> tf.Variable:
-        if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
-            raise UnsupportedError(
-                "backward_passes_per_step above 1 cannot add up tf.IndexedSlices: give sparse_as_dense=True"
-            )
-        variable = as_variable(variable)
-        if variable.ref() not in self._sums:
-            with tf.init_scope():
-                zeros = tf.zeros(variable.shape, gradient.dtype)
-                self._sums[variable.ref()] = tf.Variable(zeros, trainable=False)
-        return self._sums[variable.ref()]
 
 
 class DenseReducer:

@@ -15,7 +15,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
 from horovod_sparse.tensorflow.keras.host import KerasEngine, OverKeras, by_name
-from horovod_sparse.tensorflow.state import distributed_in
+from horovod_sparse.tensorflow.state import StateKeeper, distributed_in
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name
 from horovod_sparse.tensorflow.training import facts_of
 from horovod_sparse.training import local_steps
@@ -23,7 +23,6 @@ from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.parameters import Parameters
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
-from horovod_sparse.training.state import check_entry
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,7 +71,7 @@ class _Part(common.BucketPart):
 
 
 class _Training(OverKeras, local_steps.LocalTraining):
-    pass
+    on_planned: Any
 
 
 class _Statistics:
@@ -102,7 +101,8 @@ class LocalSteps(tf.keras.callbacks.Callback):
         model.fit(batches, callbacks=[broadcast, hvd.LocalSteps(every=30, compression="sparseloco")])
 
     Stands behind `BroadcastGlobalVariablesCallback`. The end of `fit` exchanges, too, until all ranks have
-    come to it. Steps that a LossScaleOptimizer skips do not count.
+    come to it. Steps that a LossScaleOptimizer skips do not count. Not for
+    ``EarlyStopping(restore_best_weights=True)``, which brings back each rank's own weights within a round.
 
     Args:
         every: H, steps of the optimizer from one exchange to the next.
@@ -129,12 +129,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
         self.process_set, self._counted = process_set, 0
         #: made when `fit` begins: counts exchanges (`step`), tells of them (`summary()`)
         self.rounds: _Training | None = None
-        self._waiting: Mapping[str, Any] | None = None
-
-    @property
-    def _horovod_sparse_keeper(self) -> LocalSteps:
-        """What a checkpoint asks for state: see `horovod_sparse.tensorflow.state`."""
-        return self
+        self._horovod_sparse_keeper = StateKeeper()
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -159,7 +154,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
             facts = facts_of(list(named), list(named.values()), self._given.recipe.rules)
             statistics = _Statistics(self.model.non_trainable_weights)
             self.rounds = _Training(engine, self._given, self._settings, facts, statistics)
-            self.load_state_dict(self._waiting)
+            self._horovod_sparse_keeper.attach(self.rounds)
         elif new := {*map(id, named.values())} - {id(one) for _, one in self.rounds.facts.values()}:
             given = f"one with {len(new)} trained variables that the fit before did not train"
             raise ArgumentError("model", given, "that of the first fit, or another LocalSteps on all ranks")
@@ -184,16 +179,9 @@ class LocalSteps(tf.keras.callbacks.Callback):
             self.rounds.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's entry: common values, residuals, and where in its round it is; empty before `fit`."""
-        return {} if self.rounds is None else self.rounds.save()
+        """Returns this rank's entry: common values, residuals, its place in a round; empty before `fit`."""
+        return self._horovod_sparse_keeper.state_dict()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Goes on from an entry of this rank, beside its model's and its optimizer's variables."""
-        self._waiting = entry
-        if self.rounds is not None and entry:
-            self.check(entry)
-            self.rounds.load(entry)
-
-    def check(self, entry: Mapping[str, Any]) -> None:
-        """Refuses an entry of another algorithm, or a damaged one."""
-        check_entry(entry, self._given.recipe, "LocalSteps uses {}")
+        self._horovod_sparse_keeper.load_state_dict(entry)

@@ -118,9 +118,9 @@ def DistributedOptimizer(
     if arguments.is_sparse:
         recipe = arguments.compression.recipe
         if recipe.feedback.applies_rate and takes_part(process_set):
-            keeper = synchronizer = bound(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
+            synchronizer = bound(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
             for method in ("finish", "common"):
-                object.__setattr__(optimizer, method, getattr(keeper, method))
+                object.__setattr__(optimizer, method, getattr(synchronizer, method))
         else:
             if (every, delay) != (1, 0):
                 allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
@@ -129,7 +129,7 @@ def DistributedOptimizer(
             if not recipe.feedback.applies_rate:
                 refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
             synchronizer = _synchronizer(arguments, is_scaler, settings_of(optimizer))
-            keeper = arguments.compression._horovod_sparse_keeper
+        keeper = arguments.compression._horovod_sparse_keeper
     if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
 
@@ -180,9 +180,8 @@ def _synchronizer(arguments: Arguments, is_scaler: bool, own: Mapping[str, Any])
     told = {name: value for name, value in told.items() if isinstance(value, (str, float, int, type(None)))}
     synchronizer.engine.given = {**told, **synchronizer.engine.given}
     if arguments.backward_passes_per_step > 1 or is_scaler:
-        synchronizer.replanning.refuse(
-            "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
-        )
+        where = "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
+        synchronizer.refuse_to_measure(where)
     return synchronizer
 
 
@@ -221,7 +220,8 @@ class KerasReduction(GradientReduction):
                 "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer (which "
                 "mixed_float16 puts around an optimizer), whose scale may change between passes"
             )
-        self.synchronizer.replanning.refuse("a LossScaleOptimizer")
+        if isinstance(self.synchronizer, GradientSynchronizer):
+            self.synchronizer.refuse_to_measure("a LossScaleOptimizer")
         if self.fixed_scale is not None:
             return self.fixed_scale, False
         # where a LossScaleOptimizer keeps what changes

@@ -80,6 +80,7 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
     arguments.compression.serve(optimizer, recipe)
     schedule = Schedule(arguments.every, arguments.delay)
     steps = KerasSteps(optimizer, recipe, settings, schedule, arguments.process_set, arguments.groups)
+    arguments.compression._horovod_sparse_keeper.attach(steps)
     object.__setattr__(optimizer, "_horovod_sparse_steps", steps)
     object.__setattr__(optimizer, "__class__", _still(type(optimizer)))
     return steps

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.keras.host import HostVariables, KerasEngine, OverKeras, by_name
-from horovod_sparse.tensorflow.state import fitting, shapes_of
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import facts_of
 from horovod_sparse.training.drift import HostEntry
@@ -27,10 +25,7 @@ from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_entry
 from horovod_sparse.training.steps import Steps
-
-_ADVICE = "the optimizer uses {}: use the same algorithm, or load None to start with no residual"
 
 
 class _Part(StepPart):
@@ -53,13 +48,11 @@ def _decays(optimizer: Any, variable: Any) -> bool:
 class KerasSteps(OverKeras, Steps):
     """Binds one optimizer of Keras to passes over Horovod, in the place of a reduction of gradients.
 
-    Second moments and velocities lie in the buckets. Keras' own slots have them where an optimizer is saved,
-    and give them back where one is loaded, which may be a plain one's. Implements what a checkpoint asks of
-    a `StateKeeper`, too.
+    Second moments and velocities lie in the buckets. They are copied into Keras' own slots when an optimizer
+    is saved, and back when one is loaded, which may be a plain one.
     """
 
     decision = None
-    replanning = SimpleNamespace(warmup=None, refuse=lambda what: None)
 
     def __init__(
         self,
@@ -73,19 +66,15 @@ class KerasSteps(OverKeras, Steps):
         make = partial(_Part, schedule.moves_alone)
         engine = KerasEngine(make, process_set, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, schedule)
-        self.optimizer, self.process_set, self._groups = optimizer, process_set, groups
+        self.optimizer, self._groups = optimizer, groups
         #: of Keras; those of the first step under tf-keras
         self._variables: list[Any] = []
         self._rule: Any = recipe.feedback
         self._rate = 0.0
         #: iterations when the optimizer was bound or loaded
         self._began = 0
-        #: an entry that was loaded before there were variables
-        self._waiting: Mapping[str, Any] | None = None
-
-    @property
-    def synchronizer(self) -> KerasSteps:
-        return self
+        #: called when the buckets are made, for a loaded state to be put into them
+        self.on_planned: Callable[[], None] = lambda: None
 
     # a pass
 
@@ -123,14 +112,10 @@ class KerasSteps(OverKeras, Steps):
             ]
             inputs = [as_rate(rate), *dense, *(one.read_value() for one in own)]
             host, kinds = _host(weakref.ref(self), present, scaled), [tf.bool, *(one.dtype for one in own)]
-            if tf.executing_eagerly():
-                skipped, *values = host(*(one.numpy() for one in inputs))
-            else:
-                skipped, *values = tf.numpy_function(host, inputs, kinds)
-                skipped.set_shape([])
+            skipped, *values = tf.numpy_function(host, inputs, kinds)
         for one, value in zip(own, values, strict=True):
             one.assign(tf.ensure_shape(value, one.shape))
-        return list(gradients), tf.convert_to_tensor(skipped)
+        return list(gradients), tf.ensure_shape(skipped, [])
 
     def _meet_variables(self, variables: Sequence[Any]) -> None:
         if not self._variables:
@@ -175,7 +160,7 @@ class KerasSteps(OverKeras, Steps):
         return [np.bool_(skipped), *(new[name] for name in self.facts)]
 
     def meet(self) -> None:
-        """Makes the buckets, and goes on from what was loaded."""
+        """Makes the buckets, where there are none, and puts a loaded state into them."""
         if self.facts:
             return
         facts, groups = self._first_facts(), self._groups
@@ -184,9 +169,7 @@ class KerasSteps(OverKeras, Steps):
         size = self.settings.bucket_bytes if groups is None else None
         self.begin(facts, self.settings.plan or make_plan(facts, groups=groups, bucket_bytes=size))
         self._fill()
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self.load_state_dict(waiting)
+        self.on_planned()
 
     def _first_facts(self) -> Facts:
         named = by_name(self._variables)
@@ -230,13 +213,12 @@ class KerasSteps(OverKeras, Steps):
         return dict(zip(self.facts, map(as_variable, slots), strict=False)) if self.facts else {}
 
     def give_slots(self) -> None:
-        """Puts second moments and velocities into Keras' slots; its first moment is zeros."""
+        """Copies second moments and velocities into Keras' slots; Keras' first moment becomes zeros."""
         slots = self._slots()
-        for part in self.parts if slots else ():
-            for companion in part.held()[1:]:
-                for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
-                    values = part.shaped(number, companion[slice(*place)]) * self._rule.keras_sign
-                    slots[name].assign(values.astype(slots[name].dtype.as_numpy_dtype))
+        for companion in self.held()[0][1:] if slots else ():
+            for name, values in companion.items():
+                given = values * self._rule.keras_sign
+                slots[name].assign(given.astype(slots[name].dtype.as_numpy_dtype))
         if slots and self._rule.keras_moment != "momentums":
             for one in map(as_variable, self.optimizer._momentums):
                 one.assign(tf.zeros_like(one))
@@ -249,15 +231,10 @@ class KerasSteps(OverKeras, Steps):
 
     def _fill(self) -> None:
         slots, steps = self._slots(), self._began
-        if not slots or not steps:
-            return
-        for part in self.parts:
-            filled = part.blank()
-            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
-                filled[1][slice(*place)] = part.flat(number, slots[name].numpy()) * self._rule.keras_sign
-            part.restart(Progress(steps))
-            part.assign(filled)
-        self.step, self._agreed_under = steps // self.schedule.every, None
+        if slots and steps:
+            moments = {name: slot.numpy() * self._rule.keras_sign for name, slot in slots.items()}
+            self.put([{}, moments], dict.fromkeys(slots, Progress(steps)))
+            self.step, self._agreed_under = steps // self.schedule.every, None
 
     def rescale(self, factor: float) -> None:
         """Multiplies velocities, which hold past learning rates."""
@@ -265,31 +242,10 @@ class KerasSteps(OverKeras, Steps):
             residual, *velocities = (np.array(one) for one in part.held())
             part.assign([residual, *(one * factor for one in velocities)])
 
-    # checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's exact entry; empty before the first step."""
-        if self._waiting is not None:
-            return dict(self._waiting)
-        if not self.facts:
-            return {}
+    def save(self, **more: Any) -> dict[str, Any]:
+        """Saves as `Training.save` does, and fills Keras' slots, which may be saved beside."""
         self.give_slots()
-        return self.save(variables=shapes_of(self))
-
-    def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Goes on from an entry, or from nothing; ranks agree in the next step."""
-        self.check(entry)
-        if self.facts:
-            self.load(fitting(self, entry) if entry else None)
-        else:
-            self._waiting = entry or None
-
-    def check(self, entry: Any) -> None:
-        """Refuses an entry that does not fit, as far as that is known by now."""
-        if entry and self.facts:
-            fitting(self, entry)
-        elif entry:
-            check_entry(entry, self.recipe, _ADVICE)
+        return super().save(**more)
 
 
 def _host(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) -> Any:

@@ -94,13 +94,6 @@ REFUSED = [
     (ArgumentError, "^grads=", lambda: wrapped().apply([tf.ones(2)] * 2, [keras.Variable([1.0, 2.0])])),
     (ArgumentError, "^root_rank=", lambda: hvd.callbacks.BroadcastGlobalVariablesCallback("0")),
     (ArgumentError, "^keep=", lambda: hvd.callbacks.CheckpointCallback("folder", keep=0)),
-    (ArgumentError, "^initial_lr=", lambda: hvd.callbacks.LearningRateScheduleCallback(None, 0.1)),
-    (ArgumentError, "^multiplier=", lambda: hvd.callbacks.LearningRateScheduleCallback(0.1, "half")),
-    (
-        ArgumentError,
-        "^warmup_epochs=",
-        lambda: hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0),
-    ),
 ]
 
 
@@ -136,8 +129,8 @@ def test_one_compressor_is_for_one_optimizer():
 
 
 @pytest.mark.parametrize("of_tape", ["topk:density=0.5", "none"])
-@pytest.mark.parametrize(("graph", "clipped"), [(False, False), (True, True)])
-def test_what_a_tape_has_synchronized_is_not_synchronized_again(graph, of_tape, clipped):
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_a_tape_has_synchronized_is_not_synchronized_again(graph, of_tape):
     variable = tf.Variable([1.0, 2.0])
     optimizer = hvd.DistributedOptimizer(sgd(), compression="topk:density=0.5")
     optimizer.build([variable])
@@ -148,8 +141,6 @@ def test_what_a_tape_has_synchronized_is_not_synchronized_again(graph, of_tape, 
             loss = tf.reduce_sum(variable * variable)
         tape = hvd_tf.DistributedGradientTape(tape, compression=compression)
         gradients = tape.gradient(loss, [variable])
-        if clipped:
-            gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
         optimizer.apply(gradients, [variable])
 
     with pytest.raises(UnsupportedError, match=r"synchronized already.*tf.GradientTape"):
