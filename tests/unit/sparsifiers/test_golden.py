@@ -27,13 +27,14 @@ SCENARIO = Scenario(4, 48, num_steps=5)
 
 
 def found(case: Case) -> list[list[list[float]]]:
-    """Indices and values of each step's sum; of a sum without indices its values alone."""
+    """Returns of each step the sum's indices (of a whole sum none), its values, and its facts by name."""
     history = run(case.recipe, SCENARIO, random_gradients(SCENARIO, dyadic))
     sums: list[Any] = [step.sums[0] for step in history.steps]
     return [
         [
             [] if getattr(one, "whole", False) else one.indices.tolist(),
-            [float(f"{x:.7g}") for x in one.values],
+            [float(f"{value:.7g}") for value in one.values],
+            [float(f"{one.facts[name]:.7g}") for name in sorted(one.facts)],
         ]
         for one in sums
     ]
@@ -42,9 +43,10 @@ def found(case: Case) -> list[list[list[float]]]:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_sums_are_those_of_the_recorded_run(case: Case) -> None:
     steps = json.loads(RECORDED.read_text())[case_id(case)]
-    for (indices, values), (wanted, expected) in zip(found(case), steps, strict=True):
+    for (indices, *numbers), (wanted, *expected) in zip(found(case), steps, strict=True):
         assert indices == wanted
-        np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+        for one, other in zip(numbers, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def floats(*values: float) -> np.ndarray:

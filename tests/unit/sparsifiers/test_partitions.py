@@ -68,6 +68,19 @@ def algorithm_3(
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
+def test_algorithm_2_by_hand() -> None:
+    # n = 1024 * 97 = 99 328, n_b = 1024: temp = 97, sz_blk = 97 - 97 % 32 = 96. At 96 elements per block
+    # 99 328 // 96 = 1034 blocks fit and 64 elements are left over. P = 4: quotient 258, remainder 2.
+    parts = partition(99_328, 4)
+    assert parts.block_length == 96
+    assert parts.num_blocks.tolist() == [259, 259, 258, 258]
+    # part 1 begins behind 259 blocks; the last ends with the bucket, 64 elements behind its last block
+    assert parts.window(0, 99_328) == (0, 259 * 96)
+    assert parts.window(1, 99_328) == (259 * 96, 518 * 96)
+    assert parts.window(3, 99_328) == (776 * 96, 99_328)
+    assert 99_328 - 1034 * 96 == 64
+
+
 @quick
 @given(st.data())
 def test_as_printed(data: st.DataObject) -> None:

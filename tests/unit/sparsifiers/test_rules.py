@@ -14,7 +14,7 @@ from horovod_sparse.feedback import Recipe, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
-from horovod_sparse.thresholds import Sketch, ThresholdState
+from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import layered
@@ -102,6 +102,24 @@ def holding(values: list[float]) -> HostAccumulator:
     accumulator = HostAccumulator(len(values), "float64")
     accumulator.assign(np.array(values))
     return accumulator
+
+
+@pytest.mark.parametrize(
+    ("count", "factor"),
+    [
+        # Algorithm 5, beta = 1.1, gamma = 0.005, k = 1000: exam = k' / k
+        (5000, 1.005),  # exam > 1.1
+        (1101, 1.005),
+        (1100, 1.00125),  # 1.1 is not > 1.1, but > 1 / 1.1 = 0.90909...
+        (1000, 1.00125),  # inside the band the threshold only ever grows
+        (910, 1.00125),
+        (909, 0.995),  # 0.909 is not > 0.90909...
+        (0, 0.995),
+    ],
+)
+def test_algorithm_5(count: int, factor: float) -> None:
+    state = ThresholdScaling().steer(count, 1000, ThresholdState(threshold=2.0))
+    assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
 
 
 def test_the_sketch_by_hand() -> None:
