@@ -138,7 +138,7 @@ def with_horovod(corner: Corner, python: str, folder: Path) -> tuple[Path, float
     own = tree / ".venv" / "bin" / "python"
     path = f"{own.parent}{os.pathsep}{os.environ['PATH']}"
     found = {}
-    tests = ["tests/ranks/torch/optimizer/test_equality.py", "tests/ranks/torch/test_transport.py"]
+    tests = ["tests/ranks/torch/test_conformance.py", "tests/ranks/torch/test_transport.py"]
     for test in [*tests, *(["tests/ranks/tensorflow/test_keras.py"] if corner.tensorflow else [])]:
         launcher = [own.with_name("horovodrun"), "--gloo", "-np", "2"]
         found[test] = passed(run([*launcher, own, "-m", "pytest", "-q", "-x", test], tree, PATH=path))

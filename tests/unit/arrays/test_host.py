@@ -31,7 +31,7 @@ def choose(patch, way):
 
 @pytest.mark.parametrize("way", ["blocks", "some blocks", "sample", "digits"])
 @given(history=histories())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_any_history(way, history):
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, way)
