@@ -195,10 +195,12 @@ class DistributedEngine:
     ) -> list[Any]:
         return self.binding.make_parts(specs, facts, place, topology)
 
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+    def carry_out(
+        self, coroutine: Synchronization[Any], topology: Topology | None, name: str = "agreement"
+    ) -> Any:
         communicator = self.running()
         communicator.move_to(topology)
-        return communicator.run("agreement", coroutine)
+        return communicator.run(name, coroutine)
 
     def move_to(self, topology: Topology | None) -> None:
         if self.communicator is not None:

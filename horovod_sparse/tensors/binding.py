@@ -237,7 +237,7 @@ class Binding(Steps):
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
         """Shows the common parameters, which are equal on all ranks; needs no other rank."""
-        before, now = self._hidden, [part.moves.pending() for part in self.parts]
+        before, now = self._hidden, self.moved()
         self._hidden = now if before is None else before
         try:
             with super().common():
@@ -297,6 +297,8 @@ class Binding(Steps):
         It holds residuals, moments, sparsifiers' states, and the rank's own moves with what is in flight.
         Save the model's parameters of this very rank beside it.
         """
+        if not self.facts:
+            self.meet()
         return self.save(ages=dict(self.ages))
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:

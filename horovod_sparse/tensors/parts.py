@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.telemetry import BucketReport
@@ -244,6 +244,28 @@ def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
     training.check_fits(entry, set(training.facts) - training.joined, known)
     checked_states(training, entry)
     return dict(entry)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Refuses an optimizer's own state, of other parameter groups, before anything is loaded."""
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    numbers: list[Any] = []
+    lacking: set[str] = set()
+    if isinstance(groups, (list, tuple)) and isinstance(saved.get("state"), Mapping):
+        numbers = [len(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
+        # switches that PyTorch has got since are set to their defaults; of numbers it has always had all
+        settings = {name for name, value in optimizer.defaults.items() if isinstance(value, (float, tuple))}
+        lacking = settings.difference(*groups)
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if numbers != own:
+        raise StateMismatchError(
+            f"param_groups in the saved state have {numbers or 'no'} parameters, those of the optimizer {own}"
+        )
+    if lacking:
+        kind = type(optimizer).__name__
+        raise StateMismatchError(
+            f"the saved state is of another optimizer than {kind}: it has no {min(lacking)}"
+        )
 
 
 #: by parameter, what exchanges its gradients; neither is kept alive

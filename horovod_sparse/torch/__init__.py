@@ -34,8 +34,8 @@ for _name, _module in list(_sys.modules.items()):
         _sys.modules.setdefault(f"horovod_sparse.{_name.removeprefix('horovod.')}", _module)
 
 if _TYPE_CHECKING:
-    from horovod_sparse.torch.checkpoint import load as load
-    from horovod_sparse.torch.checkpoint import save as save
+    from horovod_sparse.tensors.checkpoint import load as load
+    from horovod_sparse.tensors.checkpoint import save as save
     from horovod_sparse.torch.local_steps import LocalSteps as LocalSteps
     from horovod_sparse.training.schedules import OuterStep as OuterStep
 
@@ -47,11 +47,11 @@ else:
     def __getattr__(name: str) -> _Any:
         """Loads local steps and checkpoints when somebody asks for them."""
         modules = {
-            "LocalSteps": "local_steps",
-            "OuterStep": "local_steps",
-            "load": "checkpoint",
-            "save": "checkpoint",
+            "LocalSteps": "torch.local_steps",
+            "OuterStep": "training.schedules",
+            "load": "tensors.checkpoint",
+            "save": "tensors.checkpoint",
         }
         if name not in modules:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_import_module(f"{__name__}.{modules[name]}"), name)
+        return getattr(_import_module(f"horovod_sparse.{modules[name]}"), name)

@@ -91,11 +91,13 @@ class HorovodEngine:
     ) -> list[Any]:
         return self.binding.make_parts(specs, facts, place, topology)
 
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
+    def carry_out(
+        self, coroutine: Synchronization[Any], topology: Topology | None, name: str = "agreement"
+    ) -> Any:
         """Carries out as `Engine.carry_out`, under one name: ranks that differ meet there."""
         try:
             return carry_out_together(
-                *(coroutine, self.process_set, "horovod_sparse.agreement"),
+                *(coroutine, self.process_set, f"horovod_sparse.{name}"),
                 deadline_seconds=self._deadline_seconds,
                 meanwhile=construction_errors.looking(self.process_set),
                 topology=topology,

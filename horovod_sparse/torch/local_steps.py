@@ -13,7 +13,6 @@ from horovod_sparse.tensors.parts import trained_by
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, construction_errors
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
-from horovod_sparse.training.schedules import OuterStep as OuterStep
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

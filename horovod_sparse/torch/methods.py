@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horovod_sparse.errors import ArgumentError, StateMismatchError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.parts import ENTRY
+from horovod_sparse.tensors.parts import ENTRY, check_groups
 from horovod_sparse.torch._horovod import StockOptimizer, hvd
 from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
@@ -244,25 +244,3 @@ class Methods(torch.optim.Optimizer):
             else:
                 self._synchronizer.finish_pending()
         StockOptimizer.load_state_dict(self, state_dict)
-
-
-def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Refuses an optimizer's own state, of other parameter groups, before anything is loaded."""
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    numbers: list[Any] = []
-    lacking: set[str] = set()
-    if isinstance(groups, (list, tuple)) and isinstance(saved.get("state"), Mapping):
-        numbers = [len(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
-        # switches that PyTorch has got since are set to their defaults; of numbers it has always had all
-        settings = {name for name, value in optimizer.defaults.items() if isinstance(value, (float, tuple))}
-        lacking = settings.difference(*groups)
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if numbers != own:
-        raise StateMismatchError(
-            f"param_groups in the saved state have {numbers or 'no'} parameters, those of the optimizer {own}"
-        )
-    if lacking:
-        kind = type(optimizer).__name__
-        raise StateMismatchError(
-            f"the saved state is of another optimizer than {kind}: it has no {min(lacking)}"
-        )

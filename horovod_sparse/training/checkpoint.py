@@ -49,7 +49,7 @@ _MANIFEST = "manifest.json"
 #: what interrupted saves leave behind begins so
 _HIDDEN = ".saving-", ".removed-"
 #: of further ranks' entries, at another number of ranks: a model is read once
-_ADDED_UP = ("rank", "size", "residuals", "companions")
+_ADDED_UP = ("rank", "size", "residuals", "companions", "passes")
 _log = logging.getLogger("horovod_sparse")
 ONE_EACH = "Give each training a directory of its own, or load what is there first, to go on with it"
 #: by directory: the training that this process has saved there, or loaded from there, last
@@ -210,7 +210,7 @@ def read_checkpoint(
         parts: list[dict[str, Any]] = []
         for old in old_ranks_of(rank, manifest["size"], size):
             part = _entry_in(root / name / _file_of(old), manifest, old)
-            parts.append({key: part[key] for key in _ADDED_UP} if parts else part)
+            parts.append({key: part[key] for key in _ADDED_UP if key in part} if parts else part)
         return joined(parts, rank, size)
 
     return (yield from done_by_all(read, f"read {name}"))

@@ -138,12 +138,16 @@ class OwnMoves:
 
     def _send(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
         info, wire = self._bucket.info, self._wire(num_moves)
-        own = unpack_sum(message, 1, wire, info.num_elements, info.value_dtype)
+        own = self._decoded(num_moves, message)
         report, self._report = self._report, dataclasses.replace(self._report)
         report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
         report.kinds_by_round = [AllGather.__name__]
         task = starter.start(name, _gathered(message, info, wire))
         self.in_flight.append(Exchange(task, num_moves, message, own, report))
+
+    def _decoded(self, num_moves: int, message: np.ndarray) -> Gathered:
+        info = self._bucket.info
+        return unpack_sum(message, 1, self._wire(num_moves), info.num_elements, info.value_dtype)
 
     def received(self, scale: float) -> SparseSum:
         """Returns the sum of the oldest exchange, which is done; raises what all ranks find wrong with it."""
@@ -179,8 +183,10 @@ class OwnMoves:
 
     def pending(self) -> list[tuple[Indices, Values]]:
         """Returns positions and values that this rank has moved and no mean has replaced."""
-        sent = [(one.own.indices, one.own.values) for one in self.in_flight if one.own.values is not None]
-        later = self.moves[sum(one.num_moves for one in self.in_flight) :]
+        flying = [(one.num_moves, one.own) for one in self.in_flight]
+        flying += [(num_moves, self._decoded(num_moves, message)) for num_moves, message in self._resumed]
+        sent = [(own.indices, own.values) for _, own in flying if own.values is not None]
+        later = self.moves[sum(num_moves for num_moves, _ in flying) :]
         return sent + [(one.indices, one.values) for one in later]
 
     def _undo(self) -> None:
@@ -226,6 +232,13 @@ class OwnMoves:
             for indices, values, before in saved["moves"]
         ]
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
+
+    def hold_back(self, saved: Mapping[str, Any], factor: float) -> None:
+        """Adds what a checkpoint of some rank had moved, times a factor, to the residual."""
+        other = OwnMoves(self._part)
+        other.load(saved)
+        for indices, values in other.pending():
+            self._bucket.accumulator.add(indices, values * factor)
 
 
 class JointMoves(OwnMoves):

@@ -31,7 +31,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
 from horovod_sparse.training.parts import shared_out
 
-FORMAT = 2
+FORMAT = 3
 _log = logging.getLogger("horovod_sparse")
 
 
@@ -242,8 +242,13 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
     shares = [(entry, share_factor(entry["rank"], old_size, size)) for entry in entries]
     adds_up = FEEDBACKS.get(entries[0]["feedback"], Feedback).adds_up
     averaged = shares if adds_up else [(entry, 1.0 / len(entries)) for entry in entries]
+    passes = {}
+    if "passes" in entries[0]:
+        moved = [[factor, entry["passes"]["moves"]] for entry, factor in shares]
+        passes["passes"] = {**entries[0]["passes"], "shares": moved}
     return {
         **entries[0],
+        **passes,
         "rank": rank,
         "size": size,
         # nothing is left to scale, and no bucket's state fits

@@ -29,10 +29,11 @@ from horovod_sparse.errors import (
     UnsupportedError,
 )
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine, Starter, Task
-from horovod_sparse.training.moves import Facts, heard, present_in
+from horovod_sparse.training.moves import Facts, OwnMoves, heard, present_in
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -89,7 +90,8 @@ class Steps(Training):
         """Agrees as `Training.agree` does, after exchanges in flight are taken back."""
         if self.is_agreed:
             return
-        self.roll_back()
+        if self._to_resume is None:
+            self.roll_back()
         self.started_anew, self._num_begun = False, 0
         super().agree()
         self._resume()
@@ -143,8 +145,10 @@ class Steps(Training):
         # exchanges applied and in flight: a rank that alone has given one up is told apart
         number = self.step + len(self._in_flight)
         facts.task = self.starter.start(f"{name}.facts", facts.told(number))
-        if self._averaged is not None and (own := self._averaged.read()).size:
-            facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
+        if self._averaged is not None:
+            own = self._averaged.read() if facts.averaged is None else facts.averaged[0]
+            if own.size:
+                facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
         self._num_begun += 1
 
     def _heard(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
@@ -290,34 +294,65 @@ class Steps(Training):
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Saves as `Training.save` does, with this rank's own moves and those in flight."""
-        if self.schedule.moves_alone and self.parts:
-            known = [*self._in_flight, self._facts]
-            facts = [[one.bad, hex(one.present), one.shrink, one.leans] for one in known]
-            moves = [part.moves.save(self.engine.to_array) for part in self.parts]
+        if self._to_resume is not None:
+            more["passes"] = self._to_resume
+        elif self.schedule.moves_alone and self.parts:
+            array, known = self.engine.to_array, [*self._in_flight, self._facts]
+            facts = [
+                [one.bad, hex(one.present), one.shrink, one.leans, one.averaged and array(one.averaged[0])]
+                for one in known
+            ]
+            moves = [part.moves.save(array) for part in self.parts]
             more["passes"] = {"taken": self.taken, "begun": self._num_begun, "facts": facts, "moves": moves}
         return super().save(**more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
         """Loads as `Training.load` does; exchanges that were in flight begin with the next pass."""
+        passes = None if entry is None else entry.get("passes")
+        if entry is not None and passes is not None:
+            plan = Plan.from_dict(entry["plan"])
+            if plan != self.plan and set(plan.names()) == set(self.facts):
+                raise StateMismatchError(
+                    f"the saved state has moves of a rank (every > 1 or delay > 0) by the plan {plan}: train "
+                    f"by that one, not by {self.plan}, or save behind finish()"
+                )
+            if entry["size"] != self.size:
+                passes = {**passes, "shares": [[self.share_of(entry), passes["moves"]]]}
         self.roll_back()
         super().load(entry)
-        self._to_resume = None if entry is None else entry.get("passes")
+        self._to_resume = passes
+
+    def moved(self) -> list[list[tuple[Any, Any]]]:
+        """Returns what this rank has moved by and no mean has replaced, by part."""
+        self._load_moves()
+        return [part.moves.pending() for part in self.parts]
+
+    def _load_moves(self) -> None:
+        if self._to_resume is not None:
+            for part, moves in zip(self.parts, self._to_resume["moves"], strict=True):
+                part.moves.load(moves)
 
     def _resume(self) -> None:
-        """Begins what was in flight in a checkpoint, or takes it back if ranks or plan are others now."""
+        """Begins what was in flight in a checkpoint, or takes it back if ranks or schedule are others now."""
+        if self._to_resume is None:
+            return
+        self._load_moves()
         passes, self._to_resume = self._to_resume, None
-        if passes is None:
+        if self.started_anew or "shares" in passes or not self.schedule.moves_alone:
+            for part in self.parts:
+                OwnMoves.roll_back(part.moves)  # those of the rank whose parameters these are
+            for number, (share, moves) in enumerate(passes.get("shares", ())):
+                for part, one in zip(self.parts, moves, strict=True):
+                    part.moves.hold_back(one, share - (number == 0))
             return
-        fits = len(passes["moves"]) == len(self.parts)
-        for part, moves in zip(self.parts, passes["moves"], strict=fits):
-            part.moves.load(moves)
-        if not fits or self.started_anew:
-            self.roll_back()
-            return
-        known = [Facts(bad, False, int(bits, 16), *lists) for bad, bits, *lists in passes["facts"]]
+        known = []
+        for bad, bits, shrink, leans, own in passes["facts"]:
+            known.append(Facts(bad, False, int(bits, 16), shrink, leans))
+            known[-1].averaged = None if own is None else (np.asarray(own), None)
         self._num_begun = passes["begun"] - len(known) + 1
         for self._facts in known[:-1]:
             self._begin_exchange()
+            self._land(self.schedule.delay)
         self._facts, self.taken = known[-1], passes["taken"]
 
     def roll_back(self) -> None:
@@ -344,6 +379,7 @@ class Steps(Training):
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
         """Shows the common parameters, which are equal on all ranks; needs no other rank."""
+        self._load_moves()
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.moves.common())

@@ -326,14 +326,14 @@ class Training:
             return
         if not set(Plan.from_dict(entry["plan"]).names()) <= set(self.facts):
             self.take_in()
+        load_entry(self, entry, self.share_of(entry))
+
+    def share_of(self, entry: Mapping[str, Any]) -> float:
+        """Returns the factor of an entry's residual at this number of ranks."""
         # in elastic training a worker takes back what it saved when there were more or fewer: its own alone
-        own, size = entry["size"] in self.sizes, self.size
-        factor = (
-            agreement.kept_share(entry["size"], size)
-            if own
-            else share_factor(entry["rank"], entry["size"], size)
-        )
-        load_entry(self, entry, factor)
+        if entry["size"] in self.sizes:
+            return agreement.kept_share(entry["size"], self.size)
+        return share_factor(entry["rank"], entry["size"], self.size)
 
 
 def _of_compiled(names: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
-"""A rank that trains by a hook of DistributedDataParallel and by local steps: ``ddp_worker.py FOLDER``.
+"""A rank that exchanges gradients of DistributedDataParallel, and local steps: ``ddp_worker.py FOLDER KILL``.
 
-Both twice: without interruption, then saving every second step; rank 1 ends itself before the last one, once.
+Both twice: without interruption, then with saves, in the last of which the first rank kills itself, once.
 """
 
 import os
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
+from horovod_sparse.training import checkpoint
 
-STEPS = 12
+STEPS, EVERY = 12, 4
 
 
 def made(local: bool) -> tuple[Any, ...]:
@@ -24,48 +25,55 @@ def made(local: bool) -> tuple[Any, ...]:
     model = DistributedDataParallel(net, bucket_cap_mb=0.001)
     if local:
         optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
-        return model, optimizer, ddp.LocalSteps(optimizer, model, every=4, compression="topk:density=0.1")
+        return model, optimizer, ddp.LocalSteps(optimizer, model, every=EVERY, compression="topk:density=0.1")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     return model, optimizer, ddp.attach(model, "exdyna:density=0.1", optimizer)
 
 
-def trained(folder: Path, interrupted: bool) -> tuple[int, list[dict[str, torch.Tensor]]]:
-    """The step that it began with, and the weights in the end."""
-    rank = dist.get_rank()
-    trainings = made(local=False), made(local=True)
-    file, first = folder / f"rank-{rank}.pt", 0
-    if interrupted and file.exists():
-        saved = torch.load(file, weights_only=True)
-        first = saved["step"]
-        for items, states in zip(trainings, saved["states"], strict=True):
-            for item, state in zip(items, states, strict=True):
-                item.load_state_dict(state)
-    for step in range(first, STEPS):
-        if interrupted and step == STEPS - 1 and rank == 1 and not (folder / "ended").exists():
-            (folder / "ended").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+def trained(folder: Path, kill: int) -> tuple[list[int], list[dict[str, torch.Tensor]]]:
+    """The steps that they began with, and the weights in the end; -1 for no kill and no save."""
+    rank, trainings, firsts = dist.get_rank(), (made(local=True), made(local=False)), [0, 0]
+    folders = [folder / name for name in ("local", "gradients")]
+    restarted = kill >= 0 and (folder / "ended").exists()
+    for number, (model, _, sync) in enumerate(trainings if restarted else ()):
+        firsts[number] = ddp.load(folders[number], sync, model=model) * (1, EVERY)[number == 0]
+    for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + rank)
         inputs = torch.randn(16, 40, generator=generator)
-        for model, optimizer, _ in trainings:
+        for number, (model, optimizer, sync) in enumerate(trainings):
+            if step < firsts[number]:
+                continue
             optimizer.zero_grad()
             (model(inputs) - inputs[:, :1]).square().mean().backward()
             optimizer.step()
-        if interrupted and step % 2 and step > 6:
-            states = [[item.state_dict() for item in items] for items in trainings]
-            torch.save({"step": step + 1, "states": states}, folder / f"{rank}.new")
-            dist.barrier()
-            os.replace(folder / f"{rank}.new", file)
-            dist.barrier()
-    return first, [model.state_dict() for model, _, _ in trainings]
+            if kill < 0 or step < 6 or (step + 1) % EVERY:
+                continue
+            if step == STEPS - 1 and rank == 0 and not restarted:
+                dying(folder, kill)
+            ddp.save(folders[number], sync, model=model)
+    return firsts, [model.state_dict() for model, *_ in trainings]
+
+
+def dying(folder: Path, kill: int) -> None:
+    """Kills this process in a save, where it waits for the disk for the time with this number."""
+    calls, sync = iter(range(kill)), checkpoint._sync
+
+    def noticed(path: Path) -> None:
+        if next(calls, None) is None:
+            (folder / "ended").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(path)
+
+    checkpoint._sync = noticed
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, kill = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if not (folder / "ended").exists():
-        torch.save(trained(folder, interrupted=False), folder / f"whole-{rank}.pt")
-    torch.save(trained(folder, interrupted=True), folder / f"restarted-{rank}.pt")
+        torch.save(trained(folder, -1), folder / f"whole-{rank}.pt")
+    torch.save(trained(folder, kill), folder / f"restarted-{rank}.pt")
     dist.destroy_process_group()
 
 

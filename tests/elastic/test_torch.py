@@ -11,6 +11,7 @@ import torch
 
 from elastic.job import HOSTS, elastic_job, of
 from support.jobs import ran
+from support.sampling import rest_nightly
 
 WORKER, LOCAL_WORKER = (Path(__file__).with_name(name) for name in ("torch_worker.py", "local_worker.py"))
 
@@ -142,13 +143,14 @@ OPTIONS = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kill", "first"), rest_nightly([(0, 8), (1, 8), (2, 8), (3, 12)], [(2, 8)]))
+def test_a_rank_is_killed_in_a_save_and_all_go_on_bit_for_bit(tmp_path: Path, kill: int, first: int) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
-    ran(torchrun, *OPTIONS, DDP_WORKER, tmp_path, **ENVIRONMENT)
+    ran(torchrun, *OPTIONS, DDP_WORKER, tmp_path, str(kill), **ENVIRONMENT)
     assert (tmp_path / "ended").exists()
     names = ("whole-0", "whole-1", "restarted-0", "restarted-1")
     ends = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names]
-    assert [first for first, _ in ends] == [0, 0, 10, 10]
+    assert [firsts for firsts, _ in ends] == [[0, 0], [0, 0], [first, 8], [first, 8]]
     for states in zip(*(states for _, states in ends), strict=True):
         for weights in zip(*(state.values() for state in states), strict=True):
             assert all(torch.equal(weight, weights[0]) for weight in weights)

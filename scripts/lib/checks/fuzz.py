@@ -87,7 +87,7 @@ def checkpoint() -> tuple[Callable[[bytes], None], list[bytes]]:
 
     part = {"step": 3, "learning_rate": 0.1, "largest_rate": 0.1, "scale": 1.0, "since": 0, "summed": 1}
     part |= {"leans": [0.0, 0.0], "state": {"step": 3}}
-    entry = {"format": 2, "algorithm": "topk", "recipe": "topk:density=0.1", "rank": 0, "size": 2, "step": 3}
+    entry = {"format": 3, "algorithm": "topk", "recipe": "topk:density=0.1", "rank": 0, "size": 2, "step": 3}
     entry |= {"hosts": [], "resized": False}
     entry |= {"plan": {"buckets": [["w"]], "dense": ["b"]}, "companions": [], "feedback": "error"}
     entry |= {"residuals": {"w": np.ones((3, 4), np.float32)}, "buckets": [part]}

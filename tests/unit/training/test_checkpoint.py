@@ -29,7 +29,7 @@ SIZE = 2
 def an_entry(rank: int, size: int = SIZE, step: int = 0) -> dict[str, Any]:
     residual = np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * rank + step
     return {
-        "format": 2,
+        "format": 3,
         "algorithm": "topk",
         "recipe": "topk:density=0.01",
         "plan": {"buckets": [], "dense": ["w"]},

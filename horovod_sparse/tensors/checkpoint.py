@@ -1,7 +1,8 @@
-"""A training on disk: all ranks save it together, and go on together."""
+"""A checkpoint folder of a PyTorch training: all ranks save together, and load together."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.tensors.parts import ENTRY, checked_entry
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.driver import carry_out_together
-from horovod_sparse.torch.methods import check_groups
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
+from horovod_sparse.tensors.binding import LEANS, RESIDUAL
+from horovod_sparse.tensors.parts import ENTRY, check_groups, checked_entry, inner_of
+from horovod_sparse.training.training import Training
 
-_NAME = "horovod_sparse.checkpoint"
 #: marks a tensor of a type that NumPy has not
 _BITS = "horovod_sparse.bits"
 
 
 def save(
-    directory: str | os.PathLike[str], optimizer: Any, keep: int = 2, *, model: torch.nn.Module | None = None
+    directory: str | os.PathLike[str], training: Any, keep: int = 2, *, model: torch.nn.Module | None = None
 ) -> int:
     """Saves what every rank needs to go on; all ranks call it together, between the same two steps.
 
@@ -32,7 +31,8 @@ def save(
 
     Args:
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
-        optimizer: of `horovod_sparse.torch.DistributedOptimizer`, with a sparsifier.
+        training: what `horovod_sparse.torch.DistributedOptimizer` (with a sparsifier), `ddp.attach` or
+            `LocalSteps` returned. Its optimizer is saved, too.
         keep: checkpoints that stay, this one among them.
         model: whose parameters and buffers are saved, too.
 
@@ -40,9 +40,9 @@ def save(
         The step: synchronizations done so far.
 
     Raises:
-        UnsupportedError: on every rank, if a step is under way on any.
+        UnsupportedError: on every rank, if a step is under way on any; and for shards of FSDP2.
         StateMismatchError: on every rank, if they are at different steps.
-        CheckpointError: on every rank, if one could not write, or the directory is another optimizer's. Older
+        CheckpointError: on every rank, if one could not write, or the directory is another training's. Older
             checkpoints are untouched.
         ArgumentError: for an optimizer without a sparsifier.
 
@@ -61,25 +61,46 @@ def save(
     """
     from horovod_sparse.training.checkpoint import save_together
 
-    synchronizer = _synchronizer_of(optimizer)
+    given, training = training, _training_of(training)
+    made, failure = dict[str, Any](), None
+    try:  # here: local steps wait for what is in flight, in the thread that carries `save_together` out
+        made = _made(given, training, model)
+    except Exception as error:
+        failure = error
 
     def entry() -> dict[str, Any]:
-        own = optimizer.state_dict()
-        training = {"optimizer": {key: value for key, value in own.items() if key != ENTRY}}
-        if model is not None:
-            training["model"] = model.state_dict()
-        return _plain({**own[ENTRY], "training": training})
+        if failure is not None:
+            raise failure
+        return made
 
-    together = save_together(
-        directory, entry, rank=synchronizer.rank, keep=keep, owner=synchronizer, world_rank=int(hvd.rank())
-    )
-    step: int = carry_out_together(together, synchronizer.process_set, _NAME)
+    place = {"rank": training.rank, "world_rank": training.engine.ranks().world_rank}
+    together = save_together(directory, entry, keep=keep, owner=training, **place)
+    step: int = training.engine.carry_out(together, training.topology, "checkpoint")
     return step
+
+
+def _made(given: Any, training: Any, model: torch.nn.Module | None) -> dict[str, Any]:
+    if training is given:
+        entry = training.state_dict()
+        with getattr(training, "common", contextlib.nullcontext)():  # without: a warning that ranks differ
+            own = {} if training.optimizer is None else training.optimizer.state_dict()
+    else:
+        own = given.state_dict()
+        entry = own[ENTRY]
+    states = {  # without what the entry has
+        number: {name: one for name, one in state.items() if name not in (RESIDUAL, LEANS)}
+        for number, state in own.get("state", {}).items()
+    }
+    kept: dict[str, Any] = {"optimizer": {"state": states, "param_groups": own.get("param_groups", [])}}
+    if model is not None:
+        kept["model"] = inner_of(model).state_dict()
+    plain: dict[str, Any] = _plain({**entry, "training": kept})
+    return plain
 
 
 def load(
     directory: str | os.PathLike[str],
-    optimizer: Any,
+    training: Any,
     step: int | None = None,
     *,
     model: torch.nn.Module | None = None,
@@ -92,7 +113,7 @@ def load(
 
     Args:
         directory: as given to `save`.
-        optimizer: like the one that was saved; a step that is under way is given up.
+        training: like the one that was saved; a step that is under way is canceled.
         step: that of the checkpoint, if not the newest.
         model: gets the parameters and buffers that were saved; left alone if left out.
 
@@ -106,44 +127,57 @@ def load(
     """
     from horovod_sparse.training.checkpoint import load_together
 
-    synchronizer = _synchronizer_of(optimizer)
+    given, training = training, _training_of(training)
+    optimizer = training.optimizer
 
     def check(entry: Mapping[str, Any]) -> None:
-        checked_entry(synchronizer, _live(entry))
-        training = _training_of(entry)
-        check_groups(optimizer, training.get("optimizer"))
+        if not training.facts:
+            training.meet()
+        checked_entry(training, _live(entry))
+        kept = _kept_in(entry)
+        if optimizer is not None:
+            check_groups(optimizer, kept.get("optimizer"))
         if model is not None:
-            _check_model(model, training.get("model"))
+            _check_model(inner_of(model), kept.get("model"))
 
-    place = {"rank": synchronizer.rank, "size": synchronizer.size}
+    place = {"rank": training.rank, "size": training.size}
     loaded = "" if model is None else "the optimizer and a model"
-    together = load_together(directory, check, **place, step=step, owner=synchronizer, loaded=loaded)
-    entry = carry_out_together(together, synchronizer.process_set, _NAME)
-    training = _training_of(entry)
+    together = load_together(directory, check, **place, step=step, owner=training, loaded=loaded)
+    entry = training.engine.carry_out(together, training.topology, "checkpoint")
+    kept = _kept_in(entry)
     if model is not None:
-        model.load_state_dict(training["model"])
-    kept = {key: value for key, value in entry.items() if key != "training"}
-    optimizer.load_state_dict({**training["optimizer"], ENTRY: _live(kept)})
+        inner_of(model).load_state_dict(kept["model"])
+    entry = _live({key: value for key, value in entry.items() if key != "training"})
+    if optimizer is not None:
+        optimizer.load_state_dict({**kept["optimizer"], ENTRY: entry})
+    if training is given:  # an optimizer of Horovod's has passed the entry on
+        training.load_state_dict(entry)
     return int(entry["step"])
 
 
-def _synchronizer_of(optimizer: Any) -> Any:
-    synchronizer = getattr(optimizer, "_synchronizer", None)
-    if synchronizer is None:
+def _training_of(given: Any) -> Any:
+    training = getattr(given, "_synchronizer", given)
+    if not isinstance(training, Training):
         raise ArgumentError(
-            "optimizer",
-            type(optimizer),
-            "one that horovod_sparse.torch.DistributedOptimizer made with a sparsifier, on a rank that its "
+            "training",
+            type(given).__name__,
+            "what attach, LocalSteps or DistributedOptimizer returned, with a sparsifier, on a rank that its "
             "process set includes; save others with torch.save",
         )
-    return synchronizer
-
-
-def _training_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    training = _live(entry.get("training"))
-    if not isinstance(training, dict):
-        raise StateMismatchError("the checkpoint is not one of horovod_sparse.torch: it has no optimizer")
+    if getattr(training.engine, "shard", None) is not None:
+        raise UnsupportedError(
+            "a model of FSDP2 is saved by torch.distributed.checkpoint within `with sync.common():`, and "
+            "sync.state_dict() of each rank beside it"
+        )
     return training
+
+
+def _kept_in(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the states of the optimizer and the model."""
+    kept = _live(entry.get("training"))
+    if not isinstance(kept, dict):
+        raise StateMismatchError("the checkpoint is not one of PyTorch: it has no optimizer")
+    return kept
 
 
 def _check_model(model: torch.nn.Module, saved: Any) -> None:

@@ -1,0 +1,136 @@
+"""All ranks save to a folder and go on from it, with DistributedDataParallel and with local steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse import ddp
+from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchError
+from support.passes import batches, flat, net_of
+from support.replicas import same_on_all_replicas
+from support.sampling import rest_nightly
+
+MOST = 12
+
+
+def made(way: str, group=None, seed: int = 0):
+    """A model with statistics of batches, and what trains it."""
+    net = net_of(seed).insert(1, torch.nn.BatchNorm1d(40))
+    model = DistributedDataParallel(net, process_group=group)
+    kind, *numbers = way.split()
+    every, delay = map(int, numbers or (1, 0))
+    if kind == "gradients":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        return model, optimizer, ddp.attach(model, "exdyna:density=0.1", optimizer)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    if kind == "local":
+        text = "topk:density=0.1,values=2bit"
+        return model, optimizer, ddp.LocalSteps(optimizer, model, every=every, delay=delay, compression=text)
+    text = "topk:density=0.1,feedback=best,values=2bit"
+    return model, optimizer, ddp.attach(model, text, optimizer, every=every, delay=delay)
+
+
+def trained(model, optimizer, rank: int, steps: range) -> None:
+    for step, (inputs, targets) in enumerate(batches(rank, MOST)):
+        if step in steps:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+WAYS = ["gradients", "steps 1 0", "steps 4 0", "steps 1 1", "steps 3 2", "local 4 0", "local 3 2"]
+ways = pytest.mark.parametrize("way", rest_nightly(WAYS, ["gradients", "steps 3 2", "local 4 0"]))
+
+
+@ways
+def test_it_goes_on_bit_for_bit(way, folder, rank):
+    ends = []
+    for interrupted in (False, True):
+        model, optimizer, sync = made(way)
+        trained(model, optimizer, rank, range(7))
+        saved = ddp.save(folder, sync, model=model)
+        if interrupted:
+            model, optimizer, sync = made(way, seed=1)
+            assert ddp.load(folder, sync, model=model) == saved == sync.step
+        trained(model, optimizer, rank, range(7, MOST))
+        entry = sync.state_dict()
+        ends.append([flat(model), *model.buffers(), *entry["residuals"].values()])
+    assert [number for number, pair in enumerate(zip(*ends, strict=True)) if not torch.equal(*pair)] == []
+
+
+@ways
+def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_the_one_before_loads(way, folder, rank):
+    model, optimizer, sync = made(way)
+    for last in (6, MOST):
+        trained(model, optimizer, rank, range(last - 6, last))
+        last = ddp.save(folder, sync, model=model)
+    own = flat(model)
+    names = sorted(one.name for one in Path(folder).iterdir())
+    file = Path(folder) / names[-1] / "rank-00001.npz"
+    dist.barrier()
+    if rank == 1:
+        file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"rank-00001\.npz"):
+        ddp.load(folder, sync, model=model)
+    assert torch.equal(flat(model), own)
+    (fresh, _, again), first = made(way, seed=1), int(names[0][5:15])
+    with pytest.raises(StateMismatchError, match="another model"):
+        ddp.load(folder, again, first, model=net_of() if rank == 0 else torch.nn.Linear(2, 2))
+    assert ddp.load(folder, again, first, model=fresh) == first < last
+
+
+@pytest.mark.parametrize("way", rest_nightly(WAYS[:5], ["gradients", "steps 3 2"]))
+def test_one_rank_goes_on_with_the_mean_of_what_two_held_back(way, folder, rank, size):
+    """What ranks hold back and have moved by: common parameters less its mean are the same."""
+
+    def common(model, sync) -> tuple[torch.Tensor, torch.Tensor]:
+        names = [name for name, _ in model.module.named_parameters()]
+        if way == "gradients":
+            residuals = sync.state_dict()["residuals"]
+            return flat(model), torch.cat([residuals[name].reshape(-1) for name in names])
+        with sync.common():
+            states = sync.optimizer.state_dict()["state"].values()
+            waiting = torch.cat([one["horovod_sparse_residual"].reshape(-1) for one in states])
+            return flat(model), waiting.clone()
+
+    model, optimizer, sync = made(way)
+    trained(model, optimizer, rank, range(7))
+    ddp.save(folder, sync, model=model)
+    before, waiting = common(model, sync)
+    dist.all_reduce(waiting)
+    alone = [dist.new_group([one]) for one in range(size)][rank]
+    model, optimizer, again = made(way, alone, seed=1)
+    ddp.load(folder, again, model=model)
+    again.agree()
+    after, waits = common(model, again)
+    torch.testing.assert_close(after, before)
+    torch.testing.assert_close(waits, waiting / size)
+    trained(model, optimizer, rank, range(7, MOST))
+
+
+@pytest.mark.parametrize("later", [(1, 0), (4, 0), (1, 1)], ids=str)
+def test_a_schedule_may_change(later, folder, rank):
+    model, optimizer, sync = made("steps 3 2")
+    trained(model, optimizer, rank, range(7))
+    ddp.save(folder, sync, model=model)
+    with sync.common():
+        before = flat(model)
+    model, optimizer, sync = made("steps {} {}".format(*later), seed=1)
+    ddp.load(folder, sync, model=model)
+    with sync.common():
+        assert torch.equal(flat(model), before)
+    ddp.save(folder, sync, model=model)  # before any step
+    ddp.load(folder, sync, model=model)
+    trained(model, optimizer, rank, range(7, MOST))
+    sync.finish()
+    assert same_on_all_replicas(*model.parameters())
+
+
+def test_what_is_no_training_is_refused(folder):
+    model, optimizer, _ = made("gradients")
+    for wrong in (model, optimizer):
+        with pytest.raises(ArgumentError, match="attach"):
+            ddp.save(folder, wrong)
