@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.host.kth import note
-from horovod_sparse.kernels.lanes import as_key, infinity, magnitude, mask_at_least, read
+from horovod_sparse.kernels.host.kth import FULL, raise_bound
+from horovod_sparse.kernels.lanes import as_key, infinity, magnitude, mask_at_least, raw_bits, read
+from horovod_sparse.kernels.packing import append
 
 Array = NDArray[Any]
 
@@ -23,6 +24,8 @@ Array = NDArray[Any]
 GRANULE = 2 * v.LANES
 # Elements whose squares are summed in the accumulator's own precision before they go to float64.
 TILE = 4096
+# Elements ahead of the loop whose memory is asked for: the processor's own reading ahead ends with a page.
+_AHEAD = 1024
 
 
 @kernel
@@ -115,6 +118,8 @@ def fold_piece(  # type: ignore[no-untyped-def]
     limit = infinity(maxima[0])
     limits = v.splat(limit)
     bound, count, places, words = noted
+    bounds, at, base, room = v.splat(bound[0]), count[0], count[1], places.size - v.LANES - block
+    noting = at != FULL and room >= 0
     whole = n // GRANULE * GRANULE
     per_tile = max(TILE // block, 1) * block
     for tile in range(0, whole, per_tile):
@@ -125,8 +130,20 @@ def fold_piece(  # type: ignore[no-untyped-def]
         for start in range(tile, tile_stop, block):
             stop = min(start + block, tile_stop)
             tops = v.splat(as_key(limit, 0))
+            if noting and at > room:
+                at = raise_bound(bound, count[2], places, words, at)
+                bounds, noting = v.splat(bound[0]), at <= room
             for i in range(start, stop, GRANULE):
                 j = i + v.LANES
+                for ahead in (i + _AHEAD, j + _AHEAD):
+                    v.prefetch(values, ahead)
+                    v.prefetch(gradient, ahead)
+                    if more is not None:
+                        v.prefetch(more, ahead)
+                    if velocity is not None:
+                        v.prefetch(velocity, ahead)
+                    if moment is not None:
+                        v.prefetch(moment, ahead)
                 a, b = v.load(gradient, i), v.load(gradient, j)
                 if weights is not None:
                     a, b = v.multiply(of_one, a), v.multiply(of_one, b)
@@ -156,7 +173,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
                             values, velocity, moment, gradient, more, weights, i, end, factors, report
                         )
                     )
-                    slow = True
+                    a, b, slow = v.load(values, i), v.load(values, j), True
                 else:
                     v.store(values, i, a)
                     v.store(values, j, b)
@@ -168,11 +185,14 @@ def fold_piece(  # type: ignore[no-untyped-def]
                         v.store(moment, j, ub)
                     squares = v.add(squares, v.add(v.multiply(a, a), v.multiply(b, b)))
                 tops = v.larger(tops, high)
+                if noting:  # without a branch by what is found, which would stop the reading of what comes
+                    mask = mask_at_least(v.magnitude(a), bounds)
+                    at = append(raw_bits(a), mask, base + i, places, words, at)
+                    mask = mask_at_least(v.magnitude(b), bounds)
+                    at = append(raw_bits(b), mask, base + j, places, words, at)
             top = v.top_of(tops)
             maxima[start // block] = top
             tile_top = max(tile_top, top)
-        if tile_top >= bound[0]:
-            note(values, tile, tile_stop, maxima, block, bound, count, places, words)
         total = v.sum_of(squares)
         if tile_top > as_key(limit, 0) and (slow or not 1e-30 < total < math.inf):
             total = squares_of(values, tile, tile_stop)
@@ -182,7 +202,14 @@ def fold_piece(  # type: ignore[no-untyped-def]
         report[2] += squares_of(values, whole, n)
         last = whole // block
         maxima[last] = top if whole % block == 0 else max(maxima[last], top)
-        note(values, whole, n, maxima, block, bound, count, places, words)
+        if noting and at > room:
+            at = raise_bound(bound, count[2], places, words, at)
+            noting = at <= room
+        for i in range(whole, n if noting else whole):
+            if magnitude(values[i]) >= bound[0]:
+                places[at], words[at] = base + i, raw_bits(values[i])
+                at += 1
+    count[0] = at if noting or room < 0 else FULL
 
 
 @kernel

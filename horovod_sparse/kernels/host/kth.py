@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.layout import bits_dtype
-from horovod_sparse.kernels.packing import append, append_keys
+from horovod_sparse.kernels.packing import append_keys
 
 Array = NDArray[Any]
 
@@ -29,7 +29,7 @@ _FEWEST, _SPARSE = 256, 32
 # Bins in which the k-th largest of the candidates is looked for are 2**-12 of an exponent wide.
 _FINE = 12
 # In place of a number of candidates: there was no room for all; the values are others now.
-_FULL, _STALE = -1, -2
+FULL, _STALE = -1, -2
 
 
 @kernel
@@ -145,7 +145,7 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
 
 
 @kernel
-def _raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
+def raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
     """Drops what is below the k-th largest so far, which becomes the bound; returns how many are left."""
     if not 0 < k <= count:
         return count
@@ -160,48 +160,6 @@ def _raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def
         append_keys(where, mask, places, kept)
         kept = append_keys(lanes, mask, words, kept)
     return kept
-
-
-@kernel
-def note(values, start, stop, maxima, block, bound, count, places, words):  # type: ignore[no-untyped-def]
-    """Appends the elements of [start, stop) that reach bound[0]; count[0] is `_FULL` where all have no room.
-
-    Blocks are known by their maxima before one is opened: a branch that waits for a fold would stop the
-    reading of what comes next. count[1] is added to the positions.
-    """
-    at, base, bounds = count[0], count[1], v.splat(bound[0])
-    first, room = start // block, places.size - v.LANES - block
-    while start < stop and at != _FULL:
-        left, passing = min(v.LANES, (stop - start) // block), np.uint64(0)
-        if left == v.LANES:
-            passing = v.mask_at_least(v.load(maxima, first), bounds)
-            while passing != 0:
-                if at > room:
-                    at = _raise_bound(bound, count[2], places, words, at)
-                    bounds = v.splat(bound[0])
-                    if at > room:
-                        at = _FULL
-                        break
-                begin = (first + v.first_bit(passing)) * block
-                passing = v.without_first_bit(passing)
-                for i in range(begin, begin + block, v.LANES):
-                    lanes = v.load(values, i)
-                    mask = v.mask_at_least(v.magnitude(lanes), bounds)
-                    at = append(v.raw_bits(lanes), mask, base + i, places, words, at)
-            first, start = first + left, start + left * block
-        else:
-            for i in range(start, stop):
-                if at > room:
-                    at = _raise_bound(bound, count[2], places, words, at)
-                    bounds = v.splat(bound[0])
-                    if at > room:
-                        at = _FULL
-                        break
-                if v.magnitude(values[i]) >= bound[0]:
-                    places[at], words[at] = base + i, v.raw_bits(values[i])
-                    at += 1
-            start = stop
-    count[0] = at
 
 
 @kernel
@@ -303,7 +261,7 @@ class Candidates:
             self._next, self._last = self._never, 0
             return
         count = int(self._count[0])
-        if count == _FULL or self._bound[0] > self._next:  # it was raised
+        if count == FULL or self._bound[0] > self._next:  # it was raised
             self._margin = max(self._margin >> 1, 1 << self._exponent - 8)
         elif count > k + k // 2:
             self._margin -= self._margin >> 3

@@ -18,10 +18,10 @@ Array = NDArray[Any]
 #: values at ascending, unique positions
 Vector = tuple[NDArray[np.int32], Array]
 
-#: a sum at more than one position in so many is subtracted from all elements of a tile
+#: a sum at more than one position in so many is subtracted from all elements
 _SPARSE = 16
 #: elements of a tile that stays in the first-level cache beside its sums
-_SMALL = 1024
+_TILE = 1024
 
 
 @kernel
@@ -123,27 +123,24 @@ def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: 
 
 
 @kernel
-def _replace(values, first, undone, factors, crowded, sums, tile, again, kept):  # type: ignore[no-untyped-def]
+def _replace(values, first, undone, factors, whole, sums, tile, again, kept):  # type: ignore[no-untyped-def]
     """Puts old values back, multiplies by factors[0], subtracts a sum over ranks, and moves again.
 
     `undone`, `sums` and `again` are indices, values, and where each run of them begins and stops; indices
-    count from the start of a bucket, in which the array begins at `first`. `kept` becomes what stood there
-    before each new move. Returns at how many places there was a sum.
+    count from the start of a bucket, in which the array begins at `first`. `whole` says to read all elements,
+    which is faster than the places of many sums; a factor needs it. `kept` becomes what stood there before
+    each new move. Returns at how many places there was a sum.
     """
     (back, olds, back_at, back_stops), (more, steps, more_at, more_stops) = undone, again
     where, totals, at, stops = sums
-    streams = crowded or factors[0] != 1
     num_union, factor, minus, begun = 0, v.splat(factors[0]), v.splat(factors[1]), at.copy()
     for begin in range(0, values.size, tile.size):
         stop = min(begin + tile.size, values.size)
         last = first + stop
-        if streams and back.size != 0:  # in order: what reads memory ahead does not follow scattered places
-            for i in range(begin, stop, 64 // values.itemsize):
-                v.prefetch(values, i)
         for run in range(back_at.size):
             i = back_at[run]
             while i < back_stops[run] and back[i] < last:
-                if not streams and i + AHEAD < back.size:
+                if not whole and i + AHEAD < back.size:
                     v.prefetch(values, back[i + AHEAD] - first)
                 values[back[i] - first] = olds[i]
                 i += 1
@@ -151,27 +148,20 @@ def _replace(values, first, undone, factors, crowded, sums, tile, again, kept): 
         for run in range(at.size):
             begun[run] = at[run]
         num_union += fill_tile(tile, where, totals, at, stops, first + begin, last)
-        whole = begin + (stop - begin) // (2 * v.LANES) * (2 * v.LANES)
-        if crowded:
-            for i in range(begin, whole, v.LANES):
+        if whole:
+            end = begin + (stop - begin) // v.LANES * v.LANES
+            for i in range(begin, end, v.LANES):
+                v.prefetch(values, i + tile.size)  # nothing else reads ahead where places are scattered
                 less = v.multiply(minus, v.load(tile, i - begin))
                 v.store(values, i, v.add(v.multiply(factor, v.load(values, i)), less))
                 v.store(tile, i - begin, v.zeros_like(factor))
-            for i in range(whole, stop):
+            for i in range(end, stop):
                 values[i] = factors[0] * values[i] - tile[i - begin]
                 tile[i - begin] = 0
-        elif streams:
-            for i in range(begin, whole, 2 * v.LANES):
-                j = i + v.LANES
-                one, other = v.load(values, i), v.load(values, j)
-                v.store(values, i, v.multiply(factor, one))
-                v.store(values, j, v.multiply(factor, other))
-            for i in range(whole, stop):
-                values[i] *= factors[0]
-        if not crowded:
+        else:
             for run in range(at.size):
                 for i in range(begun[run], at[run]):
-                    if not streams and i + AHEAD < where.size:
+                    if i + AHEAD < where.size:
                         v.prefetch(values, where[i + AHEAD] - first)
                     place = where[i] - first
                     total = tile[place - begin]
@@ -181,7 +171,7 @@ def _replace(values, first, undone, factors, crowded, sums, tile, again, kept): 
         for run in range(more_at.size):
             i = more_at[run]
             while i < more_stops[run] and more[i] < last:
-                if not streams and i + AHEAD < more.size:
+                if not whole and i + AHEAD < more.size:
                     v.prefetch(values, more[i + AHEAD] - first)
                 kept[i] = values[more[i] - first]
                 values[more[i] - first] -= steps[i]
@@ -228,10 +218,10 @@ def replace(
     back, more = _joined(undone, dtype), _joined(again, dtype)
     where, new = _joined([] if total is None else [total], dtype)[:2]
     sums = scatter.runs_of(scatter.checked(where, num_elements), new)
-    tile, kept, num_union = scatter.aligned_tile(dtype), np.empty(more[0].size, dtype), 0
+    tile, kept, num_union = scatter.aligned_tile(dtype)[:_TILE], np.empty(more[0].size, dtype), 0
     crowded = where.size * _SPARSE > num_elements
     for array, first, factor in arrays:
         factors = np.array([factor, -1], dtype)
-        own = tile if crowded or factor == 1.0 else tile[:_SMALL]
-        num_union += int(_replace(array, first, back, factors, crowded, sums, own, more, kept))
+        given = array, first, back, factors, crowded or factor != 1.0, sums, tile, more, kept
+        num_union += int(_replace(*given))
     return num_union, np.split(kept, np.cumsum([one.size for one, _ in again])[:-1]) if again else []
