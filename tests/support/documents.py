@@ -153,21 +153,9 @@ def _keras() -> dict[str, Any]:
     return {**given, "hvd": hvd, "optimizer": distributed, "broadcast": broadcast}
 
 
-def _sparsifier() -> dict[str, Any]:
-    from dataclasses import dataclass
-    from typing import ClassVar
-
-    from horovod_sparse.sparsifiers.base import SelectAndGather, Selected
-
-    # a dataclass looks for the module that it is defined in
-    named = {"__name__": "horovod_sparse.sparsifiers"}
-    given = {"dataclass": dataclass, "ClassVar": ClassVar, "SelectAndGather": SelectAndGather}
-    return {**given, "Selected": Selected, **named}
-
-
 #: what a mark may name -> the process that runs it, and what there is before
 PRELUDES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "sparsifier": ("torch", _sparsifier),
+    "sparsifier": ("torch", dict),
     "torch": ("torch", _torch),
     "torch trained": ("torch", _torch_trained),
     "ddp": ("torch", _ddp),
