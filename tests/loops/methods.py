@@ -121,7 +121,7 @@ def two_optimizers_over_one_model(on):
         judges.step()
 
 
-@loop(refused={"DDP": "one at a time"})
+@loop(refused={"DDP": "one per attach"})
 def one_optimizer_over_two_models(on):
     both = torch.nn.ModuleList([on.model(net_of()), on.model(net_of(1))])
     optimizer = on.optimizer(both, SGD(both.parameters(), lr=0.1))

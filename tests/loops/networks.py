@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from loops.way import WAYS, loop
+from loops.way import WAYS, fitted, loop
 from support.passes import backward, net_of
 
 
@@ -26,56 +26,6 @@ class Tied(torch.nn.Module):
         )
 
 
-@loop()
-def tied_weights(on):
-    on.fit(Tied())
-
-
-@loop()
-def checkpointed_activations(on):
-    on.fit(Tied(reentrant=False))
-
-
-@loop()
-def checkpointed_activations_by_reentrance(on):
-    on.fit(Tied(reentrant=True))
-
-
-@loop()
-def batch_norm(on):
-    net = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
-    on.fit(net)
-
-
-@loop()
-def convolutions(on):
-    net = torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 3, 4)), torch.nn.Conv2d(1, 4, 2), torch.nn.Flatten(), torch.nn.Linear(24, 3)
-    )
-    on.fit(net.to(memory_format=torch.channels_last))
-
-
-@loop()
-def normed_weights(on):
-    net = net_of()
-    parametrizations.weight_norm(net[0])
-    parametrizations.spectral_norm(net[2])
-    on.fit(net)
-
-
-@loop(without=("FSDP2",))
-def one_parameter(on):
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = torch.nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, inputs):
-            return self.one * inputs[:, :3]
-
-    on.fit(Net())
-
-
 class More(torch.nn.Module):
     """A net with something besides."""
 
@@ -89,88 +39,12 @@ class More(torch.nn.Module):
         return self.net(inputs) + (0.0 if self.more is None else (self.more * 1.0).real.sum())
 
 
-@loop(without=("FSDP2",))
-def parameters_of_no_elements(on):
-    on.fit(More(torch.zeros(0, 3)))
-
-
-@loop(without=("FSDP2",), refused=dict.fromkeys(WAYS, "complex"))
-def complex_parameters(on):
-    on.fit(More(torch.zeros(4, dtype=torch.complex64)))
-
-
-@loop(without=("FSDP2",))
-def parameters_of_float64(on):
-    on.fit(More(torch.zeros(4, dtype=torch.float64)))
-
-
-@loop(without=("DDP",))
-def expanded_buffers(on):
-    on.fit(More(None, masks=torch.ones(1, 3).expand(4, 3)))
-
-
-@loop(without=("FSDP2",))
-def transposed_parameters(on):
-    on.fit(More(torch.zeros(3, 4).t()))
-
-
 @loop(without=("DDP", "FSDP2"))
 def nothing_to_train(on):
     net = net_of().requires_grad_(False)
     model, optimizer = on.both(net)
     for inputs, _ in on.batches(2):
         model(inputs)
-        optimizer.step()
-
-
-@loop()
-def frozen_from_the_start(on):
-    net = net_of()
-    net[0].requires_grad_(False)
-    model = on.model(net)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = on.optimizer(model, torch.optim.SGD(trained, lr=0.1))
-    for batch in on.batches():
-        backward(model, batch)
-        optimizer.step()
-
-
-@loop(reference="module")
-def frozen_in_mid_training(on):
-    net = net_of()
-    model, optimizer = on.both(net)
-    for number, batch in enumerate(on.batches(6)):
-        if number == 3:
-            net[0].requires_grad_(False)
-            before = net[0].weight.detach().clone()
-        backward(model, batch)
-        optimizer.step()
-    assert torch.equal(net[0].weight, before)
-
-
-@loop(reference="module", conserves=False)
-def thawed_in_mid_training(on):
-    net = net_of()
-    net[0].requires_grad_(False)
-    model, optimizer = on.both(net)
-    for number, batch in enumerate(on.batches(6)):
-        if number == 3:
-            net[0].requires_grad_(True)
-        backward(model, batch)
-        optimizer.step()
-
-
-@loop(reference="module")
-def thawed_by_a_group_of_its_own(on):
-    net = net_of()
-    net[0].requires_grad_(False)
-    model = on.model(net)
-    optimizer = on.optimizer(model, torch.optim.SGD(net[2].parameters(), lr=0.1))
-    for number, batch in enumerate(on.batches(6)):
-        if number == 3:
-            net[0].requires_grad_(True)
-            optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.01})
-        backward(model, batch)
         optimizer.step()
 
 
@@ -212,16 +86,6 @@ class Words(torch.nn.Module):
         return self.head(self.table((inputs.abs() * 7).long().clamp(0, 29)).mean(1))
 
 
-@loop()
-def embeddings(on):
-    on.fit(Words())
-
-
-@loop(without=("FSDP2",), refused={"Horovod": "sparse_as_dense", "stock": ""})
-def sparse_embeddings(on):
-    on.fit(Words(sparse=True))
-
-
 class Recurrent(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -242,19 +106,6 @@ def truncated_backpropagation_through_time(on):
         mse_loss(outputs, targets).backward()
         optimizer.step()
         state = tuple(one.detach() for one in state)
-
-
-@loop(without=("FSDP2",))
-def pruned_by_masks(on):
-    net = net_of()
-    model, optimizer = on.both(net)
-    for number, batch in enumerate(on.batches(6)):
-        if number == 3:
-            prune.l1_unstructured(net[0], "weight", amount=0.5)
-        backward(model, batch)
-        optimizer.step()
-        if number >= 3:
-            assert not net[0].weight[net[0].weight_mask == 0].any()
 
 
 @loop()
@@ -284,21 +135,6 @@ class Adapted(torch.nn.Module):
         return self.base(inputs) + self.up(self.down(inputs))
 
 
-@loop(without=("FSDP2",))
-def adapters_that_are_merged(on):
-    net = Adapted()
-    model = on.model(net)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = on.optimizer(model, torch.optim.SGD(trained, lr=0.1))
-    for number, batch in enumerate(on.batches(6)):
-        if number == 3:
-            with torch.no_grad():
-                net.base.weight += net.up.weight @ net.down.weight
-                net.up.weight.zero_()
-        backward(model, batch)
-        optimizer.step()
-
-
 @loop(conserves=False)
 def bfloat16_parameters(on):
     on.is_exact = False  # rounded otherwise
@@ -306,3 +142,102 @@ def bfloat16_parameters(on):
         net_of().bfloat16(),
         loss=lambda model, *batch: mse_loss(model(batch[0].bfloat16()), batch[1].bfloat16()),
     )
+
+
+class One(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs):
+        return self.one * inputs[:, :3]
+
+
+def normed():
+    net = net_of()
+    parametrizations.weight_norm(net[0])
+    parametrizations.spectral_norm(net[2])
+    return net
+
+
+def convolutional():
+    net = torch.nn.Sequential(
+        torch.nn.Unflatten(1, (1, 3, 4)), torch.nn.Conv2d(1, 4, 2), torch.nn.Flatten(), torch.nn.Linear(24, 3)
+    )
+    return net.to(memory_format=torch.channels_last)
+
+
+def batch_normed():
+    return torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+
+def frozen():
+    net = net_of()
+    net[0].requires_grad_(False)
+    return net
+
+
+def thaw(model, optimizer):
+    getattr(model, "module", model)[0].requires_grad_(True)
+
+
+NOT_SHARDED = {"without": ("FSDP2",)}
+fitted("tied_weights", Tied)
+fitted("checkpointed_activations", lambda: Tied(reentrant=False))
+fitted("checkpointed_activations_by_reentrance", lambda: Tied(reentrant=True))
+fitted("batch_norm", batch_normed)
+fitted("convolutions", convolutional)
+fitted("normed_weights", normed)
+fitted("one_parameter", One, **NOT_SHARDED)
+fitted("parameters_of_no_elements", lambda: More(torch.zeros(0, 3)), **NOT_SHARDED)
+fitted("parameters_of_float64", lambda: More(torch.zeros(4, dtype=torch.float64)), **NOT_SHARDED)
+fitted("transposed_parameters", lambda: More(torch.zeros(3, 4).t()), **NOT_SHARDED)
+fitted("expanded_buffers", lambda: More(None, masks=torch.ones(1, 3).expand(4, 3)), without=("DDP",))
+_COMPLEX = NOT_SHARDED | {"refused": dict.fromkeys(WAYS, "complex")}
+fitted("complex_parameters", lambda: More(torch.zeros(4, dtype=torch.complex64)), **_COMPLEX)
+fitted("embeddings", Words)
+_REFUSED = {"Horovod": "sparse_as_dense", "stock": ""}
+fitted("sparse_embeddings", lambda: Words(sparse=True), refused=_REFUSED, **NOT_SHARDED)
+fitted("frozen_from_the_start", frozen, leaves_out_frozen=True)
+fitted("thawed_in_mid_training", frozen, count=6, at={3: thaw}, reference="module", conserves=False)
+
+
+@loop(reference="module")
+def frozen_in_mid_training(on):
+    net, kept = net_of(), []
+
+    def freeze(*_):
+        net[0].requires_grad_(False)
+        kept.append(net[0].weight.detach().clone())
+
+    on.fit(net, 6, at={3: freeze})
+    assert torch.equal(net[0].weight, kept[0])
+
+
+@loop(reference="module")
+def thawed_by_a_group_of_its_own(on):
+    net = frozen()
+
+    def add(model, optimizer):
+        net[0].requires_grad_(True)
+        optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.01})
+
+    on.fit(net, 6, at={3: add}, leaves_out_frozen=True)
+
+
+@loop(**NOT_SHARDED)
+def pruned_by_masks(on):
+    net = net_of()
+    on.fit(net, 6, at={3: lambda *_: prune.l1_unstructured(net[0], "weight", amount=0.5)})
+
+
+@loop(**NOT_SHARDED)
+def adapters_that_are_merged(on):
+    net = Adapted()
+
+    @torch.no_grad()
+    def merge(*_):
+        net.base.weight += net.up.weight @ net.down.weight
+        net.up.weight.zero_()
+
+    on.fit(net, 6, at={3: merge}, leaves_out_frozen=True)

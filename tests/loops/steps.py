@@ -10,25 +10,51 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
-from loops.way import STEPS, loop
+from loops.way import STEPS, fitted, loop
 from support.passes import backward, net_of
 
 THROWN = {"DDP": "thrown away", "Horovod": "zero_grad"}
 
 
-@loop()
-def plain(on):
-    on.fit()
+def in_bfloat16(model, inputs, targets):
+    with torch.autocast("cpu", torch.bfloat16):
+        return mse_loss(model(inputs), targets)
+
+
+def clipped(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def noisy(model):
+    for one in model.parameters():
+        one.grad.add_(0.01)
+
+
+def one_cycle(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10).step
+
+
+def by_the_loss(optimizer):
+    return functools.partial(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0).step, 1.0)
+
+
+LATER = {"refused": {"Horovod": "synchroniz"}, "conserves": False}
+fitted("plain")
+fitted("momentum_and_weight_decay", count=8, momentum=0.9, nesterov=True, weight_decay=0.01)
+fitted("adamw", count=8, kind=torch.optim.AdamW, lr=0.01)
+fitted("clipped_norms", before=clipped, **LATER)
+fitted("noise_in_gradients", before=noisy, **LATER)
+fitted("logged_gradients", before=lambda model: sum(float(one.grad.norm()) for one in model.parameters()))
+fitted("bfloat16_autocast", loss=in_bfloat16)
+fitted("one_cycle_made_after_attaching", count=9, momentum=0.9, schedule=one_cycle)
+fitted("rate_by_the_loss", schedule=by_the_loss)
 
 
 @loop()
-def momentum_and_weight_decay(on):
-    on.fit(count=8, momentum=0.9, nesterov=True, weight_decay=0.01)
-
-
-@loop()
-def adamw(on):
-    on.fit(count=8, kind=torch.optim.AdamW, lr=0.01)
+def model_loaded_between_steps(on):
+    best = {}
+    keep = lambda model, _: best.update(copy.deepcopy(model.state_dict()))  # noqa: E731
+    on.fit(count=6, at={1: keep, 4: lambda model, _: model.load_state_dict(best)})
 
 
 @loop()
@@ -86,21 +112,6 @@ def gradients_that_are_never_cleared(on):
     cleared(on, lambda optimizer: None, lr=0.01)
 
 
-@loop(refused={"Horovod": "synchroniz"}, conserves=False)
-def clipped_norms(on):
-    on.fit(before=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-
-@loop(refused={"Horovod": "synchroniz"}, conserves=False)
-def noise_in_gradients(on):
-    on.fit(before=lambda model: [one.grad.add_(0.01) for one in model.parameters()])
-
-
-@loop()
-def logged_gradients(on):
-    on.fit(before=lambda model: sum(float(one.grad.norm()) for one in model.parameters()))
-
-
 def scaled(on, count=5, clips=False, factor=lambda number: 1):
     model, optimizer = on.both(net_of())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -130,15 +141,6 @@ def overflow_on_one_rank(on):
 
 
 @loop()
-def bfloat16_autocast(on):
-    def loss(model, inputs, targets):
-        with torch.autocast("cpu", torch.bfloat16):
-            return mse_loss(model(inputs), targets)
-
-    on.fit(loss=loss)
-
-
-@loop()
 def closure(on):
     model, optimizer = on.both(net_of())
     for batch in on.batches():
@@ -150,12 +152,6 @@ def lbfgs(on):
     model, optimizer = on.both(net_of(), torch.optim.LBFGS, max_iter=2)
     for batch in on.batches(3):
         optimizer.step(lambda batch=batch: backward(model, batch))
-
-
-@loop()
-def one_cycle_made_after_attaching(on):
-    rates = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=10)
-    on.fit(count=9, momentum=0.9, schedule=lambda optimizer: rates(optimizer).step)
 
 
 @loop()
@@ -181,14 +177,6 @@ def rate_of_zero_in_warmup_and_end(on):
         if schedule.get_last_lr() == [0.0]:
             assert all(map(torch.equal, before, model.parameters()))
         schedule.step()
-
-
-@loop()
-def rate_by_the_loss(on):
-    def schedule(optimizer):
-        return functools.partial(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0).step, 1.0)
-
-    on.fit(schedule=schedule)
 
 
 @loop()
@@ -248,19 +236,6 @@ def gradients_by_hand(on):
         parameters = list(model.parameters())
         for one, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             one.grad = gradient
-        optimizer.step()
-
-
-@loop()
-def model_loaded_between_steps(on):
-    net = net_of()
-    model, optimizer = on.both(net)
-    for number, batch in enumerate(on.batches(6)):
-        if number == 1:
-            best = copy.deepcopy(model.state_dict())
-        if number == 4:
-            model.load_state_dict(best)
-        backward(model, batch)
         optimizer.step()
 
 

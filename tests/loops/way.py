@@ -61,6 +61,17 @@ def loop(**more: Any) -> Callable[[Any], Any]:
     return add
 
 
+def fitted(name: str, net: Callable[[], torch.nn.Module] = net_of, **more: Any) -> None:
+    """Adds the plainest loop over a net, with arguments of `loop` and of `Training.fit`."""
+    own = {one: more.pop(one) for one in ("refused", "without", "conserves", "reference") if one in more}
+
+    def train(on: Training) -> None:
+        on.fit(net(), **more)
+
+    train.__name__ = name
+    loop(**own)(train)
+
+
 def table() -> str:
     """The loops that are refused, as README.md has them."""
     refused = sorted((one for one in LOOPS if one.refused), key=lambda one: one.name)
@@ -130,10 +141,18 @@ class Training:
         self.recorders = [*former, recorder]
         return optimizer
 
-    def both(self, net: torch.nn.Module, kind: Any = torch.optim.SGD, lr: float = 0.1, **more: Any) -> Any:
+    def both(
+        self,
+        net: torch.nn.Module,
+        kind: Any = torch.optim.SGD,
+        lr: float = 0.1,
+        leaves_out_frozen: bool = False,
+        **more: Any,
+    ) -> Any:
         """A model and its optimizer, as most loops have them."""
         model = self.model(net)
-        return model, self.optimizer(model, kind(model.parameters(), lr=lr, **more))
+        trained = [one for one in model.parameters() if one.requires_grad or not leaves_out_frozen]
+        return model, self.optimizer(model, kind(trained, lr=lr, **more))
 
     def fit(
         self,
@@ -142,12 +161,18 @@ class Training:
         loss: Callable[..., torch.Tensor] | None = None,
         before: Callable[[Any], Any] | None = None,
         schedule: Callable[[Any], Callable[[], Any]] | None = None,
+        at: dict[int, Callable[[Any, Any], Any]] | None = None,
         **more: Any,
     ) -> None:
-        """The plainest loop; with a loss of its own, a line before each step, or a schedule after it."""
+        """The plainest loop; with a loss of its own, a line before each step, or a schedule after it.
+
+        `at` has what is done to the model and its optimizer before a batch of this number.
+        """
         model, optimizer = self.both(net_of() if net is None else net, **more)
         adjust = None if schedule is None else schedule(optimizer)
-        for inputs, targets in self.batches(count):
+        for number, (inputs, targets) in enumerate(self.batches(count)):
+            if at and number in at:
+                at[number](model, optimizer)
             optimizer.zero_grad()
             (mse_loss(model(inputs), targets) if loss is None else loss(model, inputs, targets)).backward()
             if before is not None:
