@@ -27,7 +27,6 @@ from benchmarks.common.options import (
     named_sparsifiers,
 )
 from benchmarks.common.tables import launch_tables
-from benchmarks.common.wire import Round, rounds_of
 from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.sparsifiers import ALGORITHMS
 
@@ -119,13 +118,12 @@ class Dense(Method):
 
     def __init__(self, name: str, gradient: Gradient, compression: Any) -> None:
         super().__init__(name, gradient)
-        self._compression, self._num_bytes = compression, 0
+        self._compression = compression
 
     def run(self) -> None:
         clock, flat = time.perf_counter, self.gradient.flat
         started = clock()
         packed, context = self._compression.compress(flat)
-        self._num_bytes = packed.numel() * packed.element_size()
         compressed = clock()
         total = hvd.synchronize(hvd.allreduce_async_(packed, name=self.name, op=hvd.Average))
         exchanged = clock()
@@ -136,9 +134,6 @@ class Dense(Method):
             "exchange": exchanged - compressed,
             "apply": clock() - exchanged,
         }
-
-    def rounds(self) -> list[Round]:
-        return [Round("AllReduce", self._num_bytes)]
 
     def facts(self) -> dict[str, float]:
         return {"density_selected": 1.0, "density_union": 1.0}
@@ -179,9 +174,6 @@ class Naive(Method):
             "exchange": exchanged - selected,
             "apply": clock() - exchanged,
         }
-
-    def rounds(self) -> list[Round]:
-        return [Round("AllGather", 4 * self._k), Round("AllGather", 4 * self._k)]
 
     def facts(self) -> dict[str, float]:
         n, union = self.gradient.flat.numel(), np.unique(self._indices.numpy()).size
@@ -234,9 +226,6 @@ class Sparse(Method):
             "exchange": last.wait_seconds,
             "apply": last.apply_seconds,
         }
-
-    def rounds(self) -> list[Round]:
-        return [item for part in self._synchronizer.parts for item in rounds_of(part)]
 
     def facts(self) -> dict[str, float]:
         last = self._optimizer.telemetry.last
@@ -291,9 +280,10 @@ def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
         make_method(name, gradient, settings["density"], settings["sparsifiers"])
         for name in settings["methods"]
     ]
-    found = ranks.results_of(methods, settings["repeat"])
+    found = ranks.measure_methods(methods, settings["repeat"])
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {**found, "peak_bytes_of_ranks": sum(hvd.allgather_object(peak))}
+    results = [{"method": name, **result} for name, result in found.items()]
+    return {"results": results, "peak_bytes_of_ranks": sum(hvd.allgather_object(peak))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

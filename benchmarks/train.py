@@ -28,7 +28,6 @@ from benchmarks.common.options import (
 )
 from benchmarks.common.replay import Replay
 from benchmarks.common.tables import launch_tables
-from benchmarks.common.wire import Round, rounds_of
 from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import Sparsifier, WholeSum
 
@@ -114,7 +113,6 @@ class Training(ranks.Measurable):
         sgd = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         named = [(f"{name}.{label}", p) for label, p in self._model.named_parameters()]
         self.num_elements = sum(p.numel() for _, p in named)
-        self._bytes_per_element = 2 if name == "dense float16" else 4
         self.parts: dict[str, float] = {}
         if name == ALONE:
             self._optimizer: Any = sgd
@@ -132,20 +130,6 @@ class Training(ranks.Measurable):
         """One iteration."""
         self.parts = ranks.iterate(self._optimizer, self._model, alone=self.name == ALONE)
 
-    def rounds(self) -> list[Round]:
-        """The collectives of the last iteration, as one of each kind."""
-        if self.name == ALONE:
-            return []
-        synchronizer = getattr(self._optimizer, "_synchronizer", None)
-        if synchronizer is None:
-            return [Round("AllReduce", self._bytes_per_element * self.num_elements)]
-        totals: dict[str, int] = {}
-        for part in synchronizer.parts:
-            found = rounds_of(part) if part in synchronizer.sparse else [_dense_round(part)]
-            for item in found:
-                totals[item.kind] = totals.get(item.kind, 0) + item.payload
-        return [Round(kind, payload) for kind, payload in totals.items()]
-
     def facts(self) -> dict[str, float]:
         """Densities, and seconds of what a sparsifier does while backward runs."""
         telemetry = getattr(self._optimizer, "telemetry", None)
@@ -156,16 +140,12 @@ class Training(ranks.Measurable):
         return {name: getattr(last, name) for name in names}
 
 
-def _dense_round(part: Any) -> Round:
-    # half types are summed in float32
-    element_bytes = max(4, part.gradient.flat.element_size())
-    return Round("AllReduce", element_bytes * part.gradient.num_elements)
-
-
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     """Every way of synchronizing in turn."""
     methods = [Training(name, settings) for name in settings["methods"]]
-    return {"elements": methods[0].num_elements, **ranks.results_of(methods, settings["repeat"])}
+    found = ranks.measure_methods(methods, settings["repeat"])
+    results = [{"method": name, **result} for name, result in found.items()]
+    return {"elements": methods[0].num_elements, "results": results}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,11 +7,26 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.wire import bytes_sent
+
+def bytes_sent(table: str | None = None) -> int:
+    r"""Counts what all interfaces but the loopback of this process's network namespace ever sent.
+
+    Args:
+        table: in the form of /proc/net/dev, which is read if left out.
+
+    Example:
+        >>> lines = ["", "", "    lo: 7 0 0 0 0 0 0 0 7 0", "  eth0: 9 1 0 0 0 0 0 0 5 1"]
+        >>> bytes_sent("\n".join(lines))
+        5
+    """
+    text = Path("/proc/net/dev").read_text() if table is None else table
+    lines = (line.partition(":") for line in text.splitlines()[2:])
+    return sum(int(numbers.split()[8]) for name, _, numbers in lines if name.strip() != "lo")
 
 
 def _clocks() -> tuple[float, float, float]:

@@ -72,12 +72,9 @@ def launch_tables(result: Mapping[str, Any]) -> str:
     """Of `scripts/bench sync` or `train`: a table per launch."""
     blocks = [circumstances(result)]
     for launch in result["launches"]:
-        own = launch["horovod_own"]
-        sent, core = own["idle_bytes_per_second"] / 1e3, own["idle_cpu_share"]
         blocks.append(
             f"**{launch['ranks']} hosts, {launch['rate']}, {launch['network']}**, "
-            f"load {launch['load_before']} before. Horovod alone sends {sent:.0f} kB/s and takes "
-            f"{core:.1%} of a core per rank."
+            f"load {launch['load_before']} before."
         )
         blocks.append(_launch_table(launch))
     return "\n\n".join(blocks)
@@ -89,8 +86,7 @@ def _launch_table(launch: Mapping[str, Any]) -> str:
     references = [name for name in ("dense", "naive") if name in by_name]
     rows = []
     for item in launch["results"]:
-        seconds, counted = item["seconds"], item["bytes"]
-        expected = counted["wire_bytes"] + counted["negotiation_bytes"]
+        seconds = item["seconds"]
         rows.append(
             [
                 item["method"],
@@ -100,12 +96,11 @@ def _launch_table(launch: Mapping[str, Any]) -> str:
                 milliseconds(item["cpu_seconds"]["median"]),
                 milliseconds(item["own_cpu_seconds"]["median"]),
                 f"{item['bytes_sent'] / 1e3:,.0f}",
-                f"{item['bytes_sent'] / expected:.2f}",
                 f"{item['facts'].get('density_union', 1.0):.5f}",
                 *(f"{by_name[name] / seconds['median']:.1f}" for name in references),
             ]
         )
-    header = ["", "ms", "quartiles", *parts, "CPU", "own CPU", "kB sent", "by expected", "union"]
+    header = ["", "ms", "quartiles", *parts, "CPU", "own CPU", "kB sent", "union"]
     return markdown([*header, *(f"{name} / it" for name in references)], rows)
 
 

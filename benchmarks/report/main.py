@@ -33,7 +33,6 @@ from benchmarks.studies import (
     schedules,
     slow_links,
     threshold,
-    time_to_accuracy,
 )
 from benchmarks.studies.papers import sixteen, tables, trainings
 from benchmarks.studies.study import ROOT, Result, measured
@@ -42,7 +41,7 @@ __all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
 
 STUDIES = (
     *(one.STUDY for one in (adamw, convergence, levels, local, passes, schedules, slow_links, threshold)),
-    *(time_to_accuracy.STUDY, sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY),
+    *(sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY),
 )
 #: by name of the measurement; the tables of others are those of launches
 TABLES: dict[str, Callable[[Result], str]] = {
@@ -69,7 +68,6 @@ PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
         ("sync_gloo", "sync_gloo", pictures.synchronization),
         ("train", "train", pictures.iterations),
         ("convergence", "convergence", pictures.accuracies),
-        ("time_to_accuracy", "time_to_accuracy", pictures.accuracy_over_seconds),
         ("time_to_dense", "slow_links", pictures.bits_over_seconds),
         ("papers/exdyna_density", "papers", papers.density),
         ("papers/exdyna_threshold", "papers", papers.threshold),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.studies import convergence, slow_links, time_to_accuracy
+from benchmarks.studies import convergence, slow_links
 
 #: told apart without color vision (Okabe and Ito), with markers beside
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -145,28 +145,6 @@ def accuracies(result: Mapping[str, Any]) -> Figure:
         axis.plot([mean], [row], "|", color=COLORS[5], markersize=14, markeredgewidth=2)
     rows(axis, order)
     titled(axis, "", xlim=(dense - 3.0, dense + 1.5), xlabel="test accuracy, % (dots: seeds; bar: mean)")
-    return figure
-
-
-def accuracy_over_seconds(result: Mapping[str, Any]) -> Figure:
-    """The CNN's accuracy over seconds, at two rates of the network; dots where a target is reached."""
-    colors = dict(zip(("topk", "dragonn", "spardl", "PowerSGD", "dgc", "exdyna"), COLORS, strict=True))
-    figure, axes = panels(2, width=9, height=3.8)
-    targets = time_to_accuracy.targets_of(dict(result))
-    for axis, rate in zip(axes, time_to_accuracy.RATES, strict=True):
-        for method in time_to_accuracy.METHODS:
-            curve = time_to_accuracy.over_seconds(dict(result), rate, method)
-            line = "-" if method in colors or method == "dense" else ":"
-            color = colors.get(method, "black")
-            axis.plot(*zip(*curve, strict=True), line, color=color, linewidth=1.5, label=method)
-            for target in targets:
-                if (place := time_to_accuracy.reached(curve, target)) is not None:
-                    axis.plot([place], [target], "o", color=color, markersize=5)
-        for target in targets:
-            axis.axhline(target, color=GREY, linewidth=0.8)
-        end = time_to_accuracy.over_seconds(dict(result), rate, "dense")[-1][0]
-        title = f"CNN on digits, {time_to_accuracy.gigabits(rate)}"
-        titled(axis, title, xlim=(0, end), ylim=(0.4, 1), xlabel="seconds", ylabel="test accuracy")
     return figure
 
 

@@ -7,6 +7,7 @@ every step, as means over ranks.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.torch as hvd
-from benchmarks.common import ranks
 from benchmarks.common.hosts import cluster_for
 from benchmarks.studies.adamw import groups, rate_at
 from benchmarks.studies.study import Result, Study, markdown
@@ -114,7 +114,10 @@ def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     """One training, after a short one in which everything is compiled and allocated."""
-    ranks.start_torch_distributed()
+    # ranks that Horovod has launched over Gloo, over the same interface
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", os.environ["HOROVOD_GLOO_IFACE"])
+    address = f"tcp://{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:29417"
+    dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
     hvd.shutdown()  # its thread looks for work all the time
     cell = CELLS[settings["cell"]]
     method = cell.methods[settings["method"]]
