@@ -6,6 +6,7 @@ waits for a network. The baseline is PyTorch's step of the same sparsifier, in t
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 
-from benchmarks.common.timing import Timing, Work, measure, rank_parser, tell
+from benchmarks.common import timing
+from benchmarks.common.options import carry_out
+from benchmarks.common.tables import timings_table
+from benchmarks.common.timing import Work
 
 #: largest ratio of TensorFlow's step to PyTorch's that is allowed
 _BUDGET = 1.5
@@ -35,16 +39,13 @@ def _pytorch_step(text: str, gradient: np.ndarray) -> Work:
         named_parameters=[("parameter", parameter)],
         compression=hvd.Compression.parse(text),
     )
-    synchronizer, source = optimizer._synchronizer, torch.from_numpy(gradient)
-    part = synchronizer.parts[0]
-    part.gradient.reset()
+    source = torch.from_numpy(gradient)
 
     def prepare() -> None:
-        optimizer.zero_grad()
-        part.gradient.flat.copy_(source)
+        parameter.grad = source.clone()
 
     def run() -> None:
-        synchronizer.on_gradient(parameter)
+        optimizer._synchronizer.on_gradient(parameter)
         optimizer.synchronize()
 
     return Work(f"{text.partition(':')[0]}, PyTorch", run, prepare)
@@ -66,11 +67,8 @@ def _tensorflow_step(text: str, gradient: np.ndarray) -> Work:
     return Work(f"{text.partition(':')[0]}, TensorFlow", run, budget=_BUDGET)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 1 if --check found the budget exceeded."""
-    parser = rank_parser("frameworks", __doc__, 0.001)
-    parser.add_argument("--sparsifiers", default="topk,exdyna", help="names (default %(default)s)")
-    options = parser.parse_args(arguments)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the command line asks for, as it is written to JSON."""
     # As stock: one rank alone synchronizes nothing, unless others may join it.
     os.environ.setdefault("HOROVOD_ELASTIC", "1")
 
@@ -79,11 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     gradient = np.random.default_rng(0).standard_normal(options.elements).astype(np.float32)
-    timings: list[Timing] = []
+    timings: list[timing.Timing] = []
     for name in options.sparsifiers.split(","):
         text = f"{name}:density={options.density}"
-        timings += measure(_pytorch_step(text, gradient), [_tensorflow_step(text, gradient)], options.repeat)
-    return tell(timings, options, {"budget": _BUDGET})
+        work = _pytorch_step(text, gradient), [_tensorflow_step(text, gradient)]
+        timings += timing.measure(*work, options.repeat)
+    return timing.timed(timings, options, baseline="PyTorch")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = timing.rank_parser("frameworks", __doc__, 0.001)
+    parser.add_argument("--sparsifiers", default="topk,exdyna", help="names (default %(default)s)")
+    return carry_out(parser, arguments, measure, timings_table)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ and one thread, so that nothing waits for a network. The baseline is the fused s
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import os
@@ -19,7 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.timing import Timing, Work, measure, rank_parser, seconds_by, tell
+from benchmarks.common import timing
+from benchmarks.common.options import carry_out
+from benchmarks.common.tables import timings_table
+from benchmarks.common.timing import Timing, Work, seconds_by
 from horovod_sparse import ddp
 
 #: an optimizer of parameters, and the largest ratio of a pass to its fused step that is allowed
@@ -59,7 +63,7 @@ def passes(name: str, num_elements: int, kept: float, num_rounds: int) -> list[T
     # the first passes fill a residual from nothing: bounds of a selection are learned from those before; all
     # threads count, since ranks select in one of their own
     clock = partial(seconds_by, clock=time.process_time)
-    return measure(fused, works, num_rounds, num_warmup=12, seconds=clock)
+    return timing.measure(fused, works, num_rounds, num_warmup=12, seconds=clock)
 
 
 def _resident_bytes() -> int:
@@ -88,21 +92,23 @@ def bytes_kept(name: str, num_elements: int, kept: float) -> dict[str, float]:
     return {f"torch: fused {name}": of(None), **found}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 1 if --check found a budget exceeded."""
-    parser = rank_parser("passes", __doc__, 0.01)
-    options = parser.parse_args(arguments)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the command line asks for, as it is written to JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sizes = options.elements, options.density, options.repeat
-        timings = [timing for name in OPTIMIZERS for timing in passes(name, *sizes)]
+        timings = [found for name in OPTIMIZERS for found in passes(name, *sizes)]
         memory = {key: n for name in OPTIMIZERS for key, n in bytes_kept(name, *sizes[:2]).items()}
     finally:
         dist.destroy_process_group()
     facts = {"clock": "cpu", "torch": torch.__version__, "bytes_per_parameter": memory}
-    words = [f"{name}: keeps {n} bytes per parameter" for name, n in memory.items()]
-    return tell(timings, options, facts, *words)
+    return timing.timed(timings, options, **facts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns the exit code."""
+    return carry_out(timing.rank_parser("passes", __doc__, 0.01), arguments, measure, timings_table)
 
 
 if __name__ == "__main__":

@@ -213,9 +213,7 @@ class Sparse(Method):
     def prepare(self) -> None:
         super().prepare()
         os.environ[TRANSPORT_VARIABLE] = self._transport
-        for part in self._synchronizer.parts:
-            part.gradient.reset()
-        self._parameter.grad.copy_(self.gradient.flat)
+        self._parameter.grad = self.gradient.flat.clone()
 
     def run(self) -> None:
         self._optimizer.synchronize()

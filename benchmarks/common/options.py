@@ -1,4 +1,4 @@
-"""What measurements across hosts have in common: their arguments, their launches, and where results go."""
+"""What measurements have in common: their arguments, their launches across hosts, and where results go."""
 
 from __future__ import annotations
 
@@ -40,13 +40,8 @@ def _host_counts(text: str) -> list[int]:
     return values
 
 
-def hosts_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """The command line that all measurements across hosts have.
-
-    Args:
-        name: of the measurement.
-        about: what it does.
-    """
+def bench_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The command line that all measurements have: the name of one, and what it does."""
     parser = argparse.ArgumentParser(
         prog=f"scripts/bench {name}",
         description=about,
@@ -54,15 +49,22 @@ def hosts_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
+    add("--repeat", type=count, default=10, help="repetitions (default %(default)s)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    return parser
+
+
+def hosts_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The command line that all measurements across hosts have."""
+    parser = bench_parser(name, about)
+    add = parser.add_argument
     add("--hosts", type=_host_counts, help="P, or several with commas (default: all that are up, or 8)")
     add("--rate", help="of every port, or several with commas (default: the running cluster's, or 1gbit)")
     add("--name", default="cluster", help="cluster to use if it is up (default %(default)s)")
     for network in NETWORKS:
         text = "what carries collectives; several are measured one after the other (default --gloo)"
         add(f"--{network}", dest="networks", action="append_const", const=network, help=text)
-    add("--repeat", type=count, default=10, help="repetitions (default %(default)s)")
     add("--timeout", type=float, default=1800, help="seconds for one launch (default %(default)s)")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
     return parser
 
 

@@ -37,26 +37,16 @@ def circumstances(result: Mapping[str, Any]) -> str:
     return f"`{result['command']}`; {where}." if "command" in result else f"{where}."
 
 
-def local_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench local`."""
-    facts = (
-        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds, "
-        f"{result['clock']} clock; {result['machine']}. Memory beyond residual and gradient: "
-        f"{result['extra_memory']:.1%} (budget 5 %)."
-    )
-    return f"{facts}\n\n{_timings(result, result['baseline'])}"
-
-
-def frameworks_table(result: Mapping[str, Any]) -> str:
-    """Of `scripts/bench frameworks`."""
-    facts = (
-        f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds; "
-        f"{result['machine']}."
-    )
-    return f"{facts}\n\n{_timings(result, 'PyTorch')}"
-
-
-def _timings(result: Mapping[str, Any], baseline: str) -> str:
+def timings_table(result: Mapping[str, Any]) -> str:
+    """Of measurements of one rank: every work beside the baseline, and the memory of a step."""
+    baseline, memory = result.get("baseline", "baseline"), result.get("extra_memory")
+    facts = f"n = {result['elements']:,}, density {result['density']}, {result['rounds']} rounds"
+    facts += f", {result['clock']} clock; " if "clock" in result else "; "
+    facts += circumstances(result)
+    if memory is not None:
+        facts += f" Memory beyond residual and gradient: {memory:.1%} (budget 5 %)."
+    for name, count in result.get("bytes_per_parameter", {}).items():
+        facts += f"\n{name} keeps {count} bytes per parameter."
     rows = []
     for item in result["timings"]:
         budget = item.get("budget")
@@ -65,7 +55,8 @@ def _timings(result: Mapping[str, Any], baseline: str) -> str:
         times = f"{low:.2f} to {high:.2f}"
         limit = "" if budget is None else f"{budget:g}"
         rows.append([item["name"], f"{item['median_ms']:.2f}", times, f"{item['ratio']:.2f}", limit, verdict])
-    return markdown(["", "median ms", "quartiles", f"by {baseline}", "budget", ""], rows)
+    table = markdown(["", "median ms", "quartiles", f"by {baseline}", "budget", ""], rows)
+    return f"{facts}\n\n{table}"
 
 
 def launch_tables(result: Mapping[str, Any]) -> str:

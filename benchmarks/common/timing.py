@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 # one thread everywhere, before anything starts a pool
@@ -20,7 +16,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 
 import numpy as np  # noqa: E402
 
-from benchmarks.common.options import count, density  # noqa: E402
+from benchmarks.common.options import bench_parser, count  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,6 @@ class Timing:
     quartiles_ms: tuple[float, float]
     ratio: float
     budget: float | None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the ratio is within the budget."""
-        return self.budget is None or self.ratio <= self.budget
 
 
 def seconds_by(work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -127,48 +118,13 @@ def rank_parser(name: str, about: str | None, density_default: float) -> argpars
         about: what it does.
         density_default: where none is given.
     """
-    parser = argparse.ArgumentParser(prog=f"scripts/bench {name}", description=about)
-    add = parser.add_argument
-    add("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
-    add("--density", type=density, default=density_default, help="kept fraction (default %(default)s)")
-    add("--repeat", type=count, default=15, help="rounds (default %(default)s)")
-    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
-    add("--check", action="store_true", help="fail if a budget is exceeded")
+    parser = bench_parser(name, about)
+    parser.set_defaults(density=density_default, repeat=15)
+    parser.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")
     return parser
 
 
-def tell(timings: Sequence[Timing], options: argparse.Namespace, facts: dict[str, Any], *words: str) -> int:
-    """Prints a table with some words, and writes the JSON that was asked for.
-
-    Args:
-        timings: the baseline's first.
-        options: of `rank_parser`.
-        facts: beside them in the JSON.
-        words: lines behind the table.
-
-    Returns:
-        The exit code: 1 if --check found a budget exceeded.
-    """
-    target = options.json
-    out, width = sys.stderr if target == "-" else sys.stdout, max(len(timing.name) for timing in timings)
-    print(f"{'':{width}}    median   quartiles (ms)     ratio  budget", file=out)
-    for timing in timings:
-        low, high = timing.quartiles_ms
-        budget = "" if timing.budget is None else f"{timing.budget:6.2f}{'' if timing.fits else '  EXCEEDED'}"
-        numbers = f"{timing.median_ms:8.3f}  {low:8.3f} {high:8.3f} {timing.ratio:8.2f}"
-        print(f"{timing.name:{width}}  {numbers}  {budget}", file=out)
-    print(*words, sep="\n", file=out)
-    common = {
-        "elements": options.elements,
-        "density": options.density,
-        "rounds": options.repeat,
-        "threads": 1,
-    }
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    result = {**common, "machine": machine, **facts, "timings": [asdict(timing) for timing in timings]}
-    text = json.dumps(result, indent=2)
-    if target == "-":
-        print(text)
-    elif target:
-        Path(target).write_text(text + "\n")
-    return int(options.check and not all(timing.fits for timing in timings))
+def timed(timings: Sequence[Timing], options: argparse.Namespace, **facts: Any) -> dict[str, Any]:
+    """Returns timings as they are written to JSON, the baseline's first, with what was asked for."""
+    asked = {"elements": options.elements, "density": options.density, "rounds": options.repeat, "threads": 1}
+    return {**asked, **facts, "timings": [asdict(timing) for timing in timings]}

@@ -5,31 +5,23 @@ On one core, or with `--device cuda` on a GPU.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from benchmarks.common.options import count
-from benchmarks.common.timing import measure, rank_parser, tell
+from benchmarks.common import timing
+from benchmarks.common.options import carry_out, count
+from benchmarks.common.tables import timings_table
 from benchmarks.local.steps import StepWorks
 from benchmarks.local.works import DeviceWorks, Works
 
-_MEMORY_BUDGET = 0.05
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 1 if --check found a budget exceeded."""
-    parser = rank_parser("local", __doc__, 0.001)
-    add = parser.add_argument
-    add("--ranks", type=count, default=8, help="P (default %(default)s)")
-    text = "count the thread's CPU time, not the wall clock (busy machines)"
-    add("--cpu-time", action="store_true", help=text)
-    text = "only what has one of these words in its name, such as topk,decode"
-    add("--only", type=lambda text: text.split(","), default=[""], metavar="WORDS", help=text)
-    add("--device", default="cpu", help="cpu, or a device of PyTorch (default %(default)s)")
-    options = parser.parse_args(arguments)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the command line asks for, as it is written to JSON."""
     torch.set_num_threads(1)
     sizes = options.elements, options.density, options.ranks
     works = Works(*sizes) if options.device == "cpu" else DeviceWorks(*sizes, options.device)
@@ -40,25 +32,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = [work for work in everything if any(word in work.name for word in options.only)]
     # the thread's time is like the wall clock, but without what other processes take from the core
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    timings = measure(
+    timings = timing.measure(
         works.baseline(), everything, options.repeat, seconds=lambda work: works.seconds(work, clock)
     )
     needed = [
         works.extra_memory(lambda memory, name=name: steps.run(steps.bucket(name, memory)))  # type: ignore[misc]
         for name in ("topk", "exdyna")
     ]
-    extra_memory = max((share for share in needed if share is not None), default=None)
     facts = {
         "ranks": options.ranks,
         "clock": "cpu" if options.cpu_time else "wall",
         "device": options.device,
-        "extra_memory": extra_memory,
+        "extra_memory": max((share for share in needed if share is not None), default=None),
         "baseline": timings[0].name,
     }
-    share = "unknown" if extra_memory is None else f"{extra_memory:.1%}"
-    words = f"memory beyond residual and gradient: {share} (budget {_MEMORY_BUDGET:.0%})"
-    code = tell(timings, options, facts, words)
-    return code or int(options.check and (extra_memory or 0.0) > _MEMORY_BUDGET)
+    return timing.timed(timings, options, **facts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = timing.rank_parser("local", __doc__, 0.001)
+    add = parser.add_argument
+    add("--ranks", type=count, default=8, help="P (default %(default)s)")
+    text = "count the thread's CPU time, not the wall clock (busy machines)"
+    add("--cpu-time", action="store_true", help=text)
+    text = "only what has one of these words in its name, such as topk,decode"
+    add("--only", type=lambda text: text.split(","), default=[""], metavar="WORDS", help=text)
+    add("--device", default="cpu", help="cpu, or a device of PyTorch (default %(default)s)")
+    return carry_out(parser, arguments, measure, timings_table)
 
 
 if __name__ == "__main__":

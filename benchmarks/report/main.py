@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks import allreduce, plans
-from benchmarks.common.tables import frameworks_table, hosts_table, launch_tables, local_table, matrix_table
+from benchmarks.common.tables import hosts_table, launch_tables, matrix_table, timings_table
 from benchmarks.report import paper_pictures as papers
 from benchmarks.report import pictures, rooms
 from benchmarks.studies import (
@@ -47,9 +47,8 @@ STUDIES = (
 TABLES: dict[str, Callable[[Result], str]] = {
     **{study.file.stem: study.table for study in STUDIES},
     **dict.fromkeys(("merging_hosts", "merging_names"), hosts_table),
-    **dict.fromkeys(("local", "local_quantizers"), local_table),
+    **dict.fromkeys(("frameworks", "local", "local_quantizers"), timings_table),
     "demo": demo.table,
-    "frameworks": frameworks_table,
     "merging": plans.tables,
     "matrix": matrix_table,
     "merging_vgg16_cifar": tables.plans_on_hosts,
