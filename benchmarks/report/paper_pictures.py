@@ -1,4 +1,4 @@
-"""Pictures of docs/papers.md."""
+"""Pictures of docs/appendix/papers.md."""
 
 from __future__ import annotations
 
