@@ -181,8 +181,8 @@ def main() -> None:
         # what dense Horovod puts into its allreduce; telemetry replaces it where we sent the gradient
         "bytes_per_step": num_parameters * (2 if args.compression == "fp16" else 4),
     }
-    # Horovod's own optimizer has none; then the compressor tells. Dense training has nothing to tell
-    telemetry = getattr(chosen if args.stock else optimizer, "telemetry", None)
+    # Horovod's own optimizer without a sparsifier has none
+    telemetry = getattr(optimizer, "telemetry", None)
     mean = None if telemetry is None else telemetry.mean
     if mean is not None:
         result |= {

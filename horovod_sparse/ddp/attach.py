@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.sparsifiers import Sparsifier
 from horovod_sparse.tensors.binding import unwrapped
-from horovod_sparse.tensors.parts import claim, trained_by
+from horovod_sparse.tensors.models import claim, trained_by
 from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings, WaitingOptions
@@ -80,35 +81,24 @@ def attach(
             allowed = "the module whose parameters the optimizer trains"
             raise ArgumentError("model", type(model).__name__, allowed)
         optimizer = unwrapped(optimizer)
-        if recipe.feedback.applies_rate:
-            return _attached_steps(model, recipe, optimizer, replicas, schedule, settings)
-        if schedule != Schedule():
-            allowed = 'feedback "best" with every > 1 or delay > 0: others exchange in every step'
-            raise ArgumentError("compression", compression, allowed)
-        return _attached_gradients(model, recipe, optimizer, replicas, settings)
-
-
-def _attached_steps(
-    model: torch.nn.Module,
-    recipe: Recipe,
-    optimizer: Any,
-    replicas: DeviceMesh | dist.ProcessGroup | None,
-    schedule: Schedule,
-    settings: Settings,
-) -> Synchronized:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        allowed = 'the one that trains the model: attach(model, "best", optimizer)'
-        raise ArgumentError("optimizer", optimizer, allowed)
-    recipe = recipe_for(optimizer, recipe)
-    wrappers = wrappers_of(model)
-    group = group_of(model, wrappers, replicas)
-    made = Synchronized(model, recipe, optimizer, group, settings, schedule)
-    silence(wrappers)
-    return made
+        wrappers = wrappers_of(model)
+        if not recipe.feedback.applies_rate:
+            if schedule != Schedule():
+                allowed = 'feedback "best" with every > 1 or delay > 0: others exchange in every step'
+                raise ArgumentError("compression", compression, allowed)
+            return _attached_gradients(model, wrappers, recipe, optimizer, replicas, settings)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            allowed = 'the one that trains the model: attach(model, "best", optimizer)'
+            raise ArgumentError("optimizer", optimizer, allowed)
+        recipe, group = recipe_for(optimizer, recipe), group_of(model, wrappers, replicas)
+        made = Synchronized(model, recipe, optimizer, group, settings, schedule)
+        silence(wrappers)
+        return made
 
 
 def _attached_gradients(
     model: torch.nn.Module,
+    wrappers: Sequence[DistributedDataParallel],
     recipe: Recipe,
     optimizer: Any,
     replicas: DeviceMesh | dist.ProcessGroup | None,
@@ -117,7 +107,6 @@ def _attached_gradients(
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
         raise ArgumentError("model", type(model).__name__, allowed)
-    wrappers = wrappers_of(model)
     if len({one.module for one in wrappers}) > 1:
         allowed = 'one per attach(model, text), without optimizer=; or "best", which takes several'
         raise ArgumentError("model", f"one of {len(wrappers)} DistributedDataParallel", allowed)
@@ -131,7 +120,10 @@ def _attached_gradients(
         raise ArgumentError("optimizer", "SparseAdam", allowed)
     if optimizer is not None:
         refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
-        _refuse_others(model, optimizer)
+        given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for name, one in trained_by(None, model).items():
+            if one.requires_grad and id(one) not in given:  # nobody would exchange its gradients
+                raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
     elif recipe.feedback.scale_residual:
         allowed = "the one that trains the model: residuals follow its learning rate (scale_residual)"
         raise ArgumentError("optimizer", None, allowed)
@@ -143,14 +135,6 @@ def _attached_gradients(
     made = GradientSynchronizer(model, recipe, optimizer, group, settings)
     claim(made, model.parameters())
     return made
-
-
-def _refuse_others(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a model of which others are trained, too: nobody would exchange their gradients."""
-    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for name, one in trained_by(None, model).items():
-        if one.requires_grad and id(one) not in given:
-            raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
 
 
 def _check_ddp(model: Any) -> None:

@@ -9,7 +9,7 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,16 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from horovod_sparse import errors
 from horovod_sparse.carriers.exchanges import among, by_exchanges
 from horovod_sparse.collectives import AllReduce, Broadcast, Exchange, ReduceScatter, Request, Synchronization
-from horovod_sparse.errors import (
-    CollectiveMismatchError,
-    DeadlineError,
-    EditedGradientError,
-    HorovodSparseError,
-    NonFiniteGradientError,
-    StateMismatchError,
-)
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.deadline import Deadline
@@ -100,9 +93,9 @@ class Carrier:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, HorovodSparseError):
+            if isinstance(error, errors.HorovodSparseError):
                 raise
-            raise CollectiveMismatchError(
+            raise errors.CollectiveMismatchError(
                 f"{who} ended, or left, before {self.name or 'a request'}; its own output says why ({error})"
             ) from error
 
@@ -122,23 +115,12 @@ class Carrier:
     def _within(self, request: Request) -> Any:
         """Carries out a request among the ranks of a host, or of a column, by messages between them."""
         if self.topology is None:
-            raise CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
+            raise errors.CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
         if isinstance(request, ReduceScatter) and isinstance(request.buffer, torch.Tensor):
             total = self._within(replace(request, buffer=request.buffer.cpu().numpy()))
             return torch.from_numpy(total).to(request.buffer.device)
         ranks = self.topology.group(request.level, self.rank)
         return carry_out(among(request, ranks, self.rank), self)
-
-    def starts_on_device(self, request: Request) -> Any:
-        """Starts the sum of a tensor on an accelerator where it is, in the model's group, and does not wait.
-
-        To be called where DistributedDataParallel starts its own, so that their order is the same on all
-        ranks. The tensor holds the sum when what comes back has been waited for.
-        """
-        buffer = getattr(request, "buffer", None)
-        if not isinstance(buffer, torch.Tensor) or buffer.device.type == "cpu":
-            return None
-        return dist.all_reduce(buffer, group=self.group, async_op=True)
 
     def _reduce(self, buffer: Any) -> Any:
         # sums of them are exact in float32, or in float16
@@ -158,9 +140,9 @@ class Carrier:
         self._names[word] = self.name
         return word
 
-    def _out_of_step(self, who: str, word: int | None) -> CollectiveMismatchError:
+    def _out_of_step(self, who: str, word: int | None) -> errors.CollectiveMismatchError:
         theirs = "something else" if word is None else self._names.get(word, "something unknown here")
-        return CollectiveMismatchError(
+        return errors.CollectiveMismatchError(
             f"ranks are out of step: this one is at {self.name or 'a request'}, {who} at {theirs}. All ranks "
             "have to take the same steps, freeze the same parameters, and attach models in the same order"
         )
@@ -244,7 +226,7 @@ def _timeout_of(group: dist.ProcessGroup) -> Any:
 
 
 #: raised by all ranks alike, after the same messages: what comes next fits together
-_COLLECTIVE = (NonFiniteGradientError, EditedGradientError, StateMismatchError)
+_COLLECTIVE = (errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError)
 
 #: how often one who waits looks at its deadline
 _LOOK_SECONDS = 0.5
@@ -262,24 +244,19 @@ class _Shared:
         self.failure: BaseException | None = None
         self._carried: tuple[float, float | None] = 0.0, None
 
-    @contextlib.contextmanager
-    def carrying(self) -> Iterator[None]:
-        """Counts the time of a request as communication; the thread's other time is work."""
-        before, began = self._carried[0], time.perf_counter()
-        self._carried = before, began
-        try:
-            yield
-        finally:
-            self._carried = before + time.perf_counter() - began, None
-
     def carried_seconds(self) -> float:
         """Returns the seconds for which requests have been under way."""
         seconds, began = self._carried
         return seconds if began is None else seconds + time.perf_counter() - began
 
     def carry(self, request: Request) -> Any:
-        with self.carrying():
+        """Carries out a request, and counts its time as communication; the thread's other time is work."""
+        before, began = self._carried[0], time.perf_counter()
+        self._carried = before, began
+        try:
             return self.carrier(request)
+        finally:
+            self._carried = before + time.perf_counter() - began, None
 
 
 class Communicator:
@@ -304,12 +281,6 @@ class Communicator:
         self._shared.waiting.put((task, coroutine))
         return task
 
-    def start_on_device(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """As `start`; a first request for the sum of a tensor on an accelerator is started at once."""
-        request = next(coroutine)
-        work = self._shared.carrier.starts_on_device(request)
-        return self.start(name, _after(work, request, coroutine, self._shared))
-
     def move_to(self, topology: Topology | None) -> None:
         self._shared.carrier.topology = topology
 
@@ -326,7 +297,7 @@ class Communicator:
         while (pending := self._pending(awaited)) is not None:
             try:
                 self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
-            except DeadlineError as error:
+            except errors.DeadlineError as error:
                 shared.failure = error  # of whatever is waited for next
                 raise
         self._deadline.moved()
@@ -342,29 +313,6 @@ class Communicator:
             if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _LOOK_SECONDS):
                 return None
         return next((task for task in tasks if not task.done), None)
-
-
-def _after(
-    work: Any, request: Any, coroutine: Synchronization[Any], shared: _Shared
-) -> Generator[Any, Any, Any]:
-    """Goes on with a coroutine whose first request is under way."""
-    try:
-        if work is None:
-            answer = yield request
-        else:
-            with shared.carrying():
-                work.wait()
-                # on a device `wait` only makes the current stream wait; the coroutine works in another
-                torch.cuda.current_stream(request.buffer.device).synchronize()
-            answer = request.buffer
-        while True:
-            try:
-                request = coroutine.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            answer = yield request
-    finally:
-        coroutine.close()
 
 
 def _end(shared: _Shared, thread: threading.Thread) -> None:

@@ -20,7 +20,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier, Communicator
 from horovod_sparse.errors import DeadlineError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.tensors.parts import facts_of, new_facts, trained_by
+from horovod_sparse.tensors.models import new_facts, trained_by
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
@@ -180,12 +180,8 @@ class DistributedEngine:
         return _START
 
     def facts(self, known: Facts) -> Facts:
-        if self.optimizer is None:
-            named = trained_by(None, self.model).items()
-            new = [(name, one) for name, one in named if name not in known and one.requires_grad]
-            return facts_of(new, None, self._recipe.rules)
-        have = {id(one) for _, one in known.values()}
-        if all(id(one) in have for group in self.optimizer.param_groups for one in group["params"]):
+        have, groups = {id(one) for _, one in known.values()}, getattr(self.optimizer, "param_groups", ())
+        if groups and all(id(one) in have for group in groups for one in group["params"]):
             return {}
         names = {one: name for name, one in trained_by(self.optimizer, self.model).items()}
         return new_facts(self.optimizer, known, names, self._recipe.rules)

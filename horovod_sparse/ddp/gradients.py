@@ -6,27 +6,28 @@ FSDP2, whose shards are gradients at the end of a pass, and of plain modules are
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
-from horovod_sparse.collectives import AllGather, Synchronization
+from horovod_sparse.collectives import shared_lines
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.ddp.steps import OverGroup, end_first_pass, refuse_join
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors.backward import GradientTraining
-from horovod_sparse.tensors.parts import ENTRY, checked_entry
+from horovod_sparse.tensors.models import ENTRY, checked_entry
 from horovod_sparse.training.engine import Facts
+from horovod_sparse.training.moves import present_in
 from horovod_sparse.training.settings import Settings
 
 _log = logging.getLogger("horovod_sparse")
@@ -108,9 +109,9 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _entered(self, parts: Any) -> None:
         super()._entered(parts)
         for part in parts:
-            part.gradient.told, part.keeps_sum = self._tells, self._of_ddp
+            part.told, part.keeps_sum = self._tells, self._of_ddp
         if self._of_ddp:
-            self.watch(parameter for part in parts for parameter in part.gradient.parameters)
+            self.watch(parameter for part in parts for parameter in part.given)
 
     # a pass of DistributedDataParallel
 
@@ -127,7 +128,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             for one, number, version in self._left
         )
         self._kept = self._kept and all(part.has_last_sum() for part in self.parts)
-        ending = partial(self._end_pass)
+        ending = functools.partial(self._end_pass)
         self._ending = weakref.ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
@@ -144,7 +145,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 'attach(model, "best", optimizer), which exchanges in optimizer.step()'
             )
         for part in self.parts:  # to what stands there autograd adds
-            part.gradient.carried = part.last_sum if self._kept else None
+            part.carried = part.last_sum if self._kept else None
         self._begin()
         self.loss_scale.note()
 
@@ -169,7 +170,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 self._start(self.parts[self.num_started])
 
     def _is_complete(self, number: int) -> bool:
-        return all(one in self._come for one in self.parts[number].gradient.parameters)
+        return all(one in self._come for one in self.parts[number].given)
 
     def _end_pass(self) -> None:
         if not self.under_way:
@@ -231,26 +232,16 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 parameter.grad = None
 
     def _waited(self) -> list[BaseException]:
-        tells = self._tells and bool(self.parts)
-        if tells:
-            told = self.starter.start("present", _all_present(self._present()))
+        if not self._tells or not self.parts:
+            return super()._waited()
+        told = self.starter.start("present", shared_lines(hex(present_in(self.parts))))
         failures = super()._waited()
-        if tells:
-            self.starter.wait([told])
-            present, first = np.asarray(told.value()), 0
-            for part in self.parts:
-                here = present[first : first + len(part.names)]
-                part.gradient.unused = np.flatnonzero(~here).tolist()
-                first += len(part.names)
-        return failures
-
-    def _present(self) -> np.ndarray:
-        told = []
+        self.starter.wait([told])
+        somewhere = functools.reduce(operator.or_, (int(bits, 16) for bits in told.value()))
         for part in self.parts:
-            here = np.ones(len(part.names), bool)
-            here[part.gradient.absent] = False
-            told.append(here)
-        return np.concatenate(told)
+            part.unused = [number for number in range(len(part.names)) if not somewhere >> number & 1]
+            somewhere >>= len(part.names)
+        return failures
 
     def make_ready(self) -> None:
         super().make_ready()
@@ -311,16 +302,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _check_between(self, what: str) -> None:
         if self.under_way:
             raise UnsupportedError(f"a model is {what} between steps, and this is within a backward pass")
-
-
-def _all_present(own: np.ndarray) -> Synchronization[np.ndarray]:
-    """Returns which parameters have a gradient on some rank."""
-    words = np.zeros(-(-own.size // 4), np.int32)
-    words.view(np.uint8)[: own.size] = own
-    gathered = yield AllGather(words)
-    told = np.asarray(gathered).view(np.uint8).reshape(-1, 4 * words.size)
-    present: np.ndarray = np.logical_or.reduce(told, axis=0)[: own.size]
-    return present
 
 
 class _ForwardHooks:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
-from horovod_sparse.ddp.steps import OverGroup, silence
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.ddp.steps import OverGroup, group_of, silence, wrappers_of
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
 
@@ -73,35 +71,11 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         with told_to_others(process_group):
             schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
             optimizer = stepping(optimizer, model)
-            #: torch.compile gives a module that has one
-            self._wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
-            for inner in self._wrapped:
-                process_group = process_group or inner.process_group
-            silence(self._wrapped)
-            _refuse_other_shards(model, process_group)
+            wrappers = wrappers_of(model)
+            if process_group is None or not wrappers:
+                process_group = group_of(model, wrappers, process_group, "process_group")
+            silence(wrappers)
             engine = DistributedEngine(
                 *(self, model, schedule.recipe, optimizer), process_group, settings.deadline_seconds
             )
             super().__init__(optimizer, model, engine, schedule, settings)
-
-    def before_step(self) -> None:
-        if any(inner._join_config.enable for inner in self._wrapped):
-            raise UnsupportedError(
-                "DistributedDataParallel.join() waits for gradients that local steps do not exchange: leave "
-                "it out, and end the loop with finish(), which meets ranks that have more batches"
-            )
-        super().before_step()
-
-
-def _refuse_other_shards(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Refuses a group of ranks that have several shards of a model."""
-    for name, one in model.named_parameters():
-        mesh: Any = getattr(one, "device_mesh", None)
-        ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
-        if ranks and len(set(ranks) & set(others := dist.get_process_group_ranks(group))) > 1:
-            allowed = (
-                'a model that fully_shard has sharded over ranks of a host (mesh["shard"]), and '
-                'process_group=mesh["replicate"].get_group(), those with the same shard'
-            )
-            words = f"{name}, of ranks {ranks}, to be exchanged by ranks {others}"
-            raise ArgumentError("model", words, allowed)

@@ -16,7 +16,7 @@ from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding
-from horovod_sparse.tensors.parts import ModelBuffers, claim, inner_of, tell_of_loading
+from horovod_sparse.tensors.models import ModelBuffers, claim, inner_of, tell_of_loading
 from horovod_sparse.training.collective_errors import worst, worst_of_all
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.schedules import Schedule
@@ -118,22 +118,22 @@ def end_first_pass(model: Any) -> None:
 
 
 def group_of(
-    model: torch.nn.Module, wrapped: Sequence[DistributedDataParallel], replicas: Any
+    model: torch.nn.Module, wrapped: Sequence[DistributedDataParallel], replicas: Any, name: str = "replicas"
 ) -> dist.ProcessGroup | None:
     """Returns the ranks with the same parameters: those given, or those of a DistributedDataParallel."""
     sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]
     if wrapped and replicas is not None:
-        raise ArgumentError("replicas", replicas, "None with DistributedDataParallel: it has a group")
+        raise ArgumentError(name, replicas, "None with DistributedDataParallel: it has a group")
     group = replicas if isinstance(replicas, dist.ProcessGroup) else None
     if replicas is not None and group is None and getattr(replicas, "ndim", 0) == 1:
         group = replicas.get_group()
     if (sharded and group is None) or (replicas is not None and group is None):
         allowed = 'the ranks with the same shards, as a process group or a mesh: mesh["replicate"]'
-        raise ArgumentError("replicas", replicas, allowed)
+        raise ArgumentError(name, replicas, allowed)
     if sharded:
         mesh = sharded[0].device_mesh
         common = set(mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(group))
         if len(common) > 1 or mesh.ndim > 1:
-            allowed = 'one that fully_shard has sharded over mesh["shard"], and replicas=mesh["replicate"]'
+            allowed = f'one that fully_shard has sharded over mesh["shard"], {name} of mesh["replicate"]'
             raise ArgumentError("model", f"one sharded over ranks {mesh.mesh.tolist()}", allowed)
     return wrapped[0].process_group if wrapped else group

@@ -6,7 +6,6 @@ when one ends.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import types
 import weakref
@@ -20,8 +19,7 @@ from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.driver import keep_out_of_graphs
-from horovod_sparse.tensors.layout import local
-from horovod_sparse.tensors.parts import Part, make_parts
+from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import Outcome, some_of, worst
 from horovod_sparse.training.compression import refuse_later_momentum
@@ -62,20 +60,23 @@ class GradientTraining(Training):
         self.overflow: BaseException | None = None
         self.skipped: BaseException | None = None
         #: complete, but to be started by `synchronize`: what was taken may not be changed until then
-        self._kept_back: list[Part] = []
+        self._kept_back: list[GradientBucket] = []
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
         self._handles, self._watched = list[Any](), set[torch.Tensor]()
-        self._part_of: dict[torch.Tensor, Part] = {}
-        self._kinds: list[tuple[torch.Tensor, torch.dtype, torch.device]] = []
+        self._part_of: dict[torch.Tensor, GradientBucket] = {}
         loss_scale.watch_scalers()
         keep_out_of_graphs()
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Part]:
+    ) -> list[GradientBucket]:
         """Makes parts as `Engine.make_parts` does, which engines leave to it."""
-        return make_parts(specs, facts, place, topology, self.optimizer)
+        given = {"optimizer": self.optimizer}
+        return [
+            GradientBucket(spec, facts, place, topology=None if spec.dense else topology, **given)
+            for spec in specs
+        ]
 
     # given by a front end
 
@@ -107,6 +108,11 @@ class GradientTraining(Training):
             entries = layout.shared_entries(parameters, self.optimizer) if self.size > 1 else ()
             self._together(self.drift.run(self.step, entries))
 
+    def compare_if_due(self) -> None:
+        """Compares where ranks have come to the next comparison."""
+        if self.step >= self.drift.next_step:
+            self.compare()
+
     def forget(self, *, alike: bool) -> None:
         """Drops what the driver has put off for a step that is cancelled."""
 
@@ -126,40 +132,24 @@ class GradientTraining(Training):
         weakref.finalize(self, _remove, handles)
 
     def build(self, plan: Plan) -> None:
-        self._part_of, self._kinds = {}, []
+        self._part_of = {}
         super().build(plan)
 
-    def _entered(self, parts: Sequence[Part]) -> None:
+    def _entered(self, parts: Sequence[GradientBucket]) -> None:
         for part in parts:
             part.scale = 1.0 / self.divisor
             if part.streams is not None:
                 part.streams.note()
-        entered = {parameter: part for part in parts for parameter in part.gradient.parameters}
-        self._part_of |= entered
-        self._kinds += [(one, one.dtype, one.device) for one in entered]
+            self._part_of |= dict.fromkeys(part.given, part)
 
     def _begin(self) -> None:
         """Begins a step; called before its first gradient."""
+        for part in self.parts:
+            if any((one.dtype, one.device) != (part.kind, part.device) for one in part.given):
+                part.check_kinds()
         self.under_way, self.overflow, self.skipped = True, None, None
-        if any((p.dtype, p.device) != (dtype, device) for p, dtype, device in self._kinds):
-            try:
-                self._follow_parameters()
-            except errors.UnsupportedError:
-                self.under_way = False
-                raise
 
-    def _follow_parameters(self) -> None:
-        """Makes parts of the types and on the devices that parameters have come to have."""
-        facts, what = {}, ""
-        for name, (fact, parameter) in self.facts.items():
-            own = local(parameter)
-            dtype, device = layout.dtype_name(own) or str(own.dtype), str(own.device)
-            facts[name] = dataclasses.replace(fact, dtype=dtype, device=device), parameter
-            if facts[name][0] != fact and (not what or layout.dtype_name(own) is None):
-                what = f"{name} was {fact.dtype} on {fact.device} and is {dtype} on {device} now"
-        self.follow(facts, what)
-
-    def _start(self, part: Part, *, refused: bool = False) -> None:
+    def _start(self, part: GradientBucket, *, refused: bool = False) -> None:
         tells = self.compares_first or part.whole  # Horovod's sparse messages carry their step
         turn = f" of an {('even', 'odd')[self.step % 2]} step" if tells else ""
         part.start(self.starter, self.loss_scale.value, turn, refused=refused)
@@ -191,8 +181,8 @@ class GradientTraining(Training):
                 if part.task is None:
                     self._start(part, refused=bool(edited))
             failures = self._waited()
-            if self.compares_first and self.step >= self.drift.next_step and not failures:
-                self.compare()
+            if self.compares_first and not failures:
+                self.compare_if_due()
         except errors.DeadlineError:
             self.give_up()
             raise
@@ -222,10 +212,10 @@ class GradientTraining(Training):
     def _edited(self) -> list[str]:
         """Names the parameters whose gradients were changed after their synchronization had begun."""
         return [
-            part.names[number]
+            name
             for part in self.parts
             if part.task is not None or part in self._kept_back
-            for number in part.gradient.edited()
+            for name in part.edited()
         ]
 
     def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
@@ -234,7 +224,7 @@ class GradientTraining(Training):
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:
             self.give_up(drop=drop, alike=True)
-            self.parts[0].gradient.overflow()
+            self.parts[0].given[0].grad.fill_(torch.inf)  # for the scaler to find
             self.overflow = error
             return
         self.give_up(drop=drop, alike=isinstance(error, _ALIKE))
@@ -254,7 +244,7 @@ class GradientTraining(Training):
             if part.task is not None:
                 part.abandon(drop=drop)
         for part in self.parts:
-            part.gradient.reset()
+            part.clear()
         self.make_ready()
 
     def finish_pending(self, *, drop: bool = False) -> None:

@@ -19,9 +19,9 @@ import torch
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import RULES, Progress, Recipe, Rule, kind_of
 from horovod_sparse.plans import Plan
-from horovod_sparse.tensors.layout import TensorEntry, local, settings_entries
+from horovod_sparse.tensors.layout import local, shared_entries
+from horovod_sparse.tensors.models import checked_entry
 from horovod_sparse.tensors.own_steps import StepBucket
-from horovod_sparse.tensors.parts import checked_entry
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.schedules import Schedule
@@ -348,5 +348,4 @@ class Binding(Steps):
 
     def shared_entries(self) -> Sequence[Any]:
         parameters = {name: one for name, (_, one) in self.facts.items()}
-        entries = [TensorEntry(name, local(one)) for name, one in parameters.items()]
-        return [*settings_entries(self.optimizer, parameters.values()), *entries]
+        return shared_entries(parameters, self.optimizer, with_state=False)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL
-from horovod_sparse.tensors.parts import ENTRY, check_groups, checked_entry, inner_of
+from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, inner_of
 from horovod_sparse.training.training import Training
 
 #: marks a tensor of a type that NumPy has not
@@ -194,32 +195,29 @@ def _check_model(model: torch.nn.Module, saved: Any) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(state: Any) -> Any:
     """Puts arrays in place of a state_dict's tensors."""
-    if isinstance(value, torch.Tensor):
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
         tensor = value.detach().cpu().contiguous()
         try:
             return tensor.numpy()
         except TypeError:  # bfloat16 and the like
             bits = tensor.reshape(-1).view(torch.uint8).numpy()
             return {_BITS: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bits]}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = map(_plain, value)
-        return tuple(items) if isinstance(value, tuple) else list(items)
-    return value
+
+    return _pytree.tree_map(plain, state)
 
 
-def _live(value: Any) -> Any:
+def _live(state: Any) -> Any:
     """Inverts `_plain`."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if isinstance(value, Mapping):
-        if set(value) == {_BITS}:
+
+    def live(value: Any) -> Any:
+        if isinstance(value, dict):
             dtype, shape, bits = value[_BITS]
             return torch.from_numpy(bits).view(getattr(torch, dtype)).reshape(shape)
-        return {key: _live(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_live, value))
-    return value
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    return _pytree.tree_map(live, state, is_leaf=lambda one: isinstance(one, dict) and set(one) == {_BITS})

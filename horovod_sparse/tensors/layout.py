@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.training.drift import COLUMNS, Entry, word_sums
+from horovod_sparse.training.drift import COLUMNS, Entry, HostEntry, word_sums
 
 _NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
 
@@ -61,9 +61,18 @@ def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def view_into(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """Returns a tensor's elements in the order of its memory, or of these strides; its own where it can."""
+    own = local(tensor)
+    strides = memory_strides(own) if strides is None else tuple(strides)
+    if own.numel() > 1 and own.stride() != strides:
+        own = torch.empty_strided(own.shape, strides, dtype=own.dtype, device=own.device).copy_(own)
+    return own.as_strided((own.numel(),), (1,), own.storage_offset())
+
+
+def view_into(buffer: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
     """Views a parameter's part of a flat buffer in its shape."""
-    return flat.as_strided(parameter.shape, memory_strides(parameter), start)
+    return buffer.as_strided(parameter.shape, memory_strides(parameter), start)
 
 
 def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
@@ -74,26 +83,16 @@ def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
 
 def unshaped(values: torch.Tensor, parameter: torch.Tensor) -> np.ndarray:
     """Inverts `shaped`: returns the values in the bucket's order."""
-    flat = torch.empty(parameter.numel(), dtype=values.dtype)
-    view_into(flat, 0, parameter).copy_(values)
-    array: np.ndarray = flat.numpy()
+    buffer = torch.empty(parameter.numel(), dtype=values.dtype)
+    view_into(buffer, 0, parameter).copy_(values)
+    array: np.ndarray = buffer.numpy()
     return array
 
 
-class _AsWritable:
-    """Presents an array's memory as writable: PyTorch warns about memory that is not, even to read it."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array  # keeps the memory alive
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
-
-
 def readable_tensor(array: np.ndarray) -> torch.Tensor:
-    """Views an array as a tensor, to be read only; copies it if it is not contiguous."""
+    """Views an array as a tensor, to be read only; copies it if it is read-only, or not contiguous."""
     array = np.ascontiguousarray(array)
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_AsWritable(array)))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def host_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +133,8 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
 
 
 _ROW_BYTES = 8 * COLUMNS
+#: room for a number in decimal
+_NUMBER_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -166,50 +167,24 @@ def device_sums(values: torch.Tensor) -> NDArray[np.uint64]:
     return np.asarray(sums + word_sums(values[whole:].cpu().numpy()), np.uint64)
 
 
-@dataclass(frozen=True)
-class ValueEntry:
-    """A number, or several, in Python's own types."""
-
-    name: str
-    value: Any
-
-    @property
-    def kind(self) -> str:
-        return f"number[{self.read().size}]"
-
-    def sums(self) -> NDArray[np.uint64]:
-        return word_sums(self.read())
-
-    def read(self) -> NDArray[np.uint8]:
-        return np.frombuffer(json.dumps(self.value).ljust(_NUMBER_BYTES).encode(), np.uint8)
-
-
-#: room for a number in decimal, so that other numbers are of the same kind
-_NUMBER_BYTES = 64
-
-
 def shared_entries(
-    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    with_state: bool = True,
 ) -> list[Entry]:
     """Returns what has to be equal on all ranks: settings first, which may be why parameters differ."""
-    entries: list[Entry] = [TensorEntry(name, local(tensor)) for name, tensor in parameters.items()]
-    if optimizer is None:
-        return entries
-    for name, tensor in parameters.items():
-        if tensor in optimizer.state:  # asking for it otherwise would make an empty one
-            entries += _inside(f"{{}} of {name}", optimizer.state[tensor])
-    return settings_entries(optimizer, parameters.values()) + entries
-
-
-def settings_entries(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[Entry]:
-    """Returns an optimizer's settings for the groups of these parameters."""
-    shared = set(map(id, parameters))
-    settings: list[Entry] = []
-    for number, group in enumerate(optimizer.param_groups):
+    entries: list[Entry] = []
+    shared = set(map(id, parameters.values()))
+    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
         if any(id(parameter) in shared for parameter in group["params"]):
             options = {key: value for key, value in group.items() if key != "params"}
-            settings += _inside(f"{{}} of group {number}", options)
-    return settings
+            entries += _inside(f"{{}} of group {number}", options)
+    entries += [TensorEntry(name, local(tensor)) for name, tensor in parameters.items()]
+    for name, tensor in parameters.items():
+        if with_state and optimizer is not None and tensor in optimizer.state:  # asking makes an empty one
+            entries += _inside(f"{{}} of {name}", optimizer.state[tensor])
+    return entries
 
 
 def _inside(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
@@ -219,15 +194,13 @@ def _inside(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _entries(name: str, value: Any) -> Iterator[Entry]:
+    numbers = value if isinstance(value, tuple) and value else [value]
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided:
             yield TensorEntry(name, local(value))
-    elif _is_number(value) or (isinstance(value, tuple) and value and all(map(_is_number, value))):
-        yield ValueEntry(name, value)
+    elif all(isinstance(one, (bool, int, float)) for one in numbers):
+        text = json.dumps(value).ljust(_NUMBER_BYTES)  # so that other numbers are of the same kind
+        yield HostEntry(name, np.frombuffer(text.encode(), np.uint8))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from _entries(f"{name}[{number}]", item)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))

@@ -13,10 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from horovod_sparse.arrays import WeightedParts
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensors.binding import unwrapped
-from horovod_sparse.tensors.gradients import HOST, host_view, zeros
-from horovod_sparse.tensors.layout import TensorEntry, local, memory_strides, view_into
-from horovod_sparse.tensors.own_steps import ParameterBucket, moved_parameters
-from horovod_sparse.tensors.parts import ModelBuffers, checked_entry, parameters_of, tell_of_loading
+from horovod_sparse.tensors.gradients import HOST, ParameterBucket, host_view
+from horovod_sparse.tensors.layout import TensorEntry, flat, local, view_into
+from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, tell_of_loading
+from horovod_sparse.tensors.own_steps import moved_parameters
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import local_steps
 from horovod_sparse.training.collective_errors import some_of
@@ -44,7 +44,10 @@ class Displacement(local_steps.Displacement):
         n = part.bucket.info.num_elements
 
         def empty(like: torch.Tensor, count: int) -> torch.Tensor:
-            made = zeros(count, like)
+            if like.device.type != "cpu" or not count:
+                return torch.zeros(count, dtype=like.dtype, device=like.device)
+            # NumPy asks for huge pages: large folds miss the TLB less
+            made = torch.from_numpy(np.zeros(count * like.element_size(), np.uint8)).view(like.dtype)
             return made.pin_memory() if pinned else made
 
         self.start, self.velocity = empty(wide, n), empty(wide, n if schedule.outer.momentum else 0)
@@ -60,14 +63,6 @@ class Displacement(local_steps.Displacement):
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
         return view_into(flat, self.places[number][0], self._layouts[number])
 
-    def _line(self, number: int) -> torch.Tensor:
-        """Returns a parameter's elements in the order of `start`, its own memory if strides have stayed."""
-        parameter, layout = local(self._parameters[number]), self._layouts[number]
-        if parameter.stride() != layout.stride():
-            like = {"dtype": parameter.dtype, "device": parameter.device}
-            parameter = torch.empty_strided(layout.shape, layout.stride(), **like).copy_(parameter)
-        return parameter.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
-
     def adopt(self) -> None:
         self._gather(self.start)
         self.velocity.zero_()
@@ -76,8 +71,8 @@ class Displacement(local_steps.Displacement):
     @torch.no_grad()
     def displacement(self) -> Any:
         lines = [
-            self.sent[slice(*place)] if self.sent.numel() else self._line(number)
-            for number, place in enumerate(self.places)
+            self.sent[slice(*place)] if self.sent.numel() else flat(parameter, layout.stride())
+            for place, parameter, layout in zip(self.places, self._parameters, self._layouts, strict=True)
         ]
         # half types went on from `start` as they can hold it: its rounding is no displacement
         pairs = [
@@ -139,14 +134,8 @@ class LocalBucket(ParameterBucket):
     """A bucket of parameters whose displacements are exchanged."""
 
     def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], schedule: LocalSchedule) -> None:
-        super().__init__(spec, facts, place, HOST if schedule.offload else None)
-        # shape and order of each parameter, which stay when it changes its own
-        own = [local(parameter) for parameter in self.given]
-        self.layouts = [torch.empty_strided(one.shape, memory_strides(one), device="meta") for one in own]
+        super().__init__(spec, facts, place, memory=HOST if schedule.offload else None)
         self.moves = Displacement(self, self.given, schedule)
-
-    def _layout(self, number: int) -> torch.Tensor:
-        return self.layouts[number]
 
 
 def _others_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -12,14 +12,11 @@ while backward goes on. A scaler tells its scale to nobody. So, once a sparsifie
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-
-_log = logging.getLogger("horovod_sparse")
 
 
 class _Pass:
@@ -27,42 +24,43 @@ class _Pass:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
-        self._number = pass_number()
 
     def end(self) -> None:
         """PyTorch calls this where the pass has not failed."""
-        global _ended
         scaled_passes[:] = [one for one in scaled_passes if one() not in (None, self)]
-        _ended = self._number, weakref.ref(self.scaler)
 
 
-def pass_number() -> int:
-    """Returns a number of the backward pass under way, which no other has; -1 if there is none."""
-    return int(torch._C._current_graph_task_id())
-
-
-#: the last scaled pass that has ended but for what was registered for its end after it, and its scaler
-_ended: tuple[int, Callable[[], torch.amp.GradScaler | None]] = -1, lambda: None
 #: the passes under way, the innermost last; those that have failed are dead
 scaled_passes: list[weakref.ref[_Pass]] = []
 
 
 def watch_scalers() -> None:
     """Lets scalers tell their scale from now on; changes nothing where that is done already."""
-    scaler = torch.amp.GradScaler
-    if not hasattr(scaler.scale, "horovod_sparse"):
-        scaler.scale = _telling(scaler.scale)
-        scaler.unscale_ = _after_synchronization(scaler.unscale_)
+    kind = torch.amp.GradScaler
+    if hasattr(kind.scale, "horovod_sparse"):
+        return
+    scaled, unscaled = kind.scale, kind.unscale_
+
+    @functools.wraps(scaled)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        found = scaled(self, outputs)
+        return _marked(self, found) if self.is_enabled() else found
+
+    @functools.wraps(unscaled)
+    def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
+        synchronize = getattr(optimizer, "_synchronize_for_scaler", None)
+        if synchronize is not None and self.is_enabled():
+            synchronize(self)
+        unscaled(self, optimizer)
+
+    scale.horovod_sparse = True  # type: ignore[attr-defined]
+    kind.scale, kind.unscale_ = scale, unscale_
 
 
 def scaled_by() -> torch.amp.GradScaler | None:
     """Returns the scaler of the loss whose backward pass is under way; None if it is not scaled."""
-    alive = [one for one in (reference() for reference in scaled_passes) if one is not None]
-    if alive:
-        return alive[-1].scaler
-    number, scaler = _ended
-    # a static graph's first gradients come when the pass has ended
-    return scaler() if number != -1 and number == pass_number() else None
+    alive = [one.scaler for one in (reference() for reference in scaled_passes) if one is not None]
+    return alive[-1] if alive else None
 
 
 class ScaleOfStep:
@@ -88,16 +86,6 @@ class ScaleOfStep:
             self.value = float(self.scaler.get_scale())
 
 
-def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        return _marked(self, scaled) if self.is_enabled() else scaled
-
-    scale.horovod_sparse = True  # type: ignore[attr-defined]
-    return scale
-
-
 def _marked(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
     if isinstance(scaled, torch.Tensor):
         if scaled.requires_grad:
@@ -116,14 +104,3 @@ def _begin(scaler: torch.amp.GradScaler) -> None:
     scaled_passes.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)
     torch.autograd.Variable._execution_engine.queue_callback(begun.end)
-
-
-def _after_synchronization(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
-        synchronize = getattr(optimizer, "_synchronize_for_scaler", None)
-        if synchronize is not None and self.is_enabled():
-            synchronize(self)
-        original(self, optimizer)
-
-    return unscale_

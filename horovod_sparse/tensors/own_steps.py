@@ -12,21 +12,11 @@ from horovod_sparse.arrays import GradientParts, Indices, Values
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import SparseSum
-from horovod_sparse.tensors.gradients import HOST, HOST_DEVICES, GradientMemory, host_view, memory_of
-from horovod_sparse.tensors.layout import dtype_name, local, memory_strides, shaped, unshaped, view_into
+from horovod_sparse.tensors.gradients import HOST, HOST_DEVICES, ParameterBucket, host_view
+from horovod_sparse.tensors.layout import flat, local, memory_strides, view_into
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.parameters import Parameters, folded, scaled
-from horovod_sparse.training.parts import BucketPart
-
-
-def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns a tensor's elements in the order of a parameter's memory; its own memory where it can."""
-    own = local(tensor)
-    strides = memory_strides(own if like is None else local(like))
-    if own.stride() != strides:
-        own = torch.empty_strided(own.shape, strides, dtype=own.dtype, device=own.device).copy_(own)
-    return own.as_strided((own.numel(),), (1,), own.storage_offset())
 
 
 def moved_parameters(tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> HostParameters:
@@ -65,7 +55,7 @@ class HostParameters(Parameters):
 
     def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
         pairs = zip(gradients, self.tensors, strict=True)
-        given = [None if one is None else host_view(flat(one, like)) for one, like in pairs]
+        given = [None if one is None else host_view(_flat(one, like)) for one, like in pairs]
         return folded(given, [host_view(flat(one)) for one in self.tensors], weights)
 
 
@@ -125,7 +115,7 @@ class TensorParameters(HostParameters):
         pairs = zip(gradients, self.arrays(), strict=True)
         arrays = [torch.zeros_like(array) if one is None else array for one, array in pairs]
         triples = zip(gradients, self.tensors, arrays, strict=True)
-        joined = torch.cat([array if one is None else flat(one, like) for one, like, array in triples])
+        joined = torch.cat([array if one is None else _flat(one, like) for one, like, array in triples])
         if weights != (1.0, 0.0):
             joined = joined.to(torch.promote_types(joined.dtype, torch.float32)) * weights[0]
         if weights[1]:
@@ -133,34 +123,15 @@ class TensorParameters(HostParameters):
         return joined
 
 
+def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's elements in the order of a parameter's memory."""
+    return flat(tensor, memory_strides(local(parameter)))
+
+
 def _subtract(array: torch.Tensor, where: Any, step: Any) -> None:
     """Subtracts an array or tensor as wide as it is, and rounds once."""
     given = torch.as_tensor(step, device=array.device)
     array[where] = (array[where].to(given.dtype) - given).to(array.dtype)
-
-
-class ParameterBucket(BucketPart):
-    """A bucket of tensors, in the order of their memory."""
-
-    def __init__(
-        self, spec: PartSpec, facts: Facts, place: tuple[int, int], memory: GradientMemory | None = None
-    ) -> None:
-        self.given = [facts[name][1] for name in spec.names]
-        own = [local(parameter) for parameter in self.given]
-        self.memory = memory or memory_of(own[0].device, spec.names[0])
-        dtype, accumulator = dtype_name(own[0]) or "unknown", self.memory.accumulator
-        super().__init__(spec, [one.shape for one in own], place, dtype, memory=accumulator)
-        self.num_bytes = self.bucket.info.num_elements * own[0].element_size()
-
-    def _layout(self, number: int) -> torch.Tensor:
-        """Returns a tensor of a parameter's shape and order in the bucket."""
-        return local(self.given[number])
-
-    def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
-        return shaped(values, self._layout(number))
-
-    def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
-        return unshaped(values, self._layout(number))
 
 
 class StepBucket(ParameterBucket, StepPart):
@@ -208,7 +179,7 @@ class StepBucket(ParameterBucket, StepPart):
         made, moving = self._whole(), set(self._counted)
         for number, parameter in enumerate(self.given):
             if number in moving:
-                yield flat(self.now.matrices.step(*next(made)), parameter)
+                yield _flat(self.now.matrices.step(*next(made)), parameter)
             else:
                 yield torch.zeros_like(self._flat_memory(number)[0])
 
@@ -226,7 +197,7 @@ class StepBucket(ParameterBucket, StepPart):
         (_, moment), (weight, beside) = self._flat_memory(number), self.now.weights
         parameter, gradient = self.given[number], self.gradients[number]
         self._young.append((moment, moment.clone()))
-        step = flat(gradient, parameter).to(moment.dtype) * weight
+        step = _flat(gradient, parameter).to(moment.dtype) * weight
         if beside:
             step += flat(parameter).to(moment.dtype) * beside
         square = step.square_().nan_to_num_(0.0, 0.0, 0.0)  # the fold finds out what is not finite

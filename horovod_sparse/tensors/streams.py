@@ -136,6 +136,8 @@ class CudaStreams:
                     except StopIteration as stop:
                         finished: Result = stop.value
                         return finished
+                if isinstance(getattr(request, "buffer", None), torch.Tensor):
+                    self.join()  # whoever carries it out reads it on the current stream
                 answer = yield request
         finally:
             coroutine.close()

@@ -17,12 +17,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-from horovod_sparse.tensors.parts import claim
+from horovod_sparse.tensors.models import claim
 from horovod_sparse.training.collective_errors import horovod_binding
 
 hvd: Any = horovod_binding("PyTorch", has="allreduce_async")
@@ -39,16 +40,12 @@ present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_han
 def adopting(adopt: Callable[[Any], bool]) -> None:
     """Lets Horovod's own optimizers be adopted, as they are made; Horovod goes on where `adopt` says no."""
     for kind in (StockOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
-        kind._register_hooks = _adopting(kind._register_hooks, adopt)
 
+        def registered(self: Any, register: Callable[[Any], None] = kind._register_hooks) -> None:
+            if not adopt(self):
+                register(self)
 
-def _adopting(register: Callable[[Any], None], adopt: Callable[[Any], bool]) -> Callable[[Any], None]:
-    @functools.wraps(register)
-    def registered(self: Any) -> None:
-        if not adopt(self):
-            register(self)
-
-    return registered
+        kind._register_hooks = registered
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +68,8 @@ def held_besides(handle: int) -> int:
     start = present_start()
     if _holders[0] is not start:
         _holders = start, {}
-    _holders[1][handle] = [holder_of(tensor) for tensor in _tensors_in(start[handle])]
+    under_way = _pytree.tree_leaves(start[handle])
+    _holders[1][handle] = [holder_of(one) for one in under_way if isinstance(one, torch.Tensor)]
     return handle
 
 
@@ -81,14 +79,6 @@ def finished(handle: int) -> Any:
     if _holders[0] is present_start():
         _holders[1].pop(handle, None)
     return result
-
-
-def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
-    if isinstance(entry, torch.Tensor):
-        yield entry
-    elif isinstance(entry, tuple):
-        for item in entry:
-            yield from _tensors_in(item)
 
 
 class _StockOwner:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.gradients import memory_of
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import construction_errors
-from horovod_sparse.torch.synchronizer import GradientSynchronizer
 from horovod_sparse.training.allreduce import LoneTensor, refuse_gradients
 from horovod_sparse.training.compression import Algorithms
 
@@ -24,8 +19,7 @@ from horovod_sparse.training.compression import Algorithms
 class SparseCompressor(hvd.compression.Compressor):
     """A recipe. Made by `Compression.topk(...)` and the like.
 
-    In ``horovod_sparse.torch.DistributedOptimizer(optimizer, compression=...)`` only `recipe` is used: one
-    compressor may serve several.
+    One compressor may serve several optimizers.
 
     Stock ``horovod.torch.DistributedOptimizer(optimizer, named_parameters=..., compression=...)`` is adopted
     where it would begin to synchronize gradients: it becomes what our `DistributedOptimizer` gives with
@@ -35,46 +29,13 @@ class SparseCompressor(hvd.compression.Compressor):
     that momentum correction was to apply. ``horovod_sparse.torch.DistributedOptimizer`` does with one rank
     what it does with many.
 
-    Behind stock Horovod one compressor belongs to one optimizer. It may be pickled before `hvd.init()`: the
-    recipe travels, residuals and parameters do not.
-
     Args:
         recipe: sparsifier and feedback.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        #: who synchronizes for the stock optimizer that this belongs to
-        self._adopted: weakref.ref[GradientSynchronizer] | None = None
-        #: loaded before there was one
-        self._loaded: Mapping[str, Any] | None = None
         self._num_compressed = 0
-
-    def adopt(self, synchronizer: GradientSynchronizer) -> None:
-        """A stock optimizer has become this one's; it goes on from what was loaded before."""
-        self._adopted = weakref.ref(synchronizer)
-        if self._loaded is not None:
-            self.load_state_dict(self._loaded)
-            self._loaded = None
-
-    def check_free(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuses a second optimizer, but one that takes the parameters from the first."""
-        former = self._synchronizer
-        taken = {id(parameter) for parameter in parameters}
-        if former is not None and not any(id(parameter) in taken for _, parameter in former.facts.values()):
-            raise UnsupportedError(
-                f"this compressor belongs to the optimizer of {', '.join(list(former.facts)[:3])}, ..., "
-                "whose residuals it saves: give every optimizer a compressor of its own"
-            )
-
-    @property
-    def _synchronizer(self) -> GradientSynchronizer | None:
-        return None if self._adopted is None else self._adopted()
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """What happened in the last step of the stock optimizer, and on average."""
-        return Telemetry() if self._synchronizer is None else self._synchronizer.telemetry
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Returns a tensor as this rank would send it, where Horovod sends every element.
@@ -102,38 +63,6 @@ class SparseCompressor(hvd.compression.Compressor):
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Returns the tensor."""
         return tensor
-
-    def reset(self) -> None:
-        """Gives up the step that is under way; residuals stay complete. Elastic training does it itself."""
-        if self._synchronizer is not None:
-            self._synchronizer.give_up()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals behind stock Horovod: what the optimizer saves as 'horovod_sparse', too.
-
-        Residuals differ from rank to rank, so save one per rank. It is empty where nothing is synchronized.
-
-        Raises:
-            UnsupportedError: in the middle of a step.
-        """
-        if self._synchronizer is None:
-            return dict(self._loaded or {})
-        return self._synchronizer.save()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave.
-
-        All ranks load between the same two steps, or any before the first: in the next step they compare what
-        they have. Where that is not of one step and one run, sparsifiers start anew on all of them.
-
-        Raises:
-            StateMismatchError: if it belongs to another algorithm or model, or is damaged. Before there is an
-                optimizer that is found out when it is made. Nothing has been loaded then.
-        """
-        if self._synchronizer is None:
-            self._loaded = state
-        elif state != {}:  # nothing was synchronized
-            self._synchronizer.take_back(state)
 
     def __repr__(self) -> str:
         return f"Compression.parse({self.recipe.describe()!r})"

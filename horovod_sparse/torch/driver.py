@@ -12,16 +12,8 @@ import numpy as np
 import torch
 
 from horovod_sparse import collectives
-from horovod_sparse.carriers.exchanges import (
-    Handle,
-    Rounds,
-    among,
-    answer_alone,
-    as_alltoall,
-    inbox,
-    known,
-    transport_asked,
-)
+from horovod_sparse.carriers import exchanges
+from horovod_sparse.carriers.exchanges import Handle, Rounds
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError, warn_once
 from horovod_sparse.tensors.driver import Driver
@@ -97,8 +89,9 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
         handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
     if isinstance(request, collectives.Exchange):
-        received = partial(inbox, request, whose=f"{name}: rank {process_set.rank()}")
-        return _start_alltoall(as_alltoall(request, process_set.size()), name, process_set, received)
+        received = partial(exchanges.inbox, request, whose=f"{name}: rank {process_set.rank()}")
+        sends = exchanges.as_alltoall(request, process_set.size())
+        return _start_alltoall(sends, name, process_set, received)
     return _start_alltoall(list(request.buffers), name, process_set, list)
 
 
@@ -117,8 +110,8 @@ def _start_within(
         return _scatter_sum(request, name, process_set, ranks)
     begin = partial(start, process_set=process_set, mpi=mpi)
     if len(ranks) == 1:
-        return Rounds(begin, known(answer_alone(request)), name)
-    return Rounds(begin, among(request, ranks, process_set.rank()), name)
+        return Rounds(begin, exchanges.known(exchanges.answer_alone(request)), name)
+    return Rounds(begin, exchanges.among(request, ranks, process_set.rank()), name)
 
 
 def _scatter_sum(
@@ -236,7 +229,7 @@ class HorovodDriver(Driver):
             self.transport = "MPI, on a communicator of their own (every rank can)"
             self.mpi = MpiCarrier(self.process_set.ranks, lambda: present_start() is since)
             self._forget = self.mpi.forget
-        in_vain = told and self.process_set.rank() == 0 and transport_asked() == "pairs"
+        in_vain = told and self.process_set.rank() == 0 and exchanges.transport_asked() == "pairs"
         level = logging.WARNING if in_vain else logging.INFO
         _log.log(level, "messages between two ranks go through %s", self.transport)
         self.move_to(self._topology)

@@ -14,7 +14,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import DeadlineError, StateMismatchError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import ParameterFacts
-from horovod_sparse.tensors.parts import new_facts
+from horovod_sparse.tensors.models import new_facts
 from horovod_sparse.topology import ClusterFacts, Placement, Topology
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver, carry_out_together

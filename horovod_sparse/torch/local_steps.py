@@ -9,7 +9,7 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
-from horovod_sparse.tensors.parts import trained_by
+from horovod_sparse.tensors.models import trained_by
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, construction_errors
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule

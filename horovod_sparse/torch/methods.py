@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,9 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensors.parts import ENTRY, check_groups
-from horovod_sparse.torch._horovod import StockOptimizer, hvd
-from horovod_sparse.torch.synchronizer import GradientSynchronizer, clip_gradients
-from horovod_sparse.training.collective_errors import refuse_absence
+from horovod_sparse.tensors.models import ENTRY, check_groups
+from horovod_sparse.torch._horovod import StockOptimizer
+from horovod_sparse.torch.synchronizer import GradientSynchronizer
 from horovod_sparse.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,6 +26,11 @@ _IN_FLIGHT = (
 )
 
 
+def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> None:
+    """Scales the gradients of an optimizer down to a norm over all of them."""
+    torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
+
+
 class Methods(torch.optim.Optimizer):
     """What differs from Horovod's optimizer; copied, like its methods, into a class made for each optimizer.
 
@@ -34,11 +38,10 @@ class Methods(torch.optim.Optimizer):
     `DistributedOptimizer` and never derived from.
     """
 
-    _synchronizer: GradientSynchronizer | None
+    _synchronizer: GradientSynchronizer
     _settings: Settings
     #: whether a loss scaler has had gradients synchronized for the step to come
     _for_scaler = False
-    _kept_entry: Mapping[str, Any] | None
     #: whether it was one of Horovod's own
     _adopted = False
 
@@ -49,26 +52,21 @@ class Methods(torch.optim.Optimizer):
         self: Any, recipe: Recipe, named_parameters: list[tuple[str, Any]] | None, settings: Settings
     ) -> None:
         """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
-        names = named_parameters
-        if names is None:
-            known = self._parameter_names
-            names = [(known[p], p) for group in self.param_groups for p in group["params"]]
-        self._synchronizer, self._kept_entry, self._settings = None, None, settings
-        if not self.process_set.included():
-            refuse_absence(hvd, self.process_set)
-            return
+        known = self._parameter_names
+        listed = [(known[p], p) for group in self.param_groups for p in group["params"]]
+        names, self._settings = named_parameters or listed, settings
         self._synchronizer = GradientSynchronizer(self, names, recipe, settings, self._groups)
         self._requires_update = {parameter for _, parameter in self._synchronizer.facts.values()}
 
     @property
     def telemetry(self) -> Telemetry:
-        """Returns figures of the last step, and means; empty on a rank that the process set leaves out."""
-        return Telemetry() if self._synchronizer is None else self._synchronizer.telemetry
+        """Returns figures of the last step, and means."""
+        return self._synchronizer.telemetry
 
     @property
-    def plan(self) -> Plan | None:
-        """Returns which parameters form which bucket; None where nothing is synchronized."""
-        return None if self._synchronizer is None else self._synchronizer.plan
+    def plan(self) -> Plan:
+        """Returns which parameters form which bucket."""
+        return self._synchronizer.plan
 
     @property
     def decision(self) -> Decision | None:
@@ -76,7 +74,7 @@ class Methods(torch.optim.Optimizer):
 
         None during the warm-up, and where the plan needs no times.
         """
-        warmup = None if self._synchronizer is None else self._synchronizer.warmup
+        warmup = self._synchronizer.warmup
         return None if warmup is None else warmup.decision
 
     def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
@@ -93,8 +91,6 @@ class Methods(torch.optim.Optimizer):
             ProfileMismatchError: on every rank alike, if no step has been measured.
         """
         synchronizer = self._synchronizer
-        if synchronizer is None:
-            return
         if synchronizer.under_way:
             raise AssertionError(_IN_FLIGHT.format(method="replan"))
         warmup = synchronizer.warmup
@@ -122,23 +118,20 @@ class Methods(torch.optim.Optimizer):
                 optimizer.step()
         """
         synchronizer = self._synchronizer
-        if synchronizer is not None:
-            synchronizer.synchronize()
+        synchronizer.synchronize()
         max_grad_norm = self._settings.max_grad_norm
-        if max_grad_norm is not None and (synchronizer is None or synchronizer.overflow is None):
-            if synchronizer is None:
-                clip_gradients(self.param_groups, max_grad_norm)
-            else:
-                synchronizer.clip(max_grad_norm)
-        if synchronizer is not None and synchronizer.to_coo:
-            synchronizer.convert()
+        if synchronizer.overflow is None:
+            if max_grad_norm is not None:
+                clip_gradients(self.param_groups, max_grad_norm * synchronizer.loss_scale.value)
+            if synchronizer.to_coo:
+                synchronizer.convert()
         self._synchronized, self._for_scaler = True, False
 
     def _synchronize_for_scaler(self: Any, scaler: torch.amp.GradScaler) -> None:
         """Called before a loss scaler unscales gradients; `step` has nothing left to synchronize then."""
         # a scaler asks once for a step: where it has asked before, it has skipped that step
         is_due = self._for_scaler or not self._synchronized
-        if self._synchronizer is not None and self._should_synchronize and is_due:
+        if self._should_synchronize and is_due:
             if not self._synchronizer.under_way:
                 self._synchronizer.loss_scale.expect(scaler)
             self.synchronize()
@@ -151,11 +144,12 @@ class Methods(torch.optim.Optimizer):
         unless it called `synchronize` itself, or the step runs within `skip_synchronize`. LBFGS gets its
         losses over all ranks, too (`op` of them), and returns such a one.
         """
+        synchronizer = self._synchronizer
         if closure is not None:
             inner = closure if not self._should_synchronize else self._synchronized_after(closure)
             self._synchronized = False
             result = super(self.__class__, self).step(inner)
-            self._compare()
+            synchronizer.compare_if_due()
             return result
         if self._should_synchronize and not (self._synchronized and self._for_scaler):
             if self._synchronized:
@@ -165,22 +159,17 @@ class Methods(torch.optim.Optimizer):
                     "context, as with Horovod's own optimizer.",
                     stacklevel=2,
                 )
-            if self._synchronizer is not None and not self._synchronizer.under_way:
-                self._synchronizer.loss_scale.expect(None)
+            if not synchronizer.under_way:
+                synchronizer.loss_scale.expect(None)
             self.synchronize()
         self._synchronized = self._for_scaler = False
-        if self._synchronizer is not None and self._synchronizer.overflow is not None:
-            raise self._synchronizer.overflow  # by who scales losses, but does not step by the scaler
-        if self._synchronizer is not None and self._synchronizer.skipped is not None:
+        if synchronizer.overflow is not None:
+            raise synchronizer.overflow  # by who scales losses, but does not step by the scaler
+        if synchronizer.skipped is not None:
             return None
         result = super(self.__class__, self).step()
-        self._compare()
+        synchronizer.compare_if_due()
         return result
-
-    def _compare(self: Any) -> None:
-        synchronizer = self._synchronizer
-        if synchronizer is not None and synchronizer.step >= synchronizer.drift.next_step:
-            synchronizer.compare()
 
     # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:
     # with this mark they run once, after synchronization.
@@ -193,9 +182,9 @@ class Methods(torch.optim.Optimizer):
             if not self._synchronized:
                 self.synchronize()
             self._synchronized = False
-            if self._synchronizer is not None and self._synchronizer.skipped is not None:
+            if self._synchronizer.skipped is not None:
                 raise self._synchronizer.skipped  # the optimizer's step is under way
-            if isinstance(self, torch.optim.LBFGS) and self._synchronizer is not None:
+            if isinstance(self, torch.optim.LBFGS):
                 # it goes on or stops by the loss: with a loss of its own every rank would do so elsewhere
                 return self._synchronizer.reduced(loss)
             return loss
@@ -204,7 +193,7 @@ class Methods(torch.optim.Optimizer):
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Sets gradients to zero, or to None."""
-        if self._synchronizer is not None and self._synchronizer.under_way:
+        if self._synchronizer.under_way:
             raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
         if self._for_scaler:  # the scaler has skipped the step that gradients were synchronized for
             self._synchronized = self._for_scaler = False
@@ -217,30 +206,18 @@ class Methods(torch.optim.Optimizer):
         Optimizers of PyTorch and of Horovod load it too and pass over the entry.
         """
         saved: dict[str, Any] = super(self.__class__, self).state_dict()
-        if self._synchronizer is not None:
-            saved[ENTRY] = self._synchronizer.save()
-        elif self._kept_entry is not None:
-            saved[ENTRY] = self._kept_entry
-        return saved
+        return {**saved, ENTRY: self._synchronizer.save()}
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` gave; `horovod_sparse.training.state` says what other ranks or plans mean.
 
         All ranks load between the same two steps, or any before the first: in the next step they compare what
         they have; where it is not of one step and one run, sparsifiers start anew on all. A step that is
-        under way is ended and given up. On a rank that the process set leaves out residuals are kept aside
-        and saved again.
+        under way is ended and given up.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
         """
-        entry = state_dict.get(ENTRY)
-        if self._synchronizer is None:
-            self._kept_entry = entry
-        else:
-            check_groups(self, state_dict)
-            if entry is not None or not self._adopted:  # Horovod's own leaves residuals to the compressor
-                self._synchronizer.take_back(entry)
-            else:
-                self._synchronizer.finish_pending()
+        check_groups(self, state_dict)
+        self._synchronizer.take_back(state_dict.get(ENTRY))
         StockOptimizer.load_state_dict(self, state_dict)

@@ -18,7 +18,7 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.horovod_engine import construction_errors
-from horovod_sparse.torch.methods import Methods
+from horovod_sparse.torch.methods import Methods, clip_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.compression import check_compression, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
@@ -131,12 +131,18 @@ def DistributedOptimizer(
         compression = Compression.parse(compression)
     check_compression(compression)
     _check(optimizer, op, backward_passes_per_step, groups, process_set)
-    if not isinstance(compression, SparseCompressor):
+    sparse = isinstance(compression, SparseCompressor)
+    if sparse:
+        _check_sparse(optimizer, compression, op, gradient_predivide_factor)
+    else:
         refuse_without_sparsifier(options, compression)
+    if not sparse or not process_set.included():  # a rank that is left out trains alone
+        if not process_set.included():
+            refuse_absence(hvd, process_set)
         dense = hvd.DistributedOptimizer(
             optimizer,
             named_parameters,
-            compression,
+            Compression.none if sparse else compression,
             backward_passes_per_step,
             op,
             gradient_predivide_factor,
@@ -145,16 +151,17 @@ def DistributedOptimizer(
             sparse_as_dense,
             process_set,
         )
-        if not process_set.included():
-            refuse_absence(hvd, process_set)
         claim_for_stock(dense)
-        # so that a script need not ask which compression it was given
+        if settings.max_grad_norm is not None:
+            norm = settings.max_grad_norm
+            dense.register_step_pre_hook(lambda *_: clip_gradients(dense.param_groups, norm))
+        # so that a script need not ask which compression it was given, or whether it is left out
         dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
+        dense.replan = lambda *_, **__: None
         return dense
     if num_groups != 0:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    _check_sparse(optimizer, compression, op, gradient_predivide_factor)
     names = None if named_parameters is None else list(named_parameters)
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
@@ -201,7 +208,6 @@ def _adopt(optimizer: Any) -> None:
     compression = optimizer._compression
     _refuse_adasum(getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
     refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
-    compression.check_free(p for group in optimizer.param_groups for p in group["params"])
     own, settings = type(optimizer), Settings(bucket_bytes=1)  # a class of its own, made from the user's
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
@@ -212,8 +218,6 @@ def _adopt(optimizer: Any) -> None:
         own.step = _without_hooks(StockOptimizer.step)  # those of PyTorch run in the step of the user's class
         names = [(name, one) for one, name in optimizer._parameter_names.items()]
         bound(optimizer, names, recipe, settings, 1, 0, None)
-        if optimizer._synchronizer is not None:
-            compression.adopt(optimizer._synchronizer)
         return
     for name, item in _METHODS.items():
         setattr(own, name, item)
@@ -221,7 +225,6 @@ def _adopt(optimizer: Any) -> None:
     optimizer._attach(recipe, None, settings)
     # COO gradients, which Horovod's own would gather, are sparsified like any other
     optimizer._synchronizer.sparse_as_dense = True
-    compression.adopt(optimizer._synchronizer)
 
 
 def _adopted(optimizer: Any) -> bool:

@@ -11,12 +11,9 @@ import torch
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
-from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding
-from horovod_sparse.tensors.parts import ENTRY, checked_entry, claim
-from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.tensors.models import ENTRY, checked_entry, claim
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod
-from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
@@ -69,12 +66,6 @@ class StepSynchronizer(OverHorovod, Binding):
             checked_entry(self, self._entry)
         super()._before_loading(optimizer, saved)
 
-    take_back = Binding.load_state_dict
-
-    def give_up(self) -> None:
-        """Takes back what is in flight."""
-        self.roll_back()
-
     def retire(self) -> None:
         """Another optimizer was made for these parameters: this one steps as PyTorch's again."""
         self.detach()
@@ -105,15 +96,9 @@ def bound(
     for i, group in enumerate(optimizer.param_groups):
         for j, one in enumerate(group["params"]):
             names.setdefault(one, f"allreduce.noname.{i}.{j}")
-    if process_set.included():
-        made = StepSynchronizer(
-            optimizer, names, recipe, settings, Schedule(every, delay), process_set, groups
-        )
-        optimizer._synchronizer, optimizer.telemetry = made, made.telemetry
-        optimizer.finish, optimizer.common = made.finish, made.common
-    else:
-        refuse_absence(hvd, process_set)
-        optimizer._synchronizer, optimizer.telemetry = None, Telemetry()
+    made = StepSynchronizer(optimizer, names, recipe, settings, Schedule(every, delay), process_set, groups)
+    optimizer._synchronizer, optimizer.telemetry = made, made.telemetry
+    optimizer.finish, optimizer.common = made.finish, made.common
     optimizer.synchronize = lambda: None
     optimizer.skip_synchronize = contextlib.nullcontext
     optimizer.set_backward_passes_per_step = lambda passes: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +16,9 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
+from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.tensors.loss_scale import scaled_passes
-from horovod_sparse.tensors.parts import Part, checked_entry, claim
+from horovod_sparse.tensors.models import checked_entry, claim
 from horovod_sparse.topology import ClusterFacts, Topology, launched_hosts
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
@@ -38,11 +39,6 @@ _PATIENCE = 4
 #: go before the names of optimizers' collectives: two may have parameters of the same names (networks that
 #: are trained in turn). They need not be the same on all ranks: all take the first rank's.
 _labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
-
-
-def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> torch.Tensor:
-    """Scales the gradients of an optimizer down to a norm over all of them; returns what it was."""
-    return torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
 
 
 class GradientSynchronizer(OverHorovod, GradientTraining):
@@ -132,7 +128,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Part]:
+    ) -> list[GradientBucket]:
         """Makes parts; behind stock Horovod a bucket is one parameter, and has its name."""
         if self.optimizer._adopted:
             specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
@@ -153,7 +149,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     def divisor(self) -> float:
         return int(self.process_set.size()) if self.average else 1.0
 
-    def _entered(self, parts: Sequence[Part]) -> None:
+    def _entered(self, parts: Sequence[GradientBucket]) -> None:
         super()._entered(parts)
         self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
 
@@ -199,7 +195,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
             works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
             if ready and not works:
-                part.gradient.settle()
+                part.settle()
                 self._kept_back.append(part)
             warmup = self.warmup
             entered = warmup.stamp() if warmup is not None and warmup.recording and complete else None
@@ -212,7 +208,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 left = warmup.stamp() if works else entered
                 warmup.arrived(self._name_of[parameter], entered, left)
 
-    def _take(self, parameter: torch.Tensor) -> Part:
+    def _take(self, parameter: torch.Tensor) -> GradientBucket:
         """Counts a gradient; returns its part, which lacks `num_missing` more."""
         delays, gradient = self.optimizer._allreduce_delay, parameter.grad
         if delays[parameter] <= 0:
@@ -297,12 +293,8 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         for parameter in delays:
             delays[parameter] = passes
 
-    def clip(self, max_norm: float) -> None:
-        """Scales all gradients of the optimizer down to a norm, as `torch.nn.utils.clip_grad_norm_` does."""
-        clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
-
     def convert(self) -> None:
         """Converts clipped gradients to COO form."""
-        if self.overflow is None:
-            for part in self.parts:
-                part.gradient.to_coo()
+        for parameter in self._part_of:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse()

@@ -348,7 +348,7 @@ class Facts:
         return shared_lines(facts)
 
 
-def present_in(parts: Sequence[StepPart]) -> int:
+def present_in(parts: Sequence[Any]) -> int:
     """Returns which parameters have a gradient, as `Facts.present`."""
     present, first = 0, 0
     for part in parts:

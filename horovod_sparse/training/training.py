@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import HorovodSparseError, StateMismatchError, UnsupportedError
+from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
@@ -192,18 +192,6 @@ class Training:
         held = self.held()
         self.build(plan)
         self.put(*held)
-
-    def follow(self, facts: Facts, what: str) -> None:
-        """Makes parts of the types and on the devices that parameters have now; converts residuals."""
-        before, self.facts = self.facts, dict(facts)
-        try:
-            self.replan(self.plan)
-        except HorovodSparseError as error:
-            self.facts = before
-            raise UnsupportedError(
-                f"{what}, which its bucket cannot follow ({error}). Convert and move a model as a whole, or "
-                "before it is wrapped"
-            ) from error
 
     def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
         """Makes parts for parameters that have come since, on all ranks alike, and returns their facts."""

@@ -46,7 +46,7 @@ class OwnTraining(TorchTraining):
             compression=made,
             **self._options(options),
         )
-        self.keeper = self.optimizer if self.module is hvd else made
+        self.keeper = self.optimizer
 
     @staticmethod
     def _options(options: dict[str, Any]) -> dict[str, Any]:

@@ -59,10 +59,10 @@ class Training:
         self.model = LinearModel({name.replace(".", "_"): shape for name, shape in self.shapes.items()})
         named = list(zip(self.shapes, self.model.parameters(), strict=True))
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.compressor = hvd.Compression.parse(compression)
+        compressor = hvd.Compression.parse(compression)
         front = hvd if self.front == "own" else stock
         more = {"bucket_bytes": 8 * LENGTH, **task.more} if self.front == "own" else {}
-        self.optimizer = front.DistributedOptimizer(sgd, named, compression=self.compressor, **more)
+        self.optimizer = front.DistributedOptimizer(sgd, named, compression=compressor, **more)
         self.last_size: int | None = None
         self.batch = 0
         list(self.model.parameters())[LAYERS // 2].register_hook(lambda _gradient: self._die("backward"))
@@ -75,10 +75,7 @@ class Training:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def held(self) -> np.ndarray:
-        if self.front == "own":
-            found = self.optimizer.state_dict()["horovod_sparse"]["residuals"]
-        else:
-            found = self.compressor.state_dict().get("residuals", {})
+        found = self.optimizer.state_dict()["horovod_sparse"]["residuals"]
         arrays = [
             found[name].double().numpy() if name in found else np.zeros(shape)
             for name, shape in self.shapes.items()

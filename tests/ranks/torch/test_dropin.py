@@ -17,7 +17,7 @@ SHAPES = {"first": (40, 3), "second": (50,), "third": (9, 2)}
 def make(text: str = "topk", shapes=SHAPES, density: float = 0.1, **arguments):
     model = LinearModel(shapes)
     compressor = Compression.parse(f"{text}{',' if ':' in text else ':'}density={density}")
-    return model, wrapped("stock", model, compressor, arguments), compressor
+    return model, wrapped("stock", model, compressor, arguments)
 
 
 def train(model, optimizer, steps, rank) -> None:
@@ -52,41 +52,31 @@ def test_half_types_hold_less(rank, size, front, op):
     assert same_on_all_ranks(*model.parameters())
 
 
-def test_one_compressor_for_two_optimizers_is_refused(rank, size):
-    model, optimizer, shared = make()
-    train(model, optimizer, range(1), rank)
-    again = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), compression=shared
-    )
-    train(model, again, range(1, 2), rank)  # of the same parameters: it takes the place of the first
-    with pytest.raises(UnsupportedError, match=r"belongs to the optimizer of .*first"):
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(LinearModel(SHAPES).parameters(), lr=0.5), compression=shared
-        )
-
-
 @pytest.mark.controllers
 def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
-    model, optimizer, compressor = make("randomk", shapes={"first": (40 + 10 * rank, 3)}, density=0.5)
+    model, optimizer = make("randomk", shapes={"first": (40 + 10 * rank, 3)}, density=0.5)
     optimizer._synchronizer._agreed_under = present_start()  # else ranks would say so before
     gradient = dyadic((40 + 10 * rank, 3), rank)
     model.backward({"first": gradient})
     with pytest.raises(hvd.HorovodInternalError):
         optimizer.step()
     assert not optimizer._synchronizer.driver.parked
-    assert torch.equal(compressor.state_dict()["residuals"]["first"], torch.from_numpy(gradient).float())
+    assert torch.equal(
+        optimizer.state_dict()["horovod_sparse"]["residuals"]["first"], torch.from_numpy(gradient).float()
+    )
     hvd.barrier()
-    model, optimizer, _ = make("randomk")  # the same name, in the same way, works again
+    model, optimizer = make("randomk")  # the same name, in the same way, works again
     train(model, optimizer, range(2), rank)
     assert same_on_all_ranks(*model.parameters())
 
 
 def test_one_changed_line_is_enough(rank, size):
-    model, compressor = LinearModel(SHAPES), Compression.exdyna(density=0.05)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), compression=compressor)
+    model = LinearModel(SHAPES)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=Compression.exdyna(density=0.05))
     train(model, optimizer, range(4), rank)
     assert same_on_all_ranks(*model.parameters())
-    names = set(compressor.state_dict()["residuals"])
+    names = set(optimizer.state_dict()["horovod_sparse"]["residuals"])
     assert names == {f"allreduce.noname.0.{i}" for i in range(len(SHAPES))}
 
 

@@ -6,11 +6,12 @@ import torch
 
 from horovod_sparse import errors
 from horovod_sparse.feedback import Bucket, Member, recipe
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.gradients import GradientMemory, Gradients, memory_of
+from horovod_sparse.tensors.gradients import GradientBucket, GradientMemory, memory_of
 from horovod_sparse.tensors.layout import view_into
-from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.engine import PartSpec, carry_out
 from support.memories import choose_memory
 
 DENSE = recipe("topk").for_dense()
@@ -80,7 +81,8 @@ def parameters(dtype=torch.float32):
 
 
 def filled(made):
-    gradient = Gradients(made, "w")
+    facts = {str(number): (ParameterFacts(str(number), 1), one) for number, one in enumerate(made)}
+    gradient = GradientBucket(PartSpec("w", tuple(facts), recipe("topk")), facts, (0, 1))
     for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.places, strict=True):
         values = torch.arange(start, stop).to(parameter.dtype)
         parameter.grad = view_into(values, 0, like).clone(memory_format=torch.preserve_format)
@@ -99,11 +101,11 @@ def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, mo
     folded = gradient.foldable(2.0)
     kind = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
     given = folded.joined(kind) if memory == "host" else folded.double().numpy()
-    np.testing.assert_array_equal(given, np.arange(gradient.num_elements) / 2)
+    np.testing.assert_array_equal(given, np.arange(gradient.bucket.info.num_elements) / 2)
     assert not gradient.edited()
     indices = np.array([0, 19, 23, 150, 0, 20, 161], np.int32)
     assert gradient.scatter(indices, np.arange(1.0, 8.0).astype(kind), scale) == 6
-    expected = np.zeros(gradient.num_elements)
+    expected = np.zeros(gradient.bucket.info.num_elements)
     np.add.at(expected, indices, np.arange(1.0, 8.0) * scale)
     for parameter, old, (start, stop) in zip(made, before, gradient.places, strict=True):
         assert parameter.grad is old
@@ -120,8 +122,8 @@ def test_gradients_that_are_missing_or_lie_otherwise_are_replaced():
     gradient.settle()
     given = gradient.foldable(1.0).joined(np.dtype(np.float32))
     np.testing.assert_array_equal(given[:24], [*[0] * 20, 20, 0, 2, 0])
-    np.testing.assert_array_equal(given[24:], np.arange(24, gradient.num_elements))
-    values = np.arange(gradient.num_elements, dtype=np.float32)
+    np.testing.assert_array_equal(given[24:], np.arange(24, gradient.bucket.info.num_elements))
+    values = np.arange(gradient.bucket.info.num_elements, dtype=np.float32)
     gradient.scatter(None, values)
     for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.places, strict=True):
         assert parameter.grad.stride() == like.stride()
@@ -149,4 +151,4 @@ def test_an_edit_is_noticed(edit):
     made[3].grad.data = made[3].grad.data.clone()  # the same values elsewhere
     assert not gradient.edited()
     edit(made[4])
-    assert gradient.edited() == [4]
+    assert gradient.edited() == ["4"]

@@ -13,10 +13,11 @@ import torch
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.feedback import recipe
 from horovod_sparse.feedback.adam import Alikeness
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import gradients, streams
 from horovod_sparse.tensors.accumulator import TorchAccumulator
-from horovod_sparse.tensors.parts import Part
+from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.tensors.streams import CudaStreams
 from horovod_sparse.training.engine import PartSpec
 
@@ -85,7 +86,8 @@ def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch)
     parameter = torch.nn.Parameter(torch.ones(20))
     chosen = recipe("topk", density=0.5)
     sparse, dense = PartSpec("b", ("w",), chosen), PartSpec("b", ("w",), chosen.for_dense(), dense=True)
-    part = Part(sparse if name == "sparse" else dense, [parameter], dict, (0, 1))
+    facts = {"w": (ParameterFacts("w", 20), parameter)}
+    part = GradientBucket(sparse if name == "sparse" else dense, facts, (0, 1))
     parameter.grad = torch.ones(20)
     done = []
 
@@ -97,8 +99,8 @@ def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch)
             done.append("run")
             return step
 
-    settle = part.gradient.settle
-    monkeypatch.setattr(part.gradient, "settle", lambda: (done.append("settle"), settle()))
+    settle = part.settle
+    monkeypatch.setattr(part, "settle", lambda: (done.append("settle"), settle()))
     undone = gradients.layout.unscaled
     monkeypatch.setattr(
         gradients.layout, "unscaled", lambda *given: (done.append("unscale"), undone(*given))[1]
