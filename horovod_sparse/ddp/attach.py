@@ -60,10 +60,6 @@ def attach(
 
     Returns:
         What has the telemetry, and is saved and loaded.
-
-    Raises:
-        ArgumentError: for an argument that is not allowed.
-        UnsupportedError: for a model that cannot be synchronized this way.
     """
     # those that wait in the first step hear of errors of other ranks here
     with told_to_others(getattr(model, "process_group", None)):

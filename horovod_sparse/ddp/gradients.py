@@ -274,7 +274,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         Raises:
             UnsupportedError: while a backward pass is under way.
         """
-        self._check_between("saved")
         self.meet()
         shard = self.engine.shard
         return self.save(**({} if shard is None else {"shard": list(shard)}))
@@ -286,7 +285,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
             UnsupportedError: while a backward pass is under way.
         """
-        self._check_between("loaded")
+        if self.under_way:
+            raise UnsupportedError("a model is loaded between steps, and this is within a backward pass")
         self.meet()
         own = None if self.engine.shard is None else list(self.engine.shard)
         if isinstance(entry, Mapping) and entry.get("shard") != own:
@@ -298,10 +298,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 f"the saved state is of {saved}, this rank trains {here}: load what such a rank has saved"
             )
         self.load(None if entry is None else checked_entry(self, entry))
-
-    def _check_between(self, what: str) -> None:
-        if self.under_way:
-            raise UnsupportedError(f"a model is {what} between steps, and this is within a backward pass")
 
 
 class _ForwardHooks:

@@ -51,11 +51,6 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         **options: see `horovod_sparse.training.settings.Settings`: `on_nonfinite`, `check_every` (exchanges)
             and `deadline_seconds`.
 
-    Raises:
-        ArgumentError: for an argument that is not allowed, or arguments that do not go together.
-        UnknownNameError: for a name that there is not.
-        UnsupportedError: for a DistributedDataParallel with a communication hook.
-
     Source: Douillard et al. 2023 (DiLoCo); Sarfi et al. 2025 (SparseLoCo).
     """
 

@@ -271,6 +271,14 @@ class GradientTraining(Training):
             part.task, part.num_missing = None, len(part.names)
         self.under_way, self._kept_back, self.num_started = False, [], 0
 
+    def save(self, **more: Any) -> dict[str, Any]:
+        """Returns this rank's entry, of tensors, numbers and strings alone (for ``weights_only=True``)."""
+        if self.under_way:
+            raise errors.UnsupportedError(
+                "a training is saved between steps: call optimizer.step() or optimizer.synchronize() first"
+            )
+        return super().save(**more)
+
     def retire(self) -> None:
         """Hears of no gradient any more. A step that is under way is given up."""
         _remove(self._handles)

@@ -303,11 +303,7 @@ class LocalBinding(local_steps.LocalTraining):
 
 
 def stepping(optimizer: Any, module: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer whose `step` moves a model's parameters: that within a wrapper, or within SAM.
-
-    Raises:
-        ArgumentError: for what is no optimizer of PyTorch, or no model.
-    """
+    """Returns the optimizer whose `step` moves a model's parameters: that within a wrapper, or within SAM."""
     optimizer = unwrapped(getattr(optimizer, "base_optimizer", optimizer))
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_allreduce_delay"):
         allowed = "one of PyTorch, whose gradients nobody synchronizes: torch.optim.AdamW(...)"

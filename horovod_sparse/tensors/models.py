@@ -130,11 +130,7 @@ def _before_loading(module: torch.nn.Module, *_: Any) -> None:
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns a model's parameters that an optimizer trains, by name; all of them without an optimizer.
-
-    Raises:
-        ArgumentError: if it trains others, too.
-    """
+    """Returns a model's parameters that an optimizer trains, by name; all of them without an optimizer."""
     parameters = parameters_of(inner_of(model))
     if optimizer is None:
         return {_plain(name): one for name, one in parameters}

@@ -37,10 +37,6 @@ class LocalSteps(OverHorovod, LocalBinding):
         **options: see `horovod_sparse.ddp.LocalSteps`: `compression`, `outer`, `combine`, `delay`, `clip`,
             `offload`, `on_nonfinite`, `check_every` and `deadline_seconds`.
 
-    Raises:
-        ArgumentError: for an argument that is not allowed, or arguments that do not go together.
-        UnknownNameError: for a name that there is not.
-
     Example:
         >>> import horovod_sparse.torch as hvd; hvd.init()
         >>> model = torch.nn.Linear(2, 1)

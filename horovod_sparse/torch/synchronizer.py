@@ -91,7 +91,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
         self._retired = False
         self._in_backward = settings.synchronize_at == "backward"
-        self._name_of: dict[torch.Tensor, str] = {}
         self._own_label = next(_labels)
         self.begin(self.facts, self._first.plan)
         self.claim(self.facts)
@@ -149,10 +148,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     def divisor(self) -> float:
         return int(self.process_set.size()) if self.average else 1.0
 
-    def _entered(self, parts: Sequence[GradientBucket]) -> None:
-        super()._entered(parts)
-        self._name_of = {parameter: name for name, (_, parameter) in self.facts.items()}
-
     def claim(self, facts: Facts) -> None:
         """Takes parameters from whoever synchronized them before, and hears of their gradients."""
         parameters = [parameter for _, parameter in facts.values()]
@@ -171,14 +166,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         if new:
             self.claim(new)
         return new
-
-    def save(self, **more: Any) -> dict[str, Any]:
-        """Returns this rank's entry, of tensors, numbers and strings alone (for ``weights_only=True``)."""
-        if any(part.task is not None for part in self.parts):
-            raise errors.UnsupportedError(
-                "an optimizer is saved between steps: call optimizer.step() or optimizer.synchronize() first"
-            )
-        return super().save(**more)
 
     def take_back(self, entry: Any) -> None:
         """Goes on from an entry that fits, or from nothing; a step under way is ended and given up."""
@@ -206,7 +193,10 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 self.driver.advance(_PATIENCE)
             if warmup is not None and entered is not None:
                 left = warmup.stamp() if works else entered
-                warmup.arrived(self._name_of[parameter], entered, left)
+                name = next(
+                    name for name, one in zip(part.names, part.given, strict=True) if one is parameter
+                )
+                warmup.arrived(name, entered, left)
 
     def _take(self, parameter: torch.Tensor) -> GradientBucket:
         """Counts a gradient; returns its part, which lacks `num_missing` more."""
