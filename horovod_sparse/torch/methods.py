@@ -42,8 +42,6 @@ class Methods(torch.optim.Optimizer):
     _settings: Settings
     #: whether a loss scaler has had gradients synchronized for the step to come
     _for_scaler = False
-    #: whether it was one of Horovod's own
-    _adopted = False
 
     def _register_hooks(self) -> None:
         """Called by Horovod's `__init__` with two ranks or more; `_attach` registers ours, with one, too."""

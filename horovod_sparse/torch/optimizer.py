@@ -221,7 +221,7 @@ def _adopt(optimizer: Any) -> None:
         return
     for name, item in _METHODS.items():
         setattr(own, name, item)
-    optimizer._adopted, optimizer._groups = True, None
+    optimizer._groups = None  # every parameter is a bucket
     optimizer._attach(recipe, None, settings)
     # COO gradients, which Horovod's own would gather, are sparsified like any other
     optimizer._synchronizer.sparse_as_dense = True

@@ -19,12 +19,12 @@ from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.tensors.loss_scale import scaled_passes
 from horovod_sparse.tensors.models import checked_entry, claim
-from horovod_sparse.topology import ClusterFacts, Topology, launched_hosts
+from horovod_sparse.topology import ClusterFacts, launched_hosts
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import carry_out_together, explain
 from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, most_of, where_of
 from horovod_sparse.training.collective_errors import raise_together
-from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         names = {one: name for name, one in named_parameters}
         process_set, seconds = optimizer.process_set, settings.deadline_seconds
         engine = HorovodEngine(self, optimizer, names, recipe, process_set, seconds)
-        if optimizer._adopted:  # buckets have other names then, so ranks have to be of one kind
-            engine.name = "horovod.torch with a sparsifier"
         super().__init__(engine, recipe, settings, optimizer)
         self.process_set, self.driver = engine.process_set, engine.driver
         facts = dict(engine.facts({}))
@@ -124,14 +122,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             "sparse_as_dense": str(bool(own.sparse_as_dense)),
         }
         return {**super().declared(), **more, **asked_of(self._first.request)}
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[GradientBucket]:
-        """Makes parts; behind stock Horovod a bucket is one parameter, and has its name."""
-        if self.optimizer._adopted:
-            specs = [dataclasses.replace(spec, label=spec.names[0]) for spec in specs]
-        return super().make_parts(specs, facts, place, topology)
 
     def _compare_plans(self) -> Synchronization[None]:
         yield from raise_together(self._first.failure)

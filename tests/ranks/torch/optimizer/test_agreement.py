@@ -28,38 +28,6 @@ def fresh(shapes: dict[str, Any]) -> dict[str, Any]:
     return {f"case{number}.{name}".replace(".", "_"): shape for name, shape in shapes.items()}
 
 
-def refused(optimizer: Any, model: LinearModel, words: str, rank: int, kind: Any) -> None:
-    """One step ends soon in an error of this kind, with these words."""
-    given = {name: dyadic(parameter.shape, rank, name) for name, parameter in model.named_parameters()}
-    model.backward(given)
-    begun = time.monotonic()
-    with pytest.raises(kind, match=words):
-        optimizer.step()
-    assert time.monotonic() - begun < SECONDS
-    finish({optimizer._parameter_names[p]: handle for p, (handle, _) in optimizer._handles.items()})
-
-
-def finish(under_way: dict[str, Any]) -> None:
-    """Ends what some ranks have under way and others have not: the tests to come begin with nothing."""
-    tensors = {
-        name: stock.mpi_ops._handle_map[handle][0]
-        for name, handle in under_way.items()
-        if isinstance(handle, int) and handle in stock.mpi_ops._handle_map
-    }
-    likes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    everyone = stock.allgather_object(likes, name="likes")
-    for name, (shape, dtype) in {name: like for one in everyone for name, like in one.items()}.items():
-        if name not in under_way:
-            stock.allreduce(torch.zeros(shape, dtype=dtype), name=name)
-
-
-@pytest.mark.controllers
-def test_our_optimizer_on_one_rank_and_horovods_with_our_compressor_on_another(rank, size):
-    model = LinearModel(fresh(SHAPES))
-    optimizer = wrapped("own" if rank < size - 1 else "stock", model, TEXT)
-    refused(optimizer, model, "engine differs", rank, errors.StateMismatchError)
-
-
 def test_the_order_of_named_parameters_does_not_matter(rank, size):
     shapes = fresh(SHAPES)
     model = LinearModel(shapes)
