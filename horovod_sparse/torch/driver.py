@@ -75,14 +75,11 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
         tensor = readable_tensor(request.buffer)
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, _array)
-    if isinstance(request, collectives.AllReduce):
+    if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         tensor, answer = _reducible(request.buffer)
-        handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
-        return _HorovodHandle(handle, tensor, answer)
-    if isinstance(request, collectives.ReduceScatter):
-        tensor, answer = _reducible(request.buffer)
-        handle = hvd.reducescatter_async(tensor, op=hvd.Sum, name=name, process_set=process_set)
-        return _HorovodHandle(handle, tensor, answer)
+        whole = isinstance(request, collectives.AllReduce)
+        begin = hvd.allreduce_async if whole else hvd.reducescatter_async
+        return _HorovodHandle(begin(tensor, op=hvd.Sum, name=name, process_set=process_set), tensor, answer)
     if isinstance(request, collectives.Broadcast):
         tensor = readable_tensor(request.buffer)
         root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
