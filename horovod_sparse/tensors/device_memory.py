@@ -18,7 +18,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.accumulator import TorchAccumulator, accumulating, kernels_for
-from horovod_sparse.tensors.gradients import GradientMemory, Indices
+from horovod_sparse.tensors.gradients import GradientMemory
 from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
 
@@ -58,7 +58,7 @@ class DeviceMemory(GradientMemory):
         self,
         gradients: Sequence[torch.Tensor],
         places: Sequence[tuple[int, int]],
-        indices: Indices,
+        indices: np.ndarray | None,
         values: Any,
         scale: float,
     ) -> int:

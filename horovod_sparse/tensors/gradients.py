@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,18 +37,13 @@ _NUM_PROBES = 16
 #: types of devices whose memory NumPy can read
 HOST_DEVICES = frozenset({"cpu"})
 
-#: of a sum: None for all elements
-Indices: TypeAlias = np.ndarray | None
-
 
 def host_view(tensor: torch.Tensor) -> np.ndarray:
     """Views a CPU tensor's memory as an array of its shape and strides; bfloat16 as bits in uint16."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
-        bits: np.ndarray = tensor.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    array: np.ndarray = tensor.numpy()
-    return array
+        return np.asarray(tensor.view(torch.int16).numpy().view(np.uint16))
+    return np.asarray(tensor.numpy())
 
 
 class GradientMemory:
@@ -84,7 +79,7 @@ class GradientMemory:
         self,
         gradients: Sequence[torch.Tensor],
         places: Sequence[tuple[int, int]],
-        indices: Indices,
+        indices: np.ndarray | None,
         values: Any,
         scale: float,
     ) -> int:
@@ -154,10 +149,14 @@ class ParameterBucket(BucketPart):
         self.num_bytes = self.places[-1][1] * own[0].element_size()
 
     def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
-        return layout.shaped(values, self.layouts[number])
+        copy = torch.from_numpy(np.array(values))
+        shaped = layout.view_into(copy, 0, self.layouts[number])
+        return shaped.clone(memory_format=torch.contiguous_format)
 
     def flat(self, number: int, values: torch.Tensor) -> np.ndarray:
-        return layout.unshaped(values, self.layouts[number])
+        buffer = torch.empty(values.numel(), dtype=values.dtype)
+        layout.view_into(buffer, 0, self.layouts[number]).copy_(values)
+        return np.asarray(buffer.numpy())
 
 
 class GradientBucket(ParameterBucket):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils import _pytree
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.training.drift import COLUMNS, Entry, HostEntry, word_sums
@@ -37,13 +38,7 @@ def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
 
 def on_host(saved: Any) -> Any:
     """Copies all tensors in a checkpoint's nested values to the CPU."""
-    if isinstance(saved, torch.Tensor):
-        return saved.detach().cpu()
-    if isinstance(saved, Mapping):
-        return {key: on_host(value) for key, value in saved.items()}
-    if isinstance(saved, (list, tuple)):
-        return type(saved)(on_host(value) for value in saved)
-    return saved
+    return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), saved)
 
 
 def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -75,32 +70,10 @@ def view_into(buffer: torch.Tensor, start: int, parameter: torch.Tensor) -> torc
     return buffer.as_strided(parameter.shape, memory_strides(parameter), start)
 
 
-def shaped(values: np.ndarray, parameter: torch.Tensor) -> torch.Tensor:
-    """Copies a parameter's part of a bucket into its shape, contiguous, as checkpoints hold it."""
-    copy = torch.from_numpy(np.array(values))
-    return view_into(copy, 0, parameter).clone(memory_format=torch.contiguous_format)
-
-
-def unshaped(values: torch.Tensor, parameter: torch.Tensor) -> np.ndarray:
-    """Inverts `shaped`: returns the values in the bucket's order."""
-    buffer = torch.empty(parameter.numel(), dtype=values.dtype)
-    view_into(buffer, 0, parameter).copy_(values)
-    array: np.ndarray = buffer.numpy()
-    return array
-
-
 def readable_tensor(array: np.ndarray) -> torch.Tensor:
     """Views an array as a tensor, to be read only; copies it if it is read-only, or not contiguous."""
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def host_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies an entry's tensors to the host; raises `StateMismatchError` if it is nested without end."""
-    try:
-        return dict(on_host(entry)) if isinstance(entry, Mapping) else on_host(entry)
-    except RecursionError as error:
-        raise StateMismatchError("the saved state is nested too deeply") from error
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:

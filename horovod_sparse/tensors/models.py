@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.plans import ParameterFacts
-from horovod_sparse.tensors.layout import dtype_name, host_entry, local
+from horovod_sparse.tensors.layout import dtype_name, local, on_host
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.state import check_entry, checked_states
 
@@ -66,7 +66,10 @@ def new_facts(
 
 def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
     """Returns an entry of a checkpoint, all tensors on the host, if it fits a training; changes nothing."""
-    entry = host_entry(entry)
+    try:
+        entry = on_host(entry)
+    except RecursionError as error:
+        raise StateMismatchError("the saved state is nested too deeply") from error
     check_entry(entry, training.recipe, _ADVICE)
     facts = {**training.facts, **training.engine.facts(training.facts)}
     known = {name: local(one) for name, (_, one) in facts.items()}
