@@ -176,7 +176,7 @@ def _not_its_own(compressor: SparseCompressor) -> ArgumentError:
 
 
 def _comparable(value: Any) -> Any:
-    """Variables by identity: their == is elementwise. What is made anew in every step, by value."""
+    """Returns a stand-in with a plain ==: of variables, whose == is elementwise, their identity."""
     if isinstance(value, (list, tuple)):
         return tuple(_comparable(item) for item in value)
     if value is None or isinstance(value, (bool, int, float, str)) or dataclasses.is_dataclass(value):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Displacement(local_steps.Displacement):
-    """Common values of some variables, on the host; exchanges are waited for."""
+    """Keeps variables' last exchanged values on the host; each exchange blocks until it is done."""
 
     def __init__(self, part: _Part, variables: Sequence[Any], schedule: LocalSchedule) -> None:
         n, kind = part.bucket.info.num_elements, part.bucket.info.value_dtype
