@@ -180,25 +180,6 @@ def test_saving_while_ranks_differ_warns(every, delay, rank, caplog):
     assert ("sync.common()" in caplog.text) is (every > 1 or delay > 0)
 
 
-def test_frozen_parameters_keep_their_places_in_a_saved_state(rank):
-    net = net_of()
-    net[0].requires_grad_(False)
-    optimizer = adamw(net)
-    ddp.attach(net, TEXT, optimizer)
-    train(net, optimizer, rank, 6)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"] = {number: one for number, one in saved["state"].items() if "exp_avg_sq" in one}
-    other = net_of()
-    other[0].requires_grad_(False)
-    again = adamw(other)
-    new = ddp.attach(other, TEXT, again)
-    again.load_state_dict(saved)
-    new.meet()
-    for one, same in zip(net[2].parameters(), other[2].parameters(), strict=True):
-        for name in ("exp_avg_sq", "horovod_sparse_residual"):
-            assert torch.equal(optimizer.state[one][name], again.state[same][name])
-
-
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda net: net], ids=["DDP", "module"])
 def test_the_optimizers_state_has_the_residual_of_exchanged_gradients(wrap, rank):
     saved, ends = None, []
@@ -215,18 +196,3 @@ def test_the_optimizers_state_has_the_residual_of_exchanged_gradients(wrap, rank
         train(model, optimizer, rank, 6)
         ends.append(flat(net))
     assert torch.equal(*ends)
-
-
-@schedules
-def test_training_is_attached_once_more_where_it_stands(every, delay, rank):
-    ends = []
-    for again in (False, True):
-        net, optimizer, sync = begun(every, delay)
-        train(net, optimizer, rank, 8)
-        sync.settle()
-        if again:
-            sync = ddp.attach(net, TEXT, optimizer, every=every, delay=delay)
-        train(net, optimizer, rank, 8)
-        sync.finish()
-        ends.append(flat(net))
-    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)

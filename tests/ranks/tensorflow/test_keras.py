@@ -1,3 +1,5 @@
 """What distributed optimizers of Keras 3 promise."""
 
-from conformance.keras import *  # noqa: F403
+# ruff: noqa: F403
+from conformance.keras import *
+from conformance.keras_steps import *

@@ -96,45 +96,6 @@ def test_all_ranks_change_to_one_plan_and_lose_nothing(arguments, monkeypatch):
     assert replicas_agree(TAPES[0], descent)
 
 
-def test_times_are_those_of_backward():
-    import time
-
-    variables = [tf.Variable(tf.ones([32]), name=name) for name in ("late", "early")]
-    given = profile(backward_seconds=TO_MEASURE)
-    synchronizer = hvd.Compression.topk(density=0.5).bind(merging="optimal", profile=given)
-
-    def sleep(array):
-        time.sleep(0.05)
-        return array
-
-    @tf.function
-    def step(gradient):
-        slow = tf.numpy_function(sleep, [gradient], tf.float32, stateful=False)
-        slow.set_shape([32])
-        return synchronizer.synchronize([slow, gradient], variables)
-
-    for _ in range(MEASURED):
-        step(tf.ones([32]))
-    synchronizer.plan_anew()
-    times = synchronizer.decision.profile.backward_seconds
-    assert 0.05 <= times["late"] < 0.5
-    assert times["early"] < 0.04
-
-
-def test_a_saved_profile_skips_the_measuring(tmp_path):
-    first = Descent(merging="optimal", profile=profile(backward_seconds=TO_MEASURE))
-    for number in range(MEASURED):
-        first.run(number)
-    first.compression.replan()
-    path = tmp_path / "profile.json"
-    first.compression.decision.profile.save(path)
-    again = Descent(merging="optimal", profile=path, graph=False)  # eager steps can have such a plan, too
-    again.run(0)
-    assert again.compression.decision == first.compression.decision
-    assert again.compression.plan == first.compression.plan
-    again.ledger.balance(again)
-
-
 def test_where_no_time_can_be_taken_that_is_said():
     descent = Descent(merging="optimal", graph=False)
     with pytest.raises(UnsupportedError, match=r"eager steps.*give a profile"):

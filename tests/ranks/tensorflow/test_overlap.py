@@ -91,37 +91,3 @@ def test_no_bucket_waits_for_another(rank, size):
     assert all(np.isfinite(values).all() for values in held)
     assert synchronizer.step == 4
     assert len(sums) == 4
-
-
-@pytest.fixture
-def host_calls(monkeypatch):
-    """How often graphs that are traced from now on call Python, by name of the function."""
-    calls, make = [], tf.numpy_function
-
-    def counted(function, *arguments, **more):
-        def call(*arrays):
-            calls.append(function)
-            return function(*arrays)
-
-        return make(call, *arguments, **more)
-
-    monkeypatch.setattr(tf, "numpy_function", counted)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("shapes", "calls"),
-    [([[40]] * 20, 3), ([[40], [LARGE], [50], [LARGE], [60]], 3 * 2 + 1)],
-    ids=["small", "large"],
-)
-def test_small_buckets_are_served_together_and_a_large_one_alone(shapes, calls, host_calls):
-    """One call per round for all that is small, and one at the end."""
-    variables = [tf.Variable(tf.ones(shape), name=f"w{i}") for i, shape in enumerate(shapes)]
-    synchronizer = hvd.Compression.topk(density=0.1).bind(bucket_bytes=1)
-    step = tf.function(lambda: synchronizer.synchronize([tf.ones(shape) for shape in shapes], variables))
-    for _ in range(2):  # after the first one replicas are compared
-        step()
-    host_calls.clear()
-    step()
-    assert len(host_calls) == calls
-    assert len(synchronizer.parts) == len(shapes)

@@ -1,14 +1,10 @@
 """Two levels on real ranks: dense within hosts, sparse between them. Hosts are what a test says."""
 
-import itertools
-
 import horovod.torch as stock
 import numpy as np
 import pytest
 
 import horovod_sparse.torch as hvd
-from conformance.engine import Ledger
-from conformance.engines_torch import ENGINES
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError
 from horovod_sparse.topology import Topology
 from support.dyadic import gradients_for
@@ -19,7 +15,6 @@ pytestmark = pytest.mark.hosts
 
 SHAPES = {"first": (40, 30), "bias": (7,), "scalar": (), "second": (3, 5, 11), "one": (1,)}
 gradients = gradients_for(SHAPES)
-OWN = ENGINES[0]
 
 
 @pytest.fixture(autouse=True)
@@ -68,25 +63,3 @@ def test_a_process_set_is_divided_as_well(rank, size, process_set):
         wanted = sum(gradients(r, 0)[name] for r in range(4))
         np.testing.assert_array_equal(found[name].numpy().reshape(shape), wanted)
     assert optimizer._synchronizer.topology == Topology.regular(2, 2)
-
-
-def test_plans_by_times_are_made_for_both_levels(rank, size, per_host):
-    if size < 4:
-        pytest.skip("takes two hosts of two ranks")
-    arguments = {"merging": "optimal", "bucket_bytes": None}
-    training, ledger = OWN.train("topk:density=0.1", SHAPES, levels="host", **arguments), Ledger(OWN)
-    steps = itertools.count()
-    while training.optimizer.decision is None:
-        given = gradients(rank, next(steps))
-        ledger.enter(given)
-        training.step(given)
-    ledger.balance(training)
-    decision, topology = training.optimizer.decision, Topology.regular(size // per_host, per_host)
-    assert (decision.profile.size, decision.profile.per_host) == (size, per_host)
-    # with that profile another training begins with the plan of both levels
-    arguments["profile"] = decision.profile
-    again = OWN.train("topk:density=0.1", SHAPES, levels="host", **arguments)
-    again.step(gradients(rank, 0))
-    assert again.optimizer._synchronizer.topology == topology
-    seconds = [one.predicted_seconds["taken"] for one in (decision, again.optimizer.decision)]
-    assert seconds[0] == pytest.approx(seconds[1])

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import horovod_sparse.torch as sparse
 from conformance.engine import given, replicas_agree
 from conformance.engines_torch import ENGINES
 from horovod_sparse.collectives import AllGather, AllReduce, Exchange
 from horovod_sparse.errors import CollectiveMismatchError, DeadlineError, NonFiniteGradientError
 from horovod_sparse.torch.driver import HorovodDriver
-from support.linear import LinearModel
 
 pytestmark = pytest.mark.controllers
 
@@ -178,26 +176,6 @@ def test_telemetry_says_which_and_why(way, rank, size):
         assert told == {words[carrier(way)]}
 
 
-@pytest.mark.parametrize("feedback", ["sgd", "local steps"])
-def test_exchanged_steps_connect_too(feedback, rank, size):
-    model = LinearModel({f"{feedback.replace(' ', '_')}_first": (20, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if feedback == "sgd":
-        made = sparse.DistributedOptimizer(
-            optimizer,
-            model.named_parameters(),
-            compression=sparse.Compression.parse("spardl:density=0.1,feedback=sgd"),
-        )
-    else:
-        made = sparse.LocalSteps(optimizer, model, every=1, compression="spardl:density=0.1")
-    model.backward({name: np.ones(p.shape, np.float32) for name, p in model.named_parameters()})
-    optimizer.step()
-    if carrier("auto") == "mpi":
-        assert made.telemetry.transport == "MPI, on a communicator of their own (every rank can)"
-    else:
-        assert made.telemetry.transport.startswith("Horovod's all-to-all")
-
-
 @pytest.mark.parametrize("name", ["exdyna", "gtopk", "oktopk"])
 def test_a_step_that_all_give_up_leaves_the_others_their_messages(monkeypatch, name, rank, size):
     needs_mpi()
@@ -227,20 +205,6 @@ def one_round():
 def two_rounds():
     yield AllReduce(np.ones(1))
     yield AllReduce(np.ones(1))
-
-
-def test_waiting_is_counted_and_advancing_is_not_waiting(rank, size):
-    driver = HorovodDriver()
-    hvd.barrier()
-    if rank == 0:
-        time.sleep(0.3)  # the others have nothing to do for as long
-    task = driver.start("late", one_round())
-    before = time.perf_counter()
-    driver.advance()
-    assert time.perf_counter() - before < 0.1, "advance blocks"
-    driver.wait([task])
-    assert task.waited_seconds == pytest.approx(driver.idle_seconds)
-    assert (task.waited_seconds > 0.2) == (rank != 0)
 
 
 def test_waiting_for_a_rank_that_does_not_come_is_an_error(rank, size):

@@ -109,31 +109,6 @@ sys.exit(pytest.main(["-qq", "-p", "no:cacheprovider", {str(TESTS / "unit" / "ar
     finish(run(program, NUMBA_CPU_NAME="generic", PYTHONPATH=str(PACKAGE.parent)))
 
 
-@pytest.mark.nightly
-def test_a_read_only_installation(tmp_path):
-    copy, home = tmp_path / "site" / "horovod_sparse", tmp_path / "home"
-    home.mkdir()
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    folders = copy, copy / "kernels", copy / "kernels" / "host"
-    for folder in folders:
-        folder.chmod(stat.S_IREAD | stat.S_IEXEC)
-    try:
-        if os.access(copy / "kernels" / "host", os.W_OK):
-            # root may write anywhere: an unwritable cache folder has to be a file
-            for folder in folders:
-                folder.chmod(stat.S_IRWXU)
-            for folder in folders[1:]:
-                (folder / "__pycache__").write_text("in the way")
-        environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
-        program = ONE_KERNEL.format(kind="float32")
-        assert finish(run(program, copy.parent, **environment)).endswith(" 1")
-        assert finish(run(program, copy.parent, **environment)).endswith(" 0")
-        assert list(home.rglob("*.nbi"))
-    finally:
-        for folder in folders:
-            folder.chmod(stat.S_IRWXU)
-
-
 def test_a_process_that_was_forked_meanwhile_holds_no_lock(tmp_path):
     """A worker of a DataLoader that lives on: other processes waited a minute for it."""
     program = f"""

@@ -1,14 +1,11 @@
 """The driver with one rank, and with collectives that a test holds in its hand."""
 
-import time
-
 import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
-from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.torch import driver as module
 from horovod_sparse.torch._horovod import holder_of
@@ -167,20 +164,6 @@ def test_an_interrupt_is_not_kept(held):
     with pytest.raises(KeyboardInterrupt):
         driver.wait()
     assert not driver.parked
-
-
-def test_who_waits_for_the_thread_of_its_own_rank_waits_for_no_network():
-    def carrier(request):
-        time.sleep(0.02)
-        return request.buffer
-
-    def step():
-        time.sleep(0.2)  # folding and selecting
-        yield AllReduce(np.zeros(1, np.float32))
-
-    communicator = Communicator(carrier, Deadline(None, lambda: (0, [0])))
-    communicator.run("a", step())
-    assert 0.02 <= communicator.idle_seconds < 0.15
 
 
 def test_time_in_which_this_process_was_stopped_is_no_waiting():

@@ -81,25 +81,6 @@ def test_a_model_whose_optimizer_is_gone_is_an_ordinary_one():
         np.testing.assert_array_equal(model.first.grad.numpy(), gradients(step)["first"])
 
 
-def test_wrapping_a_model_again_gives_it_to_the_new_optimizer():
-    results = []
-    for again in (False, True):
-        model = LinearModel(SHAPES)
-        first = make(model, "topk:density=0.1")
-        if again:
-            model.backward(gradients(0))  # given up with its optimizer
-            second = make(model, "topk:density=0.1")
-            second.zero_grad()
-            with pytest.raises(UnsupportedError, match="given to another DistributedOptimizer"):
-                first.step()
-        else:
-            second = first
-        results.append([train_step(model, second, gradients(step)) for step in range(3)])
-    for one, other in zip(*results, strict=True):
-        for name in SHAPES:
-            assert torch.equal(one[name], other[name])
-
-
 @pytest.fixture
 def elastic(monkeypatch, memory):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")

@@ -227,29 +227,6 @@ def test_muon_that_sends_everything_is_muon(settings: Any, schedule: Any) -> Non
     check_moves(make, 10, ["momentum_buffer"], **how)
 
 
-def test_a_step_of_muon_that_is_not_finite_leaves_its_momentum(caplog: Any) -> None:
-    net = net_of()
-    optimizer = OPTIM.Muon([net[0].weight], lr=0.02)
-    with caplog.at_level("INFO", "horovod_sparse"):
-        hvd.DistributedOptimizer(optimizer, compression="best", on_nonfinite="skip")
-    told = [one.startswith("density 0.05 with Muon") for one in caplog.messages]
-    assert told[0] and sum(told) == 1
-    assert recipe_for(optimizer, parse_recipe("best:density=0.001")).sparsifier.density == 0.001
-    for bad in (False, True):
-        before = net[0].weight.detach().clone()
-        momentum = optimizer.state[net[0].weight]["momentum_buffer"].clone() if bad else None
-        net[0].weight.grad = torch.randn(20, 9)
-        if bad:
-            net[0].weight.grad[3, 2] = float("nan")
-        optimizer.step()
-    assert torch.equal(net[0].weight, before)
-    assert torch.equal(optimizer.state[net[0].weight]["momentum_buffer"], momentum)
-    sharded = torch.nn.Parameter(torch.zeros(2, 2))
-    sharded.device_mesh = "any"  # as DTensors have
-    with pytest.raises(ArgumentError, match="give one without shards: Muon"):
-        hvd.DistributedOptimizer(OPTIM.Muon([sharded]), compression="best")
-
-
 @pytest.mark.parametrize("how", ["foreach", "fused", "capturable", "tensor rate"])
 @pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.Adam, OPTIM.SGD, OPTIM.RMSprop])
 def test_forms_of_pytorchs_kernels_make_no_difference(kind: Any, how: str) -> None:

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.tensorflow.collectives import reduce_densely
-from horovod_sparse.tensorflow.tensors import scaled_locally
 
 pytestmark = pytest.mark.tensorflow
 
@@ -97,32 +95,6 @@ def test_a_rank_may_trace_again_alone(rank, size, wrapper, everywhere):
 
 #: of the steps
 GRAPH = [pytest.param(False, id="eager", marks=pytest.mark.nightly), pytest.param(True, id="graph")]
-
-
-@pytest.mark.parametrize("what", ["slices", pytest.param("local", marks=pytest.mark.nightly), "local slices"])
-def test_in_elastic_training_a_graph_asks_how_many_ranks_there_are(rank, size, what, monkeypatch):
-    class Before:
-        process_set_id = 0
-
-        @staticmethod
-        def size():
-            return size + 1
-
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-
-    @tf.function
-    def step():
-        slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
-        if what == "slices":
-            return reduce_densely(slices, "elastic.slices", Before, average=True)
-        return scaled_locally(slices if what == "local slices" else slices.values, Before)
-
-    result = step()
-    if what == "slices":
-        assert tf.convert_to_tensor(result).numpy()[0].tolist() == [1.0, 1.0]
-    else:
-        values = result if what == "local" else result.values
-        assert values.numpy().tolist() == [pytest.approx([1.0 / size] * 2)]
 
 
 @pytest.mark.parametrize("graph", GRAPH)
@@ -228,3 +200,21 @@ def test_gradients_of_tensors_are_summed_densely(rank, size, graph):
         np.testing.assert_allclose(step(x), mean, rtol=1e-6)
     assert len(compression.synchronizer.names) == 1
     assert graph or len(compression.synchronizer._eagerly._functions) == 1
+
+
+@pytest.mark.parametrize("graph", GRAPH)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_variable_is_asked_for_twice(rank, size, graph, wrap):
+    first, second = (tf.Variable(tf.ones([2]), name=name) for name in ("first", "second"))
+    compression = hvd.Compression.topk(density=1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = (rank + 1.0) * tf.reduce_sum(first + 10.0 * second)
+        return wrap(tape, compression=compression, op=hvd.Sum).gradient(loss, [first, second, first])
+
+    total = size * (size + 1) / 2
+    run = tf.function(step) if graph else step
+    for _ in range(2):
+        gradients = run()
+        assert [float(gradient[0]) for gradient in gradients] == [total, 10 * total, total]

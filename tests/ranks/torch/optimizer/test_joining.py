@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.errors import StateMismatchError
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import residuals_of
 from support.sampling import rows_by
@@ -105,24 +104,3 @@ def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how,
         assert optimizer.telemetry.last.step == 6
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-
-
-def test_another_parameter_joins_on_each_rank_which_all_are_told(rank):
-    model, optimizer = frozen(thaw)
-    stepped(model, optimizer, rank, 0, ["first", "second"])
-    (model.late if rank else model.bias).requires_grad_(True)
-    model.backward(gradients(rank, 1, ["first", "second"]))
-    with pytest.raises(StateMismatchError, match=r"late|bias"):
-        optimizer.step()
-
-
-def test_measuring_begins_again_with_parameters_that_join(rank):
-    model, optimizer = frozen(thaw, merging="optimal")
-    for step in range(20):
-        names = ["first", "second"] + (["late", "bias"] if step >= 3 else [])
-        if step == 3:
-            thaw(model, optimizer)
-        stepped(model, optimizer, rank, step, names)
-    assert sorted(optimizer.decision.plan.names()) == sorted(SHAPES)
-    assert optimizer.plan == optimizer.decision.plan
-    assert same_on_all_ranks(*model.parameters())

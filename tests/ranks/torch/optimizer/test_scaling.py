@@ -26,22 +26,6 @@ def own(model, text, **arguments):
     return make(model, text, bucket_bytes=700, **arguments)
 
 
-def test_clipping_and_passes_in_true_units(rank):
-    results = []
-    for scaled in (False, True):
-        model = LinearModel(SHAPES)
-        optimizer = own(model, "topk:density=0.1", max_grad_norm=0.25, backward_passes_per_step=2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
-        for step in range(4):
-            optimizer.zero_grad()
-            for number in range(2):
-                backward(model, given(rank, 2 * step + number), scaler)
-            scaler.step(optimizer)
-            scaler.update(2.0 ** (8 + step))
-        results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("later", ["scaled", "plain"])
 def test_a_rank_without_gradients_takes_part_after_a_step_that_its_scaler_skipped(later, rank):
     model, other = LinearModel(SHAPES), LinearModel({"other": (3,)})

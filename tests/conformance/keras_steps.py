@@ -1,0 +1,155 @@
+"""Own steps and local steps of Keras' optimizers: those of Keras 3, and the new ones of Keras 2."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as hvd_tf
+import horovod_sparse.tensorflow.keras as hvd
+from conformance.keras import (
+    CLOSE,
+    EVERYTHING,
+    NIGHT,
+    SPARSE,
+    descend,
+    distributed,
+    residuals,
+    sgd,
+    variable,
+)
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
+from support.keras_models import fit, flat, keras, make_model, trained_densely
+
+
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (5, 1), pytest.param(2, 0, marks=NIGHT)])
+def test_own_steps_all_sent_are_late_averages_of_steps_made_alone(every, delay, rank, size, everywhere):
+    """A rank moves alone by a in `every` steps; `delay` exchanges later ``theta + a - mean(a)``.
+
+    With every=1 and delay=0 that is dense training, since velocities add up.
+    """
+
+    class LateAverages(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.before, self.count = flat(self.model), 0
+            self.flying = [0.0 * self.before]
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.flying[-1] += self.before - flat(self.model)
+            self.count += 1
+            if self.count % every == 0:
+                self.flying.append(0.0 * self.before)
+                self.land(delay)
+            self.before = flat(self.model)
+
+        def on_train_end(self, logs=None):
+            self.flying.append(0.0 * self.before)
+            self.land(0)
+
+        def land(self, most):
+            while len(self.flying) - 1 > most:
+                own = self.flying.pop(0)
+                values = flat(self.model) + own - everywhere(own).mean(axis=0)
+                weights = self.model.trainable_weights
+                stops = np.cumsum([np.prod(one.shape) for one in weights])
+                for one, new in zip(weights, np.split(values, stops[:-1]), strict=True):
+                    one.assign(new.reshape(one.shape))
+
+    model, alone = make_model(), make_model()
+    optimizer = distributed("new", "best:density=1.0", every=every, delay=delay)
+    fit(model, optimizer, rank, size, run_eagerly=every == 2)
+    optimizer.finish()
+    fit(alone, sgd(), rank, size, callbacks=[LateAverages()])
+    np.testing.assert_allclose(flat(model), flat(alone), **CLOSE)
+    assert (everywhere(flat(model)) == flat(model)).all() and int(optimizer.iterations) == 12
+
+
+@pytest.mark.parametrize(
+    ("every", "delay"), [(2, 1), *(pytest.param(*one, marks=NIGHT) for one in ((1, 0), (4, 0), (1, 1)))]
+)
+def test_own_steps_go_on_bit_for_bit_and_end_equal(every, delay, folder, rank, size, everywhere):
+    """Ranks start apart, are broadcast, and go on from a checkpoint between two exchanges."""
+
+    def trained(epochs: int, where: Any) -> Any:
+        model, plain = make_model(seed=rank), keras.optimizers.AdamW(0.02, weight_decay=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            plain, compression="best:density=0.1", every=every, delay=delay, check_every=1
+        )
+        saves, marker = hvd.callbacks.CheckpointCallback(where), where / "goes on"
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callbacks = [saves] if marker.exists() else [saves, broadcast]
+        fit(model, optimizer, rank, size, epochs=epochs, callbacks=callbacks)
+        return saves.loaded_step, model, optimizer
+
+    _, whole, of_whole = trained(3, folder / "whole")
+    trained(1, folder / "parts")
+    everywhere(np.zeros(1))
+    (folder / "parts" / "goes on").touch()
+    loaded, parts, of_parts = trained(3, folder / "parts")
+    assert loaded is not None
+    np.testing.assert_array_equal(flat(parts), flat(whole))
+    np.testing.assert_array_equal(residuals(of_parts), residuals(of_whole))
+    of_whole.finish()
+    assert (everywhere(flat(whole)) == everywhere(flat(whole))[0]).all()
+    assert (everywhere(residuals(of_whole)) != residuals(of_whole)).any() or size == 1
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_gradient_that_is_not_finite_ends_an_own_step_on_all_ranks(every, rank, everywhere):
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.AdamW(0.5), compression="best:density=0.5", every=every
+    )
+    weight = variable(np.ones(4))
+    for bad in (False, True):
+        gradients = tf.constant([np.nan if bad and rank == 0 else 1.0, 2.0, 3.0, 4.0])
+        for number in range(every):
+            if bad and number == every - 1:
+                with pytest.raises(NonFiniteGradientError):
+                    descend(optimizer, [weight], [gradients])
+            else:
+                descend(optimizer, [weight], [gradients])
+        assert (everywhere(weight.numpy()) == everywhere(weight.numpy())[0]).all()
+    assert np.isfinite(weight.numpy()).all()
+
+
+def test_local_steps(rank, size):
+    """Of one step, densely and by SGD, they are data-parallel training; sparsely replicas are equal again."""
+    dense, broadcast = make_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(dense, sgd(), rank, size, callbacks=[broadcast, hvd.LocalSteps(every=1, compression=EVERYTHING)])
+    np.testing.assert_allclose(flat(dense), flat(trained_densely(sgd(), rank, size)), **CLOSE)
+
+
+def test_replicas_are_equal_after_every_exchange_of_local_steps(folder, rank, size):
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(flat(self.model))
+
+    def model_of():
+        model = keras.Sequential([make_model(), keras.layers.BatchNormalization()])
+        model.build((None, 8))
+        return model
+
+    def local_steps(every=3):
+        return hvd.LocalSteps(every=every, compression="topk:density=0.1", check_every=1)
+
+    model, local = model_of(), local_steps()
+    fit(model, sgd(momentum=0.0), rank, size, epochs=1, callbacks=[local, Look()])
+    ranks = hvd_tf.allgather_object(seen)
+    assert [np.array_equal(*both) for both in zip(*ranks[:2], strict=True)] == 2 * [False, False, True]
+    assert (local.rounds.step, local.rounds.taken) == (3, 0)
+
+    saved = []
+    for epochs, folder_of in ((2, folder / "whole"), (1, folder), (2, folder)):  # the last goes on
+        again, resumed = model_of(), local_steps(every=4)  # an epoch ends in the midst of a round
+        saves = hvd.callbacks.CheckpointCallback(folder_of, local=resumed)
+        fit(again, sgd(momentum=0.0), rank, size, epochs=epochs, callbacks=[saves, resumed])
+        saved.append((saves.loaded_step, flat(again)))
+    assert [step for step, _ in saved] == [None, None, 1]
+    np.testing.assert_array_equal(saved[0][1], saved[2][1])
+    with pytest.raises(ArgumentError, match="6 trained variables that the fit before did not train"):
+        fit(again, sgd(), rank, size, callbacks=[local])
+    with pytest.raises(ArgumentError, match="distributed"):
+        fit(again, hvd.DistributedOptimizer(sgd(), compression=SPARSE), rank, size, callbacks=[resumed])
