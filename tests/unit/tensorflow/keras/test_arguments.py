@@ -1,7 +1,9 @@
 """What `DistributedOptimizer` refuses, with one rank and no training."""
 
 import copy
+import gc
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -297,6 +299,15 @@ def test_own_steps_are_those_of_pytorch_bit_for_bit(name, every, delay):
         step(*map(tf.constant, gradients))
         for mine, one in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(mine.numpy(), one.detach().numpy())
+
+
+def test_a_thread_of_exchanges_ends_with_its_optimizer():
+    before = set(threading.enumerate())
+    trained(hvd.DistributedOptimizer(adamw(), compression=EVERYTHING))
+    gc.collect()
+    for thread in set(threading.enumerate()).difference(before):
+        thread.join(60 if thread.name == "horovod_sparse.exchanges" else 0)
+        assert thread.name != "horovod_sparse.exchanges" or not thread.is_alive()
 
 
 def test_loss_scales_go_on():
