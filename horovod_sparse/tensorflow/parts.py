@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-import weakref
 import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -18,7 +16,7 @@ from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow.task import Task, has_open_rounds
-from horovod_sparse.tensorflow.tensors import aligned_zeros, numpy_dtype
+from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -51,7 +49,7 @@ class Part(common.BucketPart):
         waits = has_open_rounds(spec.recipe.sparsifier, self.bucket.whole.num_elements, topology is not None)
         collective = _collective(label, self.name, self.names)
         self.task = Task(collective, kinds, accumulator_dtype(self.dtype), waits, f"{label}.{self.name}")
-        self._output = DenseOutput(self.shapes, self.places, numpy_dtype(self.dtype))
+        self._outputs = LentArrays(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """Takes the gradients, and gives the coroutine of this step."""
@@ -63,13 +61,14 @@ class Part(common.BucketPart):
         """Returns scale times the sum over ranks, dense, by variable, and settles the task."""
         started = time.perf_counter()
         sum_ = self.task.result
-        arrays, num_union = self._output.write(None if sum_.whole else sum_.indices, sum_.values, scale)
+        arrays, indices = self._outputs.lend(), None if sum_.whole else sum_.indices
+        num_union = apply_scaled_sums(arrays, self.places, indices, sum_.values, scale)
         self.task.settled = True
         self.bucket.accept()
         return arrays, BucketReport(
             step=self.bucket.last,
             num_union=num_union,
-            dense_bytes=self.bucket.whole.num_elements * self._output.dtype.itemsize,
+            dense_bytes=self.bucket.whole.num_elements * self._outputs.dtype.itemsize,
             norms=sum_.notes.norms,
             apply_seconds=time.perf_counter() - started,
         )
@@ -98,48 +97,3 @@ class Part(common.BucketPart):
                 self.bucket.accumulator.add(
                     indices - np.int32(first), (total * share).astype(sum_.values.dtype)
                 )
-
-
-#: eager loops hold the last step's gradients while they compute the next ones
-_NUM_KEPT = 2
-
-
-class _Memory:
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> None:
-        self._arrays = [
-            aligned_zeros(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for shape in shapes
-        ]
-        self._lent: list[weakref.ref[np.ndarray]] = []
-
-    @property
-    def is_free(self) -> bool:
-        return not any(ref() is not None for ref in self._lent)
-
-    def lend(self) -> list[np.ndarray]:
-        views = [array[...] for array in self._arrays]
-        self._lent = [weakref.ref(view) for view in views]
-        return views
-
-
-class DenseOutput:
-    """Writes sums into dense gradients of a bucket's parameters, whose memory it uses again.
-
-    TensorFlow takes an aligned NumPy array as a tensor's memory, and frees it with the last tensor.
-    """
-
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], places: Sequence[tuple[int, int]], dtype: np.dtype[Any]
-    ) -> None:
-        self._shapes, self._places, self.dtype = shapes, places, dtype
-        self._memories: list[_Memory] = []
-
-    def write(
-        self, indices: np.ndarray | None, values: np.ndarray, scale: float
-    ) -> tuple[list[np.ndarray], int]:
-        """Writes scale times a sum among zeros; returns arrays by parameter, and the size of the union."""
-        memory = next((one for one in self._memories if one.is_free), None)
-        if memory is None:
-            memory = _Memory(self._shapes, self.dtype)
-            self._memories = [*self._memories[-(_NUM_KEPT - 1) :], memory]
-        arrays = memory.lend()
-        return arrays, apply_scaled_sums(arrays, self._places, indices, values, scale)

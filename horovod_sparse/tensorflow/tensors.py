@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,3 +133,31 @@ def aligned_zeros(num_bytes: int) -> np.ndarray:
     raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
+
+
+#: eager loops hold the last step's gradients while they compute the next ones
+_NUM_KEPT = 2
+
+
+class LentArrays:
+    """Lends arrays [shape] of a dtype, whose memory it uses again when nobody holds them any more.
+
+    TensorFlow takes an aligned array that a host function returns as a tensor's memory, without a copy.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> None:
+        self._shapes, self.dtype = shapes, dtype
+        self._memories: list[tuple[list[np.ndarray], list[weakref.ref[np.ndarray]]]] = []
+
+    def lend(self) -> list[np.ndarray]:
+        """Returns arrays that hold anything."""
+        free = (one for one in self._memories if not any(ref() is not None for ref in one[1]))
+        arrays, lent = next(free, ([], []))
+        if not arrays:
+            sizes = [math.prod(shape) * self.dtype.itemsize for shape in self._shapes]
+            pairs = zip(sizes, self._shapes, strict=True)
+            arrays += [aligned_zeros(size).view(self.dtype).reshape(shape) for size, shape in pairs]
+            self._memories = [*self._memories[1 - _NUM_KEPT :], (arrays, lent)]
+        views = [array[...] for array in arrays]
+        lent[:] = [weakref.ref(view) for view in views]
+        return views

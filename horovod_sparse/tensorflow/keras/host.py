@@ -21,7 +21,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import DeadlineError, HorovodSparseError
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.tensorflow.collectives import carry_out_together
-from horovod_sparse.tensorflow.tensors import as_variable, unique_names
+from horovod_sparse.tensorflow.tensors import LentArrays, as_variable, unique_names
 from horovod_sparse.tensorflow.training import VariablesEngine
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec, Task
@@ -130,13 +130,16 @@ class HostVariables(Parameters):
 
     def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
         super().__init__(places)
-        self._variables = list(variables)
+        self._variables, dtype = list(variables), np.dtype(variables[0].dtype.as_numpy_dtype)
+        self._copies = LentArrays([tuple(one.shape) for one in variables], dtype)
         self._values: list[np.ndarray] = []
         self._is_open = False
 
     def open(self, values: Sequence[np.ndarray]) -> None:
         """Begins a pass with the variables' values, which are copied."""
-        self._values, self._is_open = [np.array(one) for one in values], True
+        self._values, self._is_open = self._copies.lend(), True
+        for copy, value in zip(self._values, values, strict=True):
+            copy[...] = value
 
     def close(self, *, write: bool = False) -> list[np.ndarray]:
         """Ends a pass; returns the values, and writes them into the variables if asked."""

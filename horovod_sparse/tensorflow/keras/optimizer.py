@@ -77,11 +77,8 @@ def DistributedOptimizer(
     Args:
         optimizer: of Keras 3 or tf-keras.
         name: of the optimizer; "Distributed..." under tf-keras, the optimizer's own under Keras 3.
-        device_dense, device_sparse: see above.
         compression: a sparsifier (``Compression.exdyna(density=0.001)``), text for `Compression.parse`, or
             one of Horovod's compressors.
-        sparse_as_dense: see above.
-        gradient_predivide_factor: see above; with Average only.
         op: Average or Sum.
         backward_passes_per_step: passes whose gradients are added up before they are synchronized.
         average_aggregated_gradients: divide that sum by their number.

@@ -20,11 +20,11 @@ from horovod_sparse.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.tensorflow.parts import DenseOutput
 from horovod_sparse.tensorflow.task import Task
-from horovod_sparse.tensorflow.tensors import numpy_dtype
+from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
 from support.sampling import rows_by
 
 pytestmark = pytest.mark.tensorflow
@@ -67,20 +67,21 @@ def test_rounds_that_were_not_declared_are_an_error(kinds):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_dense_outputs_are_not_copied_and_used_again_only_when_let_go(dtype):
     shapes = [(3,), (), (2, 5)]
-    output = DenseOutput(shapes, [(0, 3), (3, 4), (4, 14)], numpy_dtype(dtype))
+    outputs, places = LentArrays(shapes, numpy_dtype(dtype)), [(0, 3), (3, 4), (4, 14)]
     values = np.array([1.0, 2.0, 4.0], np.float64 if dtype == "float64" else np.float32)
 
     def tensors(indices):
-        arrays, num_union = output.write(np.array(indices, np.int32), values, 0.5)
+        arrays = outputs.lend()
+        num_union = apply_scaled_sums(arrays, places, np.array(indices, np.int32), values, 0.5)
         assert num_union == len(set(indices))
-        places = [array.ctypes.data for array in arrays]
+        memory = [array.ctypes.data for array in arrays]
         given = [arrays]  # so that nothing here holds them
         del arrays
         # eagerly, TensorFlow would copy
         results = tf.function(
             lambda: tf.numpy_function(lambda: given.pop(), [], [tf.as_dtype(dtype)] * 3), autograph=False
         )()
-        return results, places
+        return results, memory
 
     def check(found, at, expected):
         flat = np.concatenate([tensor.numpy().reshape(-1).astype(float) for tensor in found])
