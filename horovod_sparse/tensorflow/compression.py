@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,10 +26,7 @@ from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name
 from horovod_sparse.training.allreduce import ArrayMemory, LoneTensor, refuse_gradients
 from horovod_sparse.training.compression import Algorithms
-from horovod_sparse.training.settings import PlannedOptions, Settings
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from horovod_sparse.training.settings import Settings
 
 
 class SparseCompressor(WithState, Compressor):
@@ -84,7 +81,7 @@ class SparseCompressor(WithState, Compressor):
         average: bool = True,
         sparse_as_dense: bool = False,
         groups: Any = None,
-        **options: Unpack[PlannedOptions],
+        **options: Any,
     ) -> GradientSynchronizer:
         """Returns the synchronizer for a tape or optimizer; later calls check their arguments."""
         settings = settings or Settings(**options)

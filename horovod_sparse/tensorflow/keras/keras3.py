@@ -19,7 +19,6 @@ from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_
 from horovod_sparse.tensorflow.keras.stepping import no_local_variables, own_class
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
-from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable, checked_variable, times
 
 
@@ -77,7 +76,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 #: Keras and tf.train.Checkpoint save it; it is in no list of variables
                 self.horovod_sparse = SavedState(keeper)
             self._horovod_sparse_reduction = reduction
-            if isinstance(reduction.reducer, GradientSynchronizer):
+            if hasattr(reduction.reducer, "also_equal"):
                 reduction.reducer.also_equal = partial(_own_variables, weakref.ref(self))
 
         @classmethod
