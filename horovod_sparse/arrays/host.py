@@ -212,8 +212,8 @@ class HostKernels(Kernels):
         return total
 
     def renormed(self, norm: float, old: Array, new: Array | None = None) -> float:
-        left = max(0.0, norm - _squares(old))
-        return left if new is None else left + _squares(new)
+        left = max(0.0, norm - self.squares(old))
+        return left if new is None else left + self.squares(new)
 
     def quantize(self, values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
         return encode(values, code, key, words)
@@ -228,9 +228,3 @@ def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> gradient
     if parts.dtype != dtype and gradients.accumulating(parts.dtype) != dtype:
         raise ArgumentError("gradient", parts.dtype.name, f"a type that accumulates in {dtype.name}")
     return parts
-
-
-def _squares(values: Values) -> float:
-    """Returns the sum of squares of k values, in float64."""
-    wider = values.astype(np.float64)
-    return float(np.dot(wider, wider))

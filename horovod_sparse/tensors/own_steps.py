@@ -93,7 +93,7 @@ class TensorParameters(HostParameters):
                 _subtract(array, ..., values[slice(*place)])
         elif total is not None:
             indices = scatter.checked(total.indices, int(self._stops[-1]))
-            indices, values = scatter.added_up(indices, scaled(total, scale))
+            indices, values, _ = scatter.added_up(indices, scaled(total, scale))
             num_union = indices.size
             for array, here, where in self._within(indices):
                 _subtract(array, where, values[here])

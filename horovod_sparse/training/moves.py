@@ -390,4 +390,4 @@ def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]
         return np.empty(0, np.int32), np.empty(0, info.value_dtype)
     indices = np.concatenate([move.indices for move in moves])
     values = np.concatenate([move.values for move in moves])
-    return added_up(indices, values)
+    return added_up(indices, values)[:2]

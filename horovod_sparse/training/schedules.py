@@ -75,8 +75,7 @@ def mean_over_senders(sum_: SparseSum) -> SparseSum:
         >>> mean.indices.tolist(), mean.values.tolist()
         ([2, 5], [2.0, 4.0])
     """
-    ones = np.ones_like(sum_.values)
-    (indices, totals), (_, senders) = (added_up(sum_.indices, values) for values in (sum_.values, ones))
+    indices, totals, senders = added_up(sum_.indices, sum_.values)
     return dataclasses.replace(sum_, indices=indices, values=totals / senders)
 
 

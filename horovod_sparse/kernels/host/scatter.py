@@ -17,6 +17,8 @@ from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.lanes import raw_bits, read
+from horovod_sparse.kernels.layout import bits_dtype
+from horovod_sparse.kernels.packing import append, append_keys
 
 Array = NDArray[Any]
 
@@ -141,20 +143,38 @@ def write_runs(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def add_runs_at(indices, new, totals):  # type: ignore[no-untyped-def]
-    """Sums runs of equal indices; indices and totals become one for each run, whose number is returned."""
-    runs, i = 0, 0
-    while i < indices.size:
-        index = indices[i]
-        total = new[i] + np.float32(0)  # not -0
-        i += 1
-        while i < indices.size and indices[i] == index:
-            total += new[i]
-            i += 1
-        indices[runs] = index
-        totals[runs] = total
-        runs += 1
-    return runs
+def add_runs(indices, values, at, stops, tile, counts, where, totals, numbers):  # type: ignore[no-untyped-def]
+    """Adds up runs of ascending indices; returns how many different ones there are.
+
+    `where` becomes these indices, ascending, `totals` the bits of the sums there, and `numbers` those of how
+    many summands each has. All three have room for a vector more. `tile` and `counts` are zeros, and stay so.
+    """
+    found, some, zeros = 0, v.splat(v.as_key(raw_bits(counts[0]), 1)), v.zeros_like(v.load(tile, 0))
+    while True:
+        start = -1
+        for run in range(at.size):
+            if at[run] < stops[run] and (start < 0 or indices[at[run]] < start):
+                start = np.int64(indices[at[run]])
+        if start < 0:
+            return found
+        stop = 0
+        for run in range(at.size):
+            i, last = at[run], stops[run]
+            while i < last and read(indices, i) - start < tile.size:
+                place = np.uint64(read(indices, i) - start)  # unsigned: nothing looks whether it is below 0
+                tile[place] += read(values, i)
+                counts[place] += 1
+                i += 1
+            if i > at[run]:
+                stop = max(stop, indices[i - 1] - start + 1)
+            at[run] = i
+        for j in range(0, stop, v.LANES):
+            sums, summands = raw_bits(v.load(tile, j)), raw_bits(v.load(counts, j))
+            mask = v.mask_at_least(summands, some)
+            append(sums, mask, start + j, where, totals, found)
+            found = append_keys(summands, mask, numbers, found)
+            v.store(tile, j, zeros)
+            v.store(counts, j, zeros)
 
 
 def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[np.int32]:
@@ -282,7 +302,7 @@ def apply_scaled_sums(
 def _apply_half_sums(
     arrays: Sequence[Array], places: Sequence[tuple[int, int]], where: Array, new: Array
 ) -> int:
-    where, totals = added_up(where, new)
+    where, totals, _ = added_up(where, new)
     for array, (start, stop) in zip(arrays, places, strict=True):
         flat, here = native_bits(array), slice(*np.searchsorted(where, (start, stop)))
         # past the caches where it is large: half the time of an ordinary loop
@@ -291,18 +311,19 @@ def _apply_half_sums(
     return int(where.size)
 
 
-def added_up(indices: Array, values: Array) -> tuple[Array, Array]:
-    """Returns ascending indices, each once, and the sum of its values in the order in which they stand.
+def added_up(indices: Array, values: Array) -> tuple[Array, Array, Array]:
+    """Returns ascending indices, each once, the sum of its values in their order, and how many there are.
 
     Example:
         >>> added_up(np.array([3, 0, 3], np.int32), np.array([1.0, 2.0, 4.0]))
-        (array([0, 3], dtype=int32), array([2., 5.]))
+        (array([0, 3], dtype=int32), array([2., 5.]), array([1., 2.]))
     """
-    order = np.argsort(indices, kind="stable")
-    where, new = indices[order], values[order]
-    totals = np.empty_like(new)
-    count = add_runs_at(where, new, totals)
-    return where[:count], totals[:count]
+    where, new, at, stops = runs_of(compiled_for(indices, np.int32), compiled_for(values, values.dtype))
+    room, bits = where.size + v.LANES, bits_dtype(new.dtype)
+    found, totals, numbers = np.empty(room, np.int32), np.empty(room, bits), np.empty(room, bits)
+    tiles = aligned_tile(new.dtype), aligned_tile(new.dtype)
+    count = add_runs(where, new, at, stops, *tiles, found, totals, numbers)
+    return found[:count], totals[:count].view(new.dtype), numbers[:count].view(new.dtype)
 
 
 def aligned_tile(kind: np.dtype[Any]) -> Array:
