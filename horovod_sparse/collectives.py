@@ -118,8 +118,8 @@ def shared_lines(value: Any) -> Synchronization[list[Any]]:
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
-        >>> run_lockstep([shared_lines({"rank": rank}) for rank in range(2)])[0]
-        [{'rank': 0}, {'rank': 1}]
+        >>> print(*run_lockstep([shared_lines({"rank": rank}) for rank in range(2)])[0])
+        {'rank': 0} {'rank': 1}
     """
     line = json.dumps(value).encode()
     line += b" " * (-(len(line) + 1) % 4) + b"\n"
@@ -131,8 +131,8 @@ def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
     """Returns a rank's share [start, stop) of n elements: the first n mod P ranks have one more.
 
     Example:
-        >>> [part(5, rank, 3) for rank in range(3)]
-        [(0, 2), (2, 4), (4, 5)]
+        >>> part(5, 0, 3), part(5, 1, 3), part(5, 2, 3)
+        ((0, 2), (2, 4), (4, 5))
     """
     least, more = divmod(num_elements, size)
     start = rank * least + min(rank, more)

@@ -20,8 +20,8 @@ def num_rounds(kind: str, size: int) -> int:
     """Returns the messages one behind the other in a collective, by its usual algorithm.
 
     Example:
-        >>> [num_rounds(kind, 8) for kind in ("allgather", "allreduce", "exchange")]
-        [3, 6, 1]
+        >>> num_rounds("allgather", 8), num_rounds("allreduce", 8), num_rounds("exchange", 8)
+        (3, 6, 1)
     """
     doublings = math.ceil(math.log2(size)) if size > 1 else 0
     if kind == "alltoall":
@@ -33,8 +33,8 @@ def share_of_bytes(kind: str, size: int) -> float:
     """Returns the bytes that arrive at a rank for every byte that a rank puts in.
 
     Example:
-        >>> [share_of_bytes(kind, 8) for kind in ("allgather", "allreduce", "exchange")]
-        [7.0, 1.75, 1.0]
+        >>> share_of_bytes("allgather", 8), share_of_bytes("allreduce", 8), share_of_bytes("exchange", 8)
+        (7.0, 1.75, 1.0)
     """
     if kind == "allgather":
         return float(size - 1)

@@ -71,9 +71,9 @@ def main() -> None:
         "private": lambda: names(False),
     }
     parser = argparse.ArgumentParser(prog="scripts/check draw", description=__doc__)
-    parser.add_argument("kind", choices=kinds)
-    parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--seed", type=int, required=True, help="another seed, another draw")
+    parser.add_argument("kind", choices=kinds, help="what to draw; public and private: names")
+    parser.add_argument("--count", type=int, default=60, help="how many to draw (default %(default)s)")
+    parser.add_argument("--seed", type=int, required=True, help="draws with other seeds differ")
     options = parser.parse_args()
     for number, text in enumerate(
         random.Random(options.seed).sample(kinds[options.kind](), options.count), 1

@@ -1,10 +1,5 @@
 #!/usr/bin/env python3
-"""Counts what a reader has to learn: files, lines, words, imports, and what a step of PyTorch crosses.
-
-scripts/check house [--check | --tighten]
-  --check      fails where a figure is above its limit, or a limit is not as tight as it could be
-  --tighten    lowers limits to what is reached; none is ever raised
-"""
+"""Counts what a reader has to learn: files, lines, words, imports, and what a step of PyTorch crosses."""
 
 from __future__ import annotations
 
@@ -134,12 +129,12 @@ def measured() -> dict[str, float]:
 
 def main() -> int:
     """Prints every figure beside its limit; 1 if `--check` finds one that is out of step."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/check house", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="scripts/check house", description=__doc__)
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--check", action="store_true")
-    asked.add_argument("--tighten", action="store_true")
+    asked.add_argument(
+        "--check", action="store_true", help="fail if a figure is above its limit, or over 1 %% below"
+    )
+    asked.add_argument("--tighten", action="store_true", help="lower limits to what is reached")
     options = parser.parse_args()
     limits: dict[str, float] = json.loads(LIMITS.read_text())
     found = measured()

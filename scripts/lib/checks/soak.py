@@ -1,12 +1,9 @@
 #!/usr/bin/env python3
 """Trains for long on real ranks that are killed and resumed at random, and compares every step.
 
-scripts/check soak [--steps N] [--ranks P] [--kills K] [--seed S] [--recipe TEXT] [--output FILE]
-
-Gradients depend on rank and step alone, so whatever happened before a step its weights are the same: on all
-ranks, and as often as it is taken. Kills fall anywhere, also where a checkpoint is being written. Memory,
-threads and collectives under way are held to what they were when a process was warm. The figures go into a
-file as JSON where one is given.
+Gradients depend on rank and step alone. So the weights after a step are the same on all ranks, and however
+often the step is repeated. A kill may hit a checkpoint that is being written. Memory, threads and collectives
+in flight must not grow once a process is warm.
 """
 
 from __future__ import annotations
@@ -198,14 +195,15 @@ def report(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recipe", default="exdyna:density=0.05")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="scripts/check soak", description=__doc__)
+    add = parser.add_argument
+    add("--steps", type=int, default=20_000, help="steps of the training (default %(default)s)")
+    add("--ranks", type=int, default=4, help="ranks, on this machine (default %(default)s)")
+    add("--kills", type=int, default=20, help="how often a rank is killed (default %(default)s)")
+    add("--seed", type=int, default=0, help="draws the steps of the kills (default %(default)s)")
+    add("--recipe", default="exdyna:density=0.05", help="sparsifier of the training (default %(default)s)")
+    add("--output", type=Path, metavar="FILE", help="write the figures as JSON to FILE")
+    add("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
         worker(given.worker, given.steps, given.recipe)

@@ -10,9 +10,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from docs_lib.public import PAGES, ROOT, in_order, public_names
+from docs_lib.public import PAGES, ROOT, forgotten, in_order, public_names
 
 #: pages that are not in docs/, by their path in the repository
 MOVED = {
@@ -96,6 +97,8 @@ def pages_of_repository() -> list[str]:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are not in docs/, what they and others link to, and the reference."""
+    if missing := forgotten():
+        raise PluginError(f"{missing} export names and are on no page of docs_lib/public.py's reference")
     for path, src in MOVED.items():
         files.append(File.generated(config, src, content=with_links((ROOT / path).read_text("utf-8"), path)))
     linked: set[str] = set()

@@ -115,13 +115,3 @@ def forgotten() -> list[str]:
         if module not in listed and not inside and not part and public_names(module):
             found.append(module)
     return found
-
-
-def qualified() -> list[str]:
-    """Every public name with its module."""
-    return [
-        f"{module}.{name}"
-        for _, modules in PAGES.values()
-        for module in modules
-        for name in public_names(module)
-    ]
