@@ -73,6 +73,14 @@ def test_names_in_the_text_exist() -> None:
             assert hasattr(importlib.import_module(module), attribute), name
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_files_in_the_text_exist(page: str) -> None:
+    names = set(re.findall(r"`([\w/]+\.py)`", without_code(ROOT / page)))
+    assert len(names) >= 10
+    for name in names:
+        assert (ROOT / name).exists() or any((ROOT / "horovod_sparse").rglob(name)), name
+
+
 _TEXT = (DOCS / "algorithms.md").read_text()
 _SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", _TEXT, re.MULTILINE | re.DOTALL))
 _COMMON = {item.name for item in dataclasses.fields(Sparsifier)}
