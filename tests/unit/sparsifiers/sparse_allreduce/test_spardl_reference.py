@@ -1,6 +1,7 @@
 """SparDL against a plain account of the paper's algorithms, for every P and d, in every mode."""
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from horovod_sparse.sparsifiers.rounds.pairs import Mail
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import shared_out
 from horovod_sparse.sparsifiers.spardl import SparDL
 from horovod_sparse.wire import WireFormat
-from support.gradients import dyadic
+from support.gradients import dyadic, gaussian
 from support.sampling import rows_by
 
 
@@ -190,3 +191,46 @@ def test_shares_add_up_exactly(num_parts: int, dtype: str) -> None:
     assert (np.sum(parts, axis=0, dtype=np.longdouble) == values).all()
     for part in parts:
         np.testing.assert_allclose(part, values / num_parts, rtol=0.01)
+
+
+#: words of a message, of a rank's note in it, and of a message within a message
+_HEADER, _NOTE, _FRAME = 6, 4, 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 8, 13, 16])
+def test_rounds_and_words_are_those_of_table_1(size: int) -> None:
+    """Words of elements (an index and a value each) that every rank receives; n = 40 P, k = 4 P."""
+    k, within = 4 * size, _HEADER + _NOTE + _FRAME
+
+    def log(number: int) -> int:
+        return ceil(log2(number))
+
+    def headers(teams: int, between: int) -> int:
+        inside = size // teams
+        return log(inside) * _HEADER + between + (inside - 1) * (_HEADER + _NOTE * teams + _FRAME)
+
+    one = 4 * (size - 1) / size * k
+    rows: list[tuple[dict[str, object], int, float, float, int]] = [
+        ({"name": "topk"}, log(size), *[2.0 * (size - 1) * k] * 2, (size - 1) * _HEADER),
+        ({"gather": "allgather"}, 2 * log(size), one, one, (log(size) + size - 1) * _HEADER),
+    ]
+    for d in (number for number in range(1, size + 1) if size % number == 0):
+        rounds, sent = 2 * log(size // d) + log(d), 2 * (size - d) / size * k
+        if d & (d - 1) == 0:
+            words = 2 * ((2 * size - 2 * d) / size + d / size * log2(d)) * k
+            between = sum(_HEADER + _NOTE * 2**stage for stage in range(log(d)))
+            rows.append(({"teams": d, "between": "recursive"}, rounds, words, words, headers(d, between)))
+        # Eq. 10 as printed leaves out what Spar-Reduce-Scatter sends
+        least = sent + 2 * (d**2 + size - 2 * d) / (size * d) * k
+        most = 2 * (d**2 + 2 * size - 3 * d) / size * k
+        rows.append(({"teams": d, "between": "bruck"}, rounds, least, most, headers(d, (d - 1) * within)))
+    for given, rounds, least, most, beside in rows:
+        made = recipe(
+            **{"name": "spardl", "gather": "bruck", **given} if "name" not in given else given, density=0.1
+        )
+        cluster = SimulatedCluster(made, 40 * size, size)
+        cluster.synchronize([*gaussian(np.random.default_rng(size), (size, 40 * size)).astype(np.float32)])
+        totals = [cluster.recorder.total(rank) for rank in range(size)]
+        assert {total.rounds for total in totals} == {rounds}, given
+        words = np.array([total.bytes_received / 4 - beside for total in totals])
+        assert (words >= least - 1e-9).all() and (words <= most + 1e-9).all(), given
