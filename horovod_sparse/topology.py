@@ -137,7 +137,7 @@ def cycle_seconds() -> float:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank stands: among those that synchronize, among all that were launched, and on its host."""
+    """A rank's numbers: among those that synchronize, among all that were launched, and its host."""
 
     rank: int
     size: int

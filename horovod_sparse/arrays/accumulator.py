@@ -160,7 +160,7 @@ class Accumulator:
     def fold_along(
         self, gradient: Any, rule: FoldRule, indices: Indices, signs: NDArray[np.float64]
     ) -> FoldReport:
-        """As `fold` with a moment; the report says how far the gradient leans along signs at these places."""
+        """Folds with a moment; the report also has the gradient's projection on `signs` at `indices`."""
         self._settle()
         where = self._kernels.places(indices)
         before = self._kernels.take(self._values, where)

@@ -20,7 +20,7 @@ Values: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What one fused pass learned about the gradient and the accumulator.
+    """Sums and findings of one fold over gradient and accumulator.
 
     Attributes:
         num_nonfinite: gradient elements that were NaN or Inf (or whose sum with the residual
@@ -102,7 +102,7 @@ class FoldRule:
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 -- rules are small values, the same in most folds
     def factors(self, dtype: np.dtype[Any]) -> Values:
-        """Of the old values, of the old companion, and of gradient and companion in what is added.
+        """Returns the factors of old values, old companion, and of gradient and companion in the sum.
 
         With a moment: of the old values, of moment and square, of the gradient over the moment's root, and
         what is added to that root, and within it; ``1 - moment^count`` is in the last three.
@@ -135,7 +135,7 @@ Number: TypeAlias = Any
 
 
 class Kernels(Protocol):
-    """What an accumulator asks of the memory that it lies in; one object per accumulator.
+    """The array primitives that an accumulator calls; one object per accumulator.
 
     `where` is what `places` made of indices. Block maxima hold magnitude bits: the bits without the sign,
     which order like the magnitudes. Windows [start, stop) are checked, and so are ranks within them.

@@ -177,7 +177,7 @@ class MpiCarrier:
 
 @dataclass(frozen=True)
 class _Messages:
-    """One exchange under way."""
+    """An exchange of messages in flight."""
 
     carrier: MpiCarrier
     key: Key

@@ -89,7 +89,7 @@ def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
 
 
 def refuse_join(model: Any, *_: Any) -> None:
-    """Before a forward pass: nobody fills in for ranks that have no batch."""
+    """Refuses `join()` before a forward pass: sparse sums need a message of every rank."""
     if model._join_config.enable:
         raise UnsupportedError(
             "DistributedDataParallel.join() fills in for ranks in dense sums alone: give every rank as "

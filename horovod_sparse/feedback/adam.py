@@ -30,9 +30,9 @@ _SAMPLE, _NEWS, _MOST = 4096, 0.03, 10.0
 
 @dataclass(frozen=True)
 class Normalizing(Rule):
-    """What waits and is sent are steps of gradients that a second moment v of their rank has normalized.
+    """Divides gradients by the root of their rank's second moment v; residuals and messages hold steps.
 
-    A normalizer says which: by its defaults, and whether v is corrected for its beginning at 0.
+    A subclass gives the defaults, and says whether v is corrected for its beginning at 0.
     """
 
     num_companions: ClassVar[int] = 1  # the second moment
@@ -149,7 +149,7 @@ class Alikeness:
         self._info = info
 
     def longer(self, leans: tuple[float, float]) -> float:
-        """By how much steps of the whole batch are longer than one rank's: at most sqrt(P).
+        """Returns how many times longer the whole batch's steps are than one rank's: at most sqrt(P).
 
         Example:
             >>> [Alikeness(BucketInfo("b", 9, size=4)).longer(leans) for leans in ((0.0, 0.0), (0.1, 1.0))]

@@ -68,7 +68,7 @@ class Progress:
         return self.step - self.since
 
     def at(self, learning_rate: float | None) -> Progress:
-        """With the learning rate of this step, where it is one: a finite number above 0.
+        """Returns this progress with the step's learning rate, if that is finite and above 0.
 
         A rate that is less than a tenth of the largest so far (`LARGEST_GROWTH`) counts as that tenth. A
         residual that follows a schedule to nearly 0 therefore grows to ten times its size, not without

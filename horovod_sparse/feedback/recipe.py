@@ -105,7 +105,7 @@ _log = logging.getLogger("horovod_sparse")
 
 @dataclass(frozen=True)
 class ParameterRules:
-    """What holds for single parameters, by size and by name.
+    """Densities of single parameters, by size and by name.
 
     Patterns are those of shells: ``*`` is any text, ``?`` any letter, ``[ab]`` one of these, and they
     are compared with the whole name, as ``model.named_parameters()`` gives it. The first of these that

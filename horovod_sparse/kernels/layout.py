@@ -16,7 +16,7 @@ def block_size(density: float) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the blocks of an accumulator lie: contiguous, the last one may be shorter."""
+    """Positions of an accumulator's blocks: contiguous, the last one may be shorter."""
 
     num_elements: int
     block: int = 64

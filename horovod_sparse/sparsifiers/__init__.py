@@ -38,7 +38,7 @@ _CLASSES = {
 
 
 class _Algorithms(Mapping[str, type[Sparsifier]]):
-    """By name; a file is loaded when its class is asked for."""
+    """Maps names to classes, and loads a class' file at its first use."""
 
     def __getitem__(self, name: str) -> type[Sparsifier]:
         made = _CLASSES[name]

@@ -109,7 +109,7 @@ _GLOBAL_BAND, _GLOBAL_FACTOR = (2 / 3, 4 / 3), 1.008
 
 
 class _Pruned(NamedTuple):
-    """By rank: elements selected, sums kept. This rank's sums, the threshold, regions for the next step."""
+    """Counts by rank (selected, kept), this rank's sums, the threshold, and the next step's regions."""
 
     selected: NDArray[np.int64]
     sizes: NDArray[np.int64]

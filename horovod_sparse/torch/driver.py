@@ -31,7 +31,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class _HorovodHandle:
-    """One of Horovod's handles, and how its tensors become the answer to the request."""
+    """Horovod's handle of a request, and the function that makes the answer of its tensors."""
 
     def __init__(self, handle: int, tensor: torch.Tensor, answer: Callable[[Any], Any]) -> None:
         self._handle, self._answer = held_besides(handle), answer

@@ -81,10 +81,10 @@ class LocalSteps(OverHorovod, LocalBinding):
 
 
 class _Survivor(StateHandler):
-    """In ``TorchState(local=local)``: who stays keeps what it has, and who comes takes what is common."""
+    """Handles ``TorchState(local=local)``: survivors keep their state, new ranks take the common one."""
 
     def save(self) -> None:
-        """Nothing is taken back."""
+        """Does nothing: survivors keep their state."""
 
     restore = save
 

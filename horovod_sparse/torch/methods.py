@@ -32,7 +32,7 @@ def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -
 
 
 class Methods(torch.optim.Optimizer):
-    """What differs from Horovod's optimizer; copied, like its methods, into a class made for each optimizer.
+    """Methods that replace those of Horovod's optimizer, copied into a class made for each optimizer.
 
     ``super(self.__class__, self)`` is the user's optimizer class, as in Horovod: the class is made by
     `DistributedOptimizer` and never derived from.

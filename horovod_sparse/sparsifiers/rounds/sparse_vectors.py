@@ -29,7 +29,7 @@ Window: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class SparseVector:
-    """Some elements of a bucket: int32 indices, ascending and unique, and their values, as many."""
+    """Elements of a bucket: int32 indices, ascending and unique, and as many values."""
 
     indices: Indices
     values: Values

@@ -64,7 +64,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
     own = own_class(base)
 
     class Distributed(WithState, base):
-        """What differs from the user's optimizer."""
+        """The user's optimizer, with the methods that exchange gradients or steps."""
 
         _horovod_sparse_reduction: Reduction | None = None
 

@@ -58,7 +58,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 def _finish_kernel(  # type: ignore[no-untyped-def]
     counters, state, k, level, width, count, capacity, report, CANDIDATES: tl.constexpr, BINS: tl.constexpr
 ):
-    """One program: the key, and whether the buffer was too small."""
+    """Writes the key, and whether the buffer was too small (one program)."""
     prefix, _ = advance(counters, state, k, level, width, BINS)
     overflow = tl.zeros([], tl.int64)
     if CANDIDATES:
