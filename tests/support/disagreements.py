@@ -174,8 +174,8 @@ class Case:
     both: Loop
     other: dict[str, Any]
     kinds: tuple[str, ...]
-    #: whether one rank may end in words of PyTorch's, Gloo's or Horovod's own
-    pytorchs: bool = False
+    #: over what a rank may end in words of PyTorch's, Gloo's or Horovod's own
+    theirs: tuple[str, ...] = ()
 
     def carried_out(self, kind: str, rank: int, folder: Path) -> list[float]:
         from horovod_sparse.training import agreement
@@ -249,7 +249,7 @@ def ended_by(number: int) -> Callable[[Run], None]:
 
 
 CASES: list[Case] = []
-_HVD, _ALL = ("horovod",), f"{STEPS} {GRADIENTS} {LOCAL}"
+_DDP, _HVD, _ALL = ("ddp",), ("horovod",), f"{STEPS} {GRADIENTS} {LOCAL}"
 _BOTH, _EVERY = f"{STEPS} {GRADIENTS}", f"{_ALL} {PLAIN}"
 
 
@@ -260,7 +260,7 @@ def row(
     /,
     kinds: Any = ("ddp", "horovod"),
     both: Any = None,
-    pytorchs: bool = False,
+    theirs: tuple[str, ...] = (),
     **other: Any,
 ) -> None:
     """Adds a case for each way to train."""
@@ -269,11 +269,11 @@ def row(
             more = {} if way != GRADIENTS and way != PLAIN else {"optimizer": sgd}
             loop = Loop(way=way, **{**more, **(both or {})})
             of_case = ("ddp",) if way == PLAIN else kinds
-            CASES.append(Case(f"{name}, {way}", words, loop, other, of_case, pytorchs))
+            CASES.append(Case(f"{name}, {way}", words, loop, other, of_case, theirs))
 
 
 # fmt: off
-_SAME = r"waited|come|ended|lost|left|reset|closed|thrown away|pass"
+_SAME = r"waited|come|ended|lost|left|reset|closed|thrown away|pass|shut down|before call|prohibited"
 _LEFT = rf"of the user|signal|{_SAME}"
 for _text in ("topk:density=0.2", "exdyna:density=0.1", "topk:density=0.1,values=float16",
               "topk:density=0.1,values=misspelt", "topk:density=0.1,indices=int32",
@@ -284,8 +284,9 @@ for _text in ("topk:density=0.2", "exdyna:density=0.1", "topk:density=0.1,values
     row(_text, "compression|engine|way to write|feedback", f"{GRADIENTS} {PLAIN}", compression=_text)
 for _text in "best:density=0.2", "exdyna:density=0.1", "topk:density=0.1,feedback=none", "signsgd":
     row(_text, "compression|feedback", f"{STEPS} {LOCAL}", compression=_text)
-row("no compression", "compression|attach|whole|come|waited", compression=None)
-row("not attached", "attach|come|waited", pytorchs=True, attached=False)
+# whoever is not attached is in a collective of PyTorch's or Horovod's when the other rank ends
+row("no compression", "compression|attach|whole|come|waited", theirs=_DDP + _HVD, compression=None)
+row("not attached", "attach|come|waited", theirs=_DDP + _HVD, attached=False)
 row("another way", "engine|differs|come", STEPS, way=GRADIENTS, optimizer=sgd, compression="topk:density=0.1")
 row("local steps", "engine|differs|come", _BOTH, way=LOCAL)
 for _name, _value, _ways, _kinds in [
@@ -320,10 +321,10 @@ for _name, _model in {
     "deeper": lambda: small().append(torch.nn.Linear(4, 4)), "other order": lambda: renamed("2", "0"),
     "other names": lambda: renamed("a", "b"), "one frozen": lambda: frozen(small()),
     "buffers": lambda: small().append(torch.nn.BatchNorm1d(4, affine=False))}.items():
-    # what a DistributedDataParallel that is made waits for is PyTorch's own
-    row(f"model: {_name}", "param|shape|size|buffer|differ|attach", pytorchs=_name == "buffers", model=_model)
+    # DistributedDataParallel compares models itself, and names them on one rank
+    row(f"model: {_name}", "param|shape|size|buffer|differ|attach", theirs=_DDP, model=_model)
 row("tied weights", "param", both={"model": square}, model=lambda: square(True))
-row("not wrapped", "attach|engine|differs|come|wrap", _ALL, ("ddp",), pytorchs=True, wrapper=None)
+row("not wrapped", "attach|engine|differs|come|wrap", _ALL, _DDP, theirs=_DDP, wrapper=None)
 for _wrapper in ({"static_graph": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.001},
                  {"gradient_as_bucket_view": True}):
     row(str(_wrapper), "plan|static|unused", _ALL, ("ddp",), wrapper=_wrapper)
@@ -331,12 +332,14 @@ row("fewer steps", _SAME, steps=3)
 row("fewer steps, no finish", _SAME, both={"finishes": False}, steps=3)
 row("fewer steps, every=2", _SAME, STEPS, both={"options": {"every": 2}}, steps=2)
 row("finish alone", _SAME, LOCAL, _HVD, finishes=False)
-row("a step left out", rf"{_SAME}|ended, or left", skips=lambda run, step: contextlib.nullcontext(step == 2))
-row("raises", _LEFT, between=at(2, raises))
-row("raises at first", _LEFT, between=at(0, raises))
-row("killed", _LEFT, between=at(2, ended_by(signal.SIGKILL)))
-row("terminated", _LEFT, between=at(2, ended_by(signal.SIGTERM)))
-row("stops", "waited|ended, or left", between=at(2, lambda run: time.sleep(8)))
+row("a step left out", rf"{_SAME}|ended, or left", theirs=_HVD,
+    skips=lambda run, step: contextlib.nullcontext(step == 2))
+# over Horovod a rank that ends shuts Horovod down, in whose words the other one ends
+row("raises", _LEFT, theirs=_HVD, between=at(2, raises))
+row("raises at first", _LEFT, theirs=_HVD, between=at(0, raises))
+row("killed", _LEFT, theirs=_HVD, between=at(2, ended_by(signal.SIGKILL)))
+row("terminated", _LEFT, theirs=_HVD, between=at(2, ended_by(signal.SIGTERM)))
+row("stops", "waited|ended, or left", theirs=_HVD, between=at(2, lambda run: time.sleep(8)))
 row("NaN", "NaN|finite", between=at(2, put(float("nan"))))
 row("Inf", "Inf|finite", between=at(2, put(float("inf"))))
 row("NaN skipped", "NaN|finite|differ|changed", both={"options": {"on_nonfinite": "skip"}},
@@ -351,19 +354,18 @@ row("a scaler that skips", "scale|finite", f"{STEPS} {PLAIN}", both={"scale": 8.
 row("another scale", "scale", _BOTH, both={"scale": 8.0}, scale=2.0)
 row("more passes", "pass|differ", _BOTH, ("ddp",), passes=2)
 row("no_sync once", _SAME, _BOTH, ("ddp",), around=without_sync)
-row("skip_synchronize once", _SAME, GRADIENTS, _HVD,
+row("skip_synchronize once", _SAME, GRADIENTS, _HVD, theirs=_HVD,
     skips=lambda run, step: run.optimizer.skip_synchronize() if step == 2 else contextlib.nullcontext())
-row("backward twice", _SAME, _BOTH, between=at(2, lambda run: run.model(torch.ones(2, 24)).sum().backward()))
+row("backward twice", _SAME, _BOTH, theirs=_HVD,
+    between=at(2, lambda run: run.model(torch.ones(2, 24)).sum().backward()))
 row("frozen later", "parameter|without", before=at(2, lambda run: frozen(run.net)))
-row("a group added", "parameter|group|ended, or left", before=at(2, lambda run: run.optimizer.add_param_group(
-    {"params": [torch.nn.Parameter(torch.ones(3))]})))
+row("a group added", "parameter|group|ended, or left", theirs=_HVD,
+    before=at(2, lambda run: run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})))
 row("a state loaded", "step|state|differ", both={"before": keeping(99)}, before=keeping(3))
-for _ways, _kinds in {f"{STEPS} {LOCAL} {PLAIN}": ("ddp", "horovod"), GRADIENTS: ("ddp",)}.items():
-    row("interrupted", rf"{_SAME}|step|exchange", _ways, _kinds, before=nothing, around=interrupted,
-        skips=interrupted, both={"before": at(2, lambda run: time.sleep(1.5))})
-# a rank that raises shuts Horovod down, in whose words the other one ends
-row("thawed later", "parameter|step|pass|wait", pytorchs=True,
+row("interrupted", rf"{_SAME}|step|exchange", theirs=_HVD, before=nothing, around=interrupted,
+    skips=interrupted, both={"before": at(2, lambda run: time.sleep(1.5))})
+row("thawed later", "parameter|step|pass|wait", theirs=_HVD,
     both={"model": lambda: frozen(small()), "optimizer": everything},
     before=at(2, lambda run: run.net[0].bias.requires_grad_(True)))
-row("the optimizer's state loaded", "step|state|differ|wait", pytorchs=True,
+row("the optimizer's state loaded", "step|state|differ|wait", theirs=_HVD,
     before=at(2, lambda run: run.optimizer.load_state_dict(run.optimizer.state_dict())))

@@ -45,20 +45,20 @@ def outcome_of(body: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "ours": bool(ours)}
 
 
-def verdict(case: Any, ends: list[dict[str, Any]]) -> str:
+def verdict(case: Any, kind: str, ends: list[dict[str, Any]]) -> str:
     """Returns "named", "equal", "inexact" (named in other words), "bare", "silent", or "hung".
 
-    A rank that has come to its end, or was killed, needs no error where the other rank has one; nor does one
-    that stands in a collective of PyTorch's own (`Case.pytorchs`).
+    A rank that has come to its end, or was killed, needs no error where the other rank has one. `Case.theirs`
+    says over what a rank may end in words of PyTorch's, Gloo's or Horovod's own.
     """
     if any(one.get("hung") for one in ends):
         return "hung"
     if not (errors := [one for one in ends if "error" in one and not one.get("lost")]):
         return "equal" if len({str(one.get("end")) for one in ends}) == 1 else "silent"
     ours = [one for one in errors if one["ours"]]
-    if not ours or (len(ours) < len(errors) and not case.pytorchs):
+    if len(ours) < len(errors) and kind not in case.theirs:
         return "bare"
-    return "named" if all(re.search(case.words, one["error"]) for one in ours) else "inexact"
+    return "named" if all(re.search(case.words, one["error"]) for one in ours or errors) else "inexact"
 
 
 def started(rank: int, case: Any, kind: str, folder: Path, variables: dict[str, str]) -> int:
@@ -133,7 +133,7 @@ def main(kind: str, chosen: str = "", share: str = "0/1") -> None:
         ends = ended([started(rank, case, kind, folder, variables) for rank in (0, 1)], folder)
         logs = [one.read_text()[-2000:] for one in sorted(folder.glob("*.log"))]
         shutil.rmtree(folder)
-        found = {"name": case.name, "verdict": verdict(case, ends), "ends": ends, "logs": logs}
+        found = {"name": case.name, "verdict": verdict(case, kind, ends), "ends": ends, "logs": logs}
         print(json.dumps(found), flush=True)
 
 
