@@ -25,7 +25,9 @@ class ArgumentError(HorovodSparseError, ValueError):
         super().__init__(argument, given, allowed)
 
     def __str__(self) -> str:
-        return f"{self.argument}={self.given!r} is not allowed: give {self.allowed}"
+        given = repr(self.given)
+        given = f"a {type(self.given).__name__}" if "\n" in given else given  # a model, an optimizer
+        return f"{self.argument}={given} is not allowed: give {self.allowed}"
 
 
 class UnknownNameError(ArgumentError):

@@ -96,7 +96,7 @@ def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
     momentum = torch.optim.SGD(plain.net.parameters(), lr=0.1, momentum=0.9)
     for words, model, *given in (
         *(("attach nothing", plain.model, none) for none in ("none", 0.1, None)),
-        *(("swapped", plain.model, swapped, "best") for swapped in (plain.model, plain.optimizer)),
+        *(("=a .*swapped", plain.model, swapped, "best") for swapped in (plain.model, plain.optimizer)),
         ("optimizer=", plain.model, TEXT, plain.net.parameters()),
         ("optimizer=", LinearModel(SHAPES), TEXT, None),
         ("one without bias", plain.model, TEXT, few),

@@ -361,8 +361,8 @@ row("backward twice", _SAME, _BOTH, theirs=_HVD,
 row("frozen later", "parameter|without", before=at(2, lambda run: frozen(run.net)))
 row("a group added", "parameter|group|ended, or left", theirs=_HVD,
     before=at(2, lambda run: run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})))
-row("a state loaded", "step|state|differ", both={"before": keeping(99)}, before=keeping(3))
-row("interrupted", rf"{_SAME}|step|exchange", theirs=_HVD, before=nothing, around=interrupted,
+row("a state loaded", "step|state|differ|wait", theirs=_HVD, both={"before": keeping(99)}, before=keeping(3))
+row("interrupted", rf"{_SAME}|step|exchange|same name", theirs=_HVD, before=nothing, around=interrupted,
     skips=interrupted, both={"before": at(2, lambda run: time.sleep(1.5))})
 row("thawed later", "parameter|step|pass|wait", theirs=_HVD,
     both={"model": lambda: frozen(small()), "optimizer": everything},
