@@ -81,7 +81,7 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 
     @property
     def finding(self) -> str:
-        """The finding, without what became of the step."""
+        """Returns what was found, without the outcome of the step."""
         words: dict[str, None] = {}
         for rank, place in sorted(self.where.items()):
             host = next((host for host in self.hosts if rank in host and len(host) > 1), None)

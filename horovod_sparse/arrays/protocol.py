@@ -162,7 +162,7 @@ class Kernels(Protocol):
         norm: Number,
         step: int,
     ) -> tuple[FoldReport, Number]:
-        """The one pass over n elements: changes values and companion, writes maxima.
+        """Makes the one pass over n elements: changes values and companion, and writes maxima.
 
         `norm` is the sum of squares of the values before; returned is that after.
         """
@@ -176,7 +176,7 @@ class Kernels(Protocol):
         signs: NDArray[np.float64],
         rule: FoldRule,
     ) -> FoldReport:
-        """The report of a fold, and how far its gradient leans along signs (`gradients.lean_of`)."""
+        """Returns the fold's report with its gradient's projection on signs (`gradients.lean_of`)."""
 
     def take_out(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
         """Undoes `fold` to the rounding of its sum."""

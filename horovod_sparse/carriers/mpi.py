@@ -169,7 +169,7 @@ class MpiCarrier:
         return self._inbox.pop(key, {})
 
     def _close(self) -> None:
-        """MPI must not end with a message awaited."""
+        """Cancels messages in flight, with which MPI must not end."""
         if not self._mpi.Is_finalized():
             self._next.Cancel()
             self._next.Wait()

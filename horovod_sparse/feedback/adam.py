@@ -79,7 +79,7 @@ class Normalizing(Rule):
         return dataclasses.replace(self, **found) if found else self
 
     def moved(self, age: int, new_age: int) -> float:
-        """Between two buckets the estimate stays, whose bias depends on the number of steps."""
+        """Returns the factor that keeps the corrected estimate equal at another age."""
         if not age:
             return 0.0
         return (1.0 - self._beta2**new_age) / (1.0 - self._beta2**age) if self.corrected else 1.0
@@ -165,7 +165,7 @@ class Alikeness:
         accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
 
     def learned(self, leans: tuple[float, float], told: np.ndarray) -> tuple[float, float]:
-        """The estimate after another step, in which ranks have told [P] how far their gradients lean."""
+        """Returns the estimate after another step, from the P projections that ranks have sent."""
         squares = float(told.mean()) ** 2, float(np.square(told).mean())
         # in the beginning steps are one rank's
         known = leans if any(leans) else (squares[1], squares[1])

@@ -166,17 +166,17 @@ class Bucket:
 
     @property
     def summed(self) -> int:
-        """How many ranks' gradients are summed before they are folded."""
+        """Returns the number of ranks whose gradients are summed before the fold."""
         return 1
 
     @property
     def whole(self) -> BucketInfo:
-        """The facts of all of it, and of all ranks: with two levels `info` is of a rank's part of it."""
+        """Returns the whole bucket's facts; with two levels `info` has those of this rank's slice."""
         return self.info
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The elements [start, stop) of the whole whose residual this rank keeps."""
+        """Returns the slice [start, stop) of the bucket whose residual this rank keeps."""
         return 0, self.info.num_elements
 
     def spread(self, held: np.ndarray) -> np.ndarray:
@@ -204,7 +204,7 @@ class Bucket:
         scale: float | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
-        """One synchronization: folds the gradient in, then runs the sparsifier's coroutine.
+        """Synchronizes once: folds the gradient, then runs the sparsifier's coroutine.
 
         A rank that refuses the step takes part for the others' sake alone. The sum comes back undivided;
         `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and
@@ -355,7 +355,7 @@ class Bucket:
         self._gradient = self._before = None
 
     def accept(self) -> None:
-        """The last step is applied, on all ranks: it will not be taken back, nor its gradient dropped."""
+        """Commits the last step: it cannot be rolled back any more."""
         self._gradient = self._before = None
         self.accumulator.accept()
         self._show()

@@ -87,7 +87,7 @@ class Feedback:
         return {}
 
     def moved(self, age: int, new_age: int) -> float:
-        """Returns the factor for companions of `age` steps that are taken for such of `new_age`."""
+        """Returns the factor that makes companions of `age` steps equal to those of `new_age` steps."""
         return 1.0
 
     def for_dense(self) -> Any:
@@ -96,7 +96,7 @@ class Feedback:
 
     @property
     def changes_dense(self) -> bool:
-        """Whether a gradient that is sent whole is changed before: by momentum, a moment, or clipping."""
+        """True if momentum, a moment or clipping changes a gradient that is sent whole."""
         return self.num_companions > 0 or self.clip_norm is not None
 
     def for_shards(self, count: int) -> Any:
@@ -218,7 +218,7 @@ class MomentumCorrection(Feedback):
         return {"momentum": self.momentum, "nesterov": self.nesterov, "masking": self.masking}
 
     def for_dense(self) -> MomentumCorrection:
-        """Unmasked: a velocity that is cleared in every step would be none."""
+        """Returns this feedback without masking, which would clear the velocity in every step."""
         return dataclasses.replace(self, masking=False)
 
 

@@ -57,7 +57,7 @@ _REASONS: Mapping[str, str] = {
 
 
 def feedback_named(name: str | feedbacks.Feedback) -> feedbacks.Feedback:
-    """A feedback by its name, or the feedback itself.
+    """Returns the feedback of a name, or the given feedback.
 
     Example:
         >>> feedback_named("momentum").momentum

@@ -127,7 +127,7 @@ class TwoLevelBucket(Bucket):
 
     @property
     def whole(self) -> BucketInfo:
-        """The facts of the whole bucket, and of all ranks."""
+        """Returns the facts of the whole bucket, with the number of all ranks."""
         return self._whole
 
     @property

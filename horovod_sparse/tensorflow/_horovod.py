@@ -18,7 +18,7 @@ _start = object()
 
 
 def _noted(init: Any) -> Any:
-    """`init`, after which `present_start` is another one, if it has started anything."""
+    """Wraps `init`, so that `present_start` changes when it starts Horovod."""
 
     @functools.wraps(init)
     def noted(*arguments: Any, **named: Any) -> None:

@@ -163,7 +163,7 @@ class Order:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def behind(self) -> Any:
-        """Returns a context whose operations run after what was noted last."""
+        """Returns a context whose operations run after the last noted operation."""
         graph = tf.compat.v1.get_default_graph()
         name = self._last.get(graph)
         return tf.control_dependencies([] if name is None else [graph.get_tensor_by_name(name)])

@@ -85,7 +85,7 @@ class Part(common.BucketPart):
             self.abandon()
 
     def take_back(self, names: Collection[str]) -> None:
-        """Puts the last sum of variables that nobody applies back: each rank's residual gets its share."""
+        """Adds the last sum of variables that no rank applies back to the residuals, in equal shares."""
         # those that hold the same elements: with two levels the ranks of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
         first, last = self.bucket.shard

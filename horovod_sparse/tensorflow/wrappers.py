@@ -202,7 +202,7 @@ class _Methods(tf.GradientTape):
         learning_rate: Any = None,
         loss_scale: Any = None,
     ) -> Any:
-        """Gradients, synchronized over ranks.
+        """Returns gradients, synchronized over ranks.
 
         Args:
             target: see `tf.GradientTape.gradient`.

@@ -219,7 +219,7 @@ class GradientTraining(Training):
         ]
 
     def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
-        """No rank applies this step; raises why not, unless that is no error, or a loss scaler finds out."""
+        """Cancels the step on all ranks; raises the reason, unless it is skipped or a scaler sees it."""
         verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:

@@ -187,7 +187,7 @@ class Binding(Steps):
         self._expose()
 
     def _expose(self) -> None:
-        """Second moment or velocity, under PyTorch's name, and residual: in the optimizer's state."""
+        """Puts second moment or velocity, and residual, into the optimizer's state."""
         for part in self.parts:
             memory = part.bucket.accumulator.memory()
             names = RESIDUAL, self._rule.moment

@@ -119,7 +119,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_apart(indices: NDArray[np.int32]) -> bool:
-    """Whether no index stands twice, where that is seen quickly: ascending stretches that do not overlap."""
+    """True if the indices are seen to be unique: ascending stretches that do not overlap."""
     ends = np.flatnonzero(indices[1:] <= indices[:-1])
     firsts = indices[np.concatenate([[0], ends + 1])]
     lasts = indices[np.concatenate([ends, [indices.size - 1]])]

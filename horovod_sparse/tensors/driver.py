@@ -197,7 +197,7 @@ class Driver:
         task.finished, task.done = time.perf_counter(), True
 
     def _fail(self, error: BaseException) -> None:
-        """Horovod failed: lets go of all that is in flight, so that names are free for a new start."""
+        """Drops everything in flight after Horovod failed, so that a new start may use the names."""
         self._failure = error
         deadline = time.perf_counter() + _DRAIN_SECONDS
         for _, _, handle in list(self.parked.values()):

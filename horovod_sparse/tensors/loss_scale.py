@@ -26,7 +26,7 @@ class _Pass:
         self.scaler = scaler
 
     def end(self) -> None:
-        """PyTorch calls this where the pass has not failed."""
+        """Called by PyTorch after a pass that has not failed."""
         scaled_passes[:] = [one for one in scaled_passes if one() not in (None, self)]
 
 

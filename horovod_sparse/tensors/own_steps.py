@@ -167,7 +167,7 @@ class StepBucket(ParameterBucket, StepPart):
         return GradientParts(list(map(host_view, self._steps())))
 
     def _whole(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Momentum and gradient of the parameters that move, in their shape."""
+        """Returns momentum and gradient of the parameters that move, in their shape."""
         for number in self._counted:
             momentum = self.view(number, self.bucket.accumulator.companions[0])
             gradient = self.gradients[number]
@@ -229,7 +229,7 @@ class StepBucket(ParameterBucket, StepPart):
         return self.bucket.feedback.moved(self.age(number), self.bucket.progress.age) or 1.0
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:
-        """Residual and companions of a parameter, flat: the very memory that passes change."""
+        """Returns flat views of a parameter's residual and companions, which passes change."""
         where = slice(*self.places[number])
         return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
 

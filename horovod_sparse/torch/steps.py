@@ -67,7 +67,7 @@ class StepSynchronizer(OverHorovod, Binding):
         super()._before_loading(optimizer, saved)
 
     def retire(self) -> None:
-        """Another optimizer was made for these parameters: this one steps as PyTorch's again."""
+        """Unbinds: another optimizer was made for these parameters, and this one is PyTorch's again."""
         self.detach()
 
 

@@ -158,7 +158,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return new
 
     def take_back(self, entry: Any) -> None:
-        """Goes on from an entry that fits, or from nothing; a step under way is ended and given up."""
+        """Loads a saved entry that fits, or resets; cancels a step in progress first."""
         if entry is not None:
             entry = checked_entry(self, entry)
         self.finish_pending()

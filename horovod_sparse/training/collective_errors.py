@@ -97,7 +97,7 @@ def refuse_absence(hvd: Any, process_set: Any) -> None:
 
 
 def horovod_binding(framework: str, has: str) -> Any:
-    """Horovod's module for "PyTorch" or "TensorFlow", which `has` a function if it was built for it."""
+    """Returns Horovod's module for "PyTorch" or "TensorFlow"; refuses one that lacks the function `has`."""
     name = "horovod.torch" if framework == "PyTorch" else "horovod.tensorflow"
     try:
         found = importlib.import_module(name)

@@ -137,7 +137,7 @@ def held_residuals(parts: Sequence[BucketPart], num_companions: int) -> list[dic
 def assign_residuals(
     parts: Sequence[BucketPart], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> None:
-    """Puts residuals and companions into parts, whose sparsifiers start anew; dense ones carry theirs."""
+    """Puts residuals and companions into parts, and resets their sparsifiers."""
     for part in parts:
         part.restart(progress_of(part.names, progress))
         if any(name in by_name for by_name in arrays for name in part.names):
@@ -173,7 +173,7 @@ def _moved(part: BucketPart, progress: Progress) -> float:
 
 
 def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
-    """Multiplies residuals, and companions that add up, by a factor of another number of ranks."""
+    """Multiplies residuals, and companions that add up, by `factor`, after the number of ranks changed."""
     return [
         {name: values * factor for name, values in by_name.items()}
         if factor != 1.0 and (number == 0 or feedback.adds_up)

@@ -254,7 +254,7 @@ def _flat(dense: Array) -> Array:
 
 
 def matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
-    """Returns checked indices, and a value for each in the type in which sums are made."""
+    """Checks indices, and returns them with their values in the type of sums."""
     where = checked(indices, num_elements)
     new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
     if new.size != where.size:

@@ -258,7 +258,7 @@ class DenseReducer:
     def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], _rate: Any = None, *, scaled: bool = False
     ) -> tuple[list[Any], None]:
-        """Reduced gradients; None stays None. No step is skipped, and a sum with NaN is NaN on all ranks."""
+        """Returns reduced gradients; None stays None. A sum with NaN is NaN on all ranks."""
         refuse_graphs()
         if not self.is_needed:
             return list(gradients), None

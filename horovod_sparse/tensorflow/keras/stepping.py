@@ -87,7 +87,7 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
 
 
 def _still(base: Any) -> Any:
-    """Keras' class without its update of variables: iterations, averages and constraints are its own."""
+    """Returns Keras' class without its update of variables; it still counts, averages, constrains."""
 
     class Still(base):
         _horovod_sparse_base = base
