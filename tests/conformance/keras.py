@@ -173,7 +173,7 @@ class Interruption(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("kind", kinds("new"))
-def test_callbacks(kind, rank, size, everywhere):
+def test_callbacks_broadcast_weights_average_metrics_and_warm_rates_up(kind, rank, size, everywhere):
     model, first, rates, seen = make_model(seed=rank), [], [], {"before": [], "after": []}
     optimizer = hvd.DistributedOptimizer(sgd(kind, 0.1 * size), compression=SPARSE)
 

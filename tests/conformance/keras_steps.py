@@ -113,7 +113,7 @@ def test_a_gradient_that_is_not_finite_ends_an_own_step_on_all_ranks(every, rank
     assert np.isfinite(weight.numpy()).all()
 
 
-def test_local_steps(rank, size):
+def test_local_steps_of_one_dense_step_are_data_parallel_training(rank, size):
     """Of one step, densely and by SGD, they are data-parallel training; sparsely replicas are equal again."""
     dense, broadcast = make_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     fit(dense, sgd(), rank, size, callbacks=[broadcast, hvd.LocalSteps(every=1, compression=EVERYTHING)])

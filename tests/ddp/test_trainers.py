@@ -49,7 +49,7 @@ def _check(*runs: tuple[torch.nn.Module, Any]) -> None:
 
 
 @schedules
-def test_the_trainer_of_transformers(every, delay, folder, size):
+def test_transformers_trainer_resumes_where_it_was_killed(every, delay, folder, size):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
     class Net(torch.nn.Module):
@@ -95,7 +95,7 @@ def test_the_trainer_of_transformers(every, delay, folder, size):
 
 
 @schedules
-def test_lightning(every, delay, folder, size):
+def test_lightning_resumes_where_it_was_killed(every, delay, folder, size):
     lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
 
     class Module(lightning.LightningModule):
@@ -144,7 +144,7 @@ def test_lightning(every, delay, folder, size):
 
 
 @schedules
-def test_accelerate(every, delay, folder, size):
+def test_accelerate_resumes_where_it_was_killed(every, delay, folder, size):
     accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
     def run(stop: int = 40, resumes: bool = False):

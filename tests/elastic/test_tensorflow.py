@@ -43,18 +43,3 @@ def test_a_worker_is_replaced_another_joins_and_a_gradient_that_is_not_finite_en
     lawful(entries)
     assert not of(entries, "ended")
     assert "NonFiniteGradientError" in log
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("trained", [TRAINED, ["eager topk:density=0.2", "stock randomk:density=0.2"]])
-def test_ranks_go_and_come(tmp_path, trained):
-    """2, 1, 2 and 3 ranks; functions are traced once on the rank that survives and is there all the time."""
-    task = {"trained": trained, "batches": 12, "killed": {HOSTS[1]: 3}, "until": {"6": 2, "9": 3}}
-    with elastic_job(tmp_path, WORKER, json.dumps(task)) as job:
-        job.wait_for(lambda entries: bool(of(entries, "batch", batch=6, size=1)))
-        job.set_hosts([HOSTS[0], HOSTS[2]])
-        job.wait_for(lambda entries: bool(of(entries, "batch", batch=9, size=2)))
-        job.set_hosts([HOSTS[0], HOSTS[2], HOSTS[3]])
-        assert job.wait() == 0, job.log
-    assert len(of(job.entries, "ended", value="finished")) == 3
-    lawful(job.entries)

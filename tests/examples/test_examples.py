@@ -35,7 +35,7 @@ def launched(
     "compression", ["exdyna:density=0.05", pytest.param("none", marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("example", ["pytorch_mnist", "ddp_digits", KERAS])
-def test_it_learns_and_tells_its_bytes(example: str, compression: str, tmp_path: Path) -> None:
+def test_an_example_learns_and_tells_its_bytes(example: str, compression: str, tmp_path: Path) -> None:
     if example.startswith("tensorflow"):
         pytest.importorskip("tensorflow")
     own = example == "tensorflow2_keras_mnist" and compression != "none"  # its default learns as well

@@ -22,7 +22,6 @@ from horovod_sparse.simulation import AlphaBeta, num_rounds, share_of_bytes
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
-SECONDS = st.floats(0.0, 10.0)
 
 
 @st.composite

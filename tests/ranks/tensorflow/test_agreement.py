@@ -29,7 +29,7 @@ def refused(step: Any, words: str) -> None:
     assert time.monotonic() - begun < SECONDS
 
 
-def test_another_way_of_one_tape(rank, size):
+def test_a_dense_tape_beside_a_sparse_one_is_told(rank, size):
     training = OWN.train(TEXT if rank < size - 1 else "none", tensor_selection=None)
     refused(lambda: training.step(given(rank, 0)), "compression differs")
 
@@ -45,7 +45,7 @@ def test_another_way_of_one_tape(rank, size):
         ),
     ],
 )
-def test_keras(rank, size, first, last, words):
+def test_optimizers_of_keras_given_different_things_are_told(rank, size, first, last, words):
     arguments = last if rank == size - 1 else first
     if isinstance(arguments["compression"], str):
         arguments = {**arguments, "compression": hvd.Compression.parse(arguments["compression"])}

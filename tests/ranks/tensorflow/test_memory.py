@@ -44,7 +44,7 @@ WAYS = {
 }
 
 
-def test_nothing_is_left_of_it(rank, size):
+def test_optimizers_and_compressors_are_freed(rank, size):
     """Of any way, eager or in a graph. The garbage is collected once, which takes seconds."""
     used, buckets, created = {}, [], Bucket.__init__
 

@@ -32,7 +32,7 @@ def choose(patch, way):
 @pytest.mark.parametrize("way", ["blocks", "some blocks", "sample", "digits"])
 @given(history=histories())
 @settings(max_examples=16, deadline=None)
-def test_any_history(way, history):
+def test_any_history_equals_plain_arrays(way, history):
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, way)
         play(history)
@@ -75,7 +75,7 @@ def test_memory_beyond_residual_and_gradient():
 
 @given(seed=SEEDS, name=st.sampled_from(DTYPES), form=st.integers(0, 6))
 @settings(max_examples=25, deadline=None)
-def test_any_strides(seed, name, form):
+def test_gradients_of_any_strides_are_folded_in_order(seed, name, form):
     whole = as_gradient(make("gaussian", 40 * 50 * 3, seed), name).reshape(40, 50, 3)
     if name != "bfloat16":
         whole[-1, ::7, :] = np.nan
@@ -93,7 +93,7 @@ def test_any_strides(seed, name, form):
     assert whole.tobytes() == before
 
 
-def test_odd_addresses():
+def test_gradients_at_odd_addresses_are_folded():
     odd = np.zeros(401, np.uint8)[1:].view(np.float32)
     odd[:] = np.arange(100)
     accumulator = HostAccumulator(100)

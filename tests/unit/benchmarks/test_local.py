@@ -16,7 +16,7 @@ from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 
 
-def test_it_runs(tmp_path, capsys):
+def test_the_local_bench_times_every_sparsifier(tmp_path, capsys):
     file = tmp_path / "result.json"
     assert main(["--elements", "20003", "--density", "0.01", "--repeat", "2", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
@@ -29,7 +29,7 @@ def test_it_runs(tmp_path, capsys):
     assert "Memory beyond" in capsys.readouterr().out
 
 
-def test_it_runs_with_tensors_too(tmp_path):
+def test_the_local_bench_runs_on_tensors(tmp_path):
     file = tmp_path / "result.json"
     sizes = ["--elements", "20000", "--density", "0.01", "--repeat", "1"]
     assert main([*sizes, "--device", "cpu:0", "--only", "fold,exdyna,topk,qsgd", "--json", str(file)]) == 0

@@ -65,12 +65,12 @@ _RULES = [
 
 
 @rows_by("feedback,schedule,rules", _FEEDBACKS, _SCHEDULES, _RULES, each=6)
-def test_there_and_back(feedback: Any, schedule: Any, rules: ParameterRules) -> None:
+def test_a_recipe_written_as_text_is_read_back(feedback: Any, schedule: Any, rules: ParameterRules) -> None:
     made = Recipe(DGC(density=0.02, schedule=schedule, threshold="exact"), feedback, rules)
     assert parse_recipe(made.describe()) == made
 
 
-def test_by_hand() -> None:
+def test_texts_stand_for_these_recipes() -> None:
     text = (
         "topk: density = 0.01, schedule=exponential(steps=400,start=0.25), "
         "feedback=momentum(momentum=0.9, clip_norm=1.0), dense=('*.bias', '*.norm'), dense_below=64"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import ErrorFeedback, Member, MomentumCorrection, recipe
+from horovod_sparse.feedback import ErrorFeedback, Member, recipe
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.topology import Topology
 from support import laws
@@ -39,7 +39,7 @@ _SICK = {
 
 
 @rows_by("case,dtype,who", CASES, DTYPES, _SICK, ids=case_id)
-def test_every_rank_says_where(case: Case, dtype: str, who: str) -> None:
+def test_every_rank_names_the_parameter_that_is_not_finite(case: Case, dtype: str, who: str) -> None:
     sick, value = _SICK[who]
     scenario = Scenario(3, 120, dtype, num_steps=6)
     gradients = random_gradients(scenario)
@@ -144,7 +144,7 @@ def scenario_of(hosts: int, per_host: int, num_elements: int, **more: object) ->
 
 
 @rows_by("case,shape", CASES, _SHAPES, ids=case_id)
-def test_all_laws_hold(case: Case, shape: tuple[int, int, int]) -> None:
+def test_all_laws_hold_with_two_levels(case: Case, shape: tuple[int, int, int]) -> None:
     scenario = scenario_of(*shape)
     is_small = scenario.num_elements < 1000
     gradients = random_gradients(scenario, dyadic if is_small else layered)
@@ -152,7 +152,7 @@ def test_all_laws_hold(case: Case, shape: tuple[int, int, int]) -> None:
 
 
 @rows
-def test_it_is_what_hosts_of_one_rank_do_with_sums_and_shards(case: Case) -> None:
+def test_two_levels_are_hosts_of_one_rank_with_sums_and_shards(case: Case) -> None:
     scenario = scenario_of(3, 2, 400)
     gradients = random_gradients(scenario, dyadic)
     history = run(case.recipe, scenario, gradients)
@@ -182,7 +182,7 @@ def sick_run(
 
 
 @rows_by("case,position", CASES, [3, 45, 119], ids=case_id)
-def test_every_rank_of_every_host_says_where(case: Case, position: int) -> None:
+def test_every_rank_of_every_host_names_the_parameter_that_is_not_finite(case: Case, position: int) -> None:
     gradients = random_gradients(scenario_of(3, 2, 121, num_steps=5))
     gradients[_SICK_AT, 3, position] = np.nan
     history, results = sick_run(case, gradients)
@@ -227,14 +227,6 @@ def test_a_clipped_step_has_at_most_the_norm_that_was_asked_for() -> None:
     # two hosts, each clipped to 2 / sqrt(2), that agree
     assert np.linalg.norm(total) == pytest.approx(2 * 2.0 / math.sqrt(2))
     assert cluster.buckets[0].recipe.feedback.clip_norm == pytest.approx(2.0 / math.sqrt(2))  # type: ignore[attr-defined]
-
-
-def test_momentum_correction_is_that_of_sums() -> None:
-    described = recipe("topk", density=1.0, feedback=MomentumCorrection(momentum=0.5, masking=False))
-    flat = SimulatedCluster(described, 33, 4)
-    two = SimulatedCluster(described, 33, 4, topology=Topology.regular(2, 2))
-    for step in dyadic(np.random.default_rng(3), (4, 4, 33)).astype(np.float32):
-        np.testing.assert_array_equal(two.step([*step.copy()]), flat.step([*step.copy()]))
 
 
 @rows

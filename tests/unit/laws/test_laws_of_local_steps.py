@@ -364,7 +364,7 @@ def test_parameters_that_are_trained_later_are_not_left_alone(how):
         ({"compression": 3}, "compression=3"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given, words):
+def test_local_steps_refuse_what_cannot_be_by_name(given, words):
     with pytest.raises(ArgumentError, match=words):
         Rank(0, Meeting(1), **given)
 

@@ -260,7 +260,7 @@ _FOUND = [
 
 
 @rows_by("case,shape", _KEEPING, _FOUND, ids=case_id)
-def test_shapes_at_which_some_did(case: Case, shape: tuple[int, int, int, str]) -> None:
+def test_nobody_starves_at_shapes_at_which_some_did(case: Case, shape: tuple[int, int, int, str]) -> None:
     starve(case, *shape)
 
 

@@ -116,7 +116,7 @@ def test_rules_at_their_borders() -> None:
         (lambda parameter: "yes", "True or False for a"),
     ],
 )
-def test_bad_rules(rule: Any, complaint: str) -> None:
+def test_rules_of_selection_that_cannot_be_are_refused(rule: Any, complaint: str) -> None:
     with pytest.raises(ArgumentError, match=complaint):
         merging.select_tensors(rule, [merging.ParameterFacts("a", 1)])
     with pytest.raises(ArgumentError, match="min_elements=0"):

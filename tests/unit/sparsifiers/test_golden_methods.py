@@ -16,7 +16,6 @@ from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo, SparsifierState
 from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold, HardThresholdState
-from horovod_sparse.sparsifiers.mstopk import MSTopK
 from horovod_sparse.sparsifiers.sidco import FITS, Excess, SIDCo
 from horovod_sparse.thresholds import SampledThreshold
 from support.sampling import rows_by
@@ -141,20 +140,6 @@ def test_sidco_changes_the_number_of_stages(tail: str, first: float, feedback: s
     assert sent[0] == passed[0] if passed[0] else sent[0] == 1, "where nothing passes the k largest are sent"
     assert max(stages) > 1
     assert abs(np.mean(sent[-20:]) - 1) < 0.25
-
-
-#: state and facts of a bucket, which bisection does not look at
-_FRESH = (SparsifierState(), BucketInfo("b", 100_000))
-
-
-@rows_by("k,draw", [1, 30, 5000, 60_000, 99_999], ["standard_normal", "standard_cauchy", "random"])
-def test_mstopk_is_top_k(k: int, draw: str) -> None:
-    values = getattr(np.random.default_rng(4), draw)(100_000).astype(np.float32)
-    accumulator = folded(values)
-    many = MSTopK(num_passes=60).select(accumulator, k, *_FRESH).indices
-    np.testing.assert_array_equal(many, accumulator.largest(k))
-    few = MSTopK(num_passes=12).select(accumulator, k, *_FRESH).indices
-    assert few.size == np.unique(few).size == k
 
 
 def test_hard_threshold_sends_what_reaches_it(caplog: Any) -> None:

@@ -83,7 +83,7 @@ def test_algorithm_2_by_hand() -> None:
 
 @quick
 @given(st.data())
-def test_as_printed(data: st.DataObject) -> None:
+def test_the_papers_rebalancing_is_algorithm_3_as_printed(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 9))
     quotient = data.draw(st.integers(1, 20))
     num_blocks = 4 * size * quotient  # min_blk = n_b / (4 P) is then whole, as it is in the public constants

@@ -16,7 +16,6 @@ import horovod_sparse.tensorflow.keras as keras_hvd
 from horovod_sparse.collectives import AllGather, AllReduce
 from horovod_sparse.errors import (
     ArgumentError,
-    CollectiveMismatchError,
     UnknownNameError,
     UnsupportedError,
 )
@@ -52,16 +51,6 @@ def test_a_task_that_fails_sends_empty_messages_of_the_right_type():
     assert (buffer.size, buffer.dtype) == (0, np.float32)
     task.resume(buffer, _WORDS[:0])
     assert isinstance(task.error, ValueError)
-
-
-@pytest.mark.parametrize("kinds", [(AllReduce, AllReduce), (AllGather,), (AllGather, AllReduce, AllGather)])
-def test_rounds_that_were_not_declared_are_an_error(kinds):
-    task = _task(*kinds)
-    _, splits = task.start(_two_rounds(), (0, 2))
-    for _ in kinds:
-        _, splits = task.resume(np.zeros(2, np.float32), splits)
-    assert isinstance(task.error, CollectiveMismatchError)
-    assert not task.under_way
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])

@@ -95,34 +95,6 @@ def test_buckets_follow_the_model_not_the_parameter_groups():
     assert optimizer.plan == Plan((("2.bias", "0.bias"), ("2.weight", "0.weight")))
 
 
-def test_gradients_in_coo_form_land_where_they_belong():
-    class Picks(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = torch.nn.Embedding(6, 2, sparse=True)
-            self.table = torch.nn.Parameter(torch.zeros(7))
-            self.last = torch.nn.Parameter(torch.zeros(3))
-
-        def forward(self):
-            picked = torch.gather(self.table, 0, torch.tensor([1, 5, 5]), sparse_grad=True)
-            return picked.sum() + self.words(torch.tensor([2, 2])).sum() + self.last.sum()
-
-    net = Picks()
-    optimizer = wrap(net, "topk:density=1.0", sparse_as_dense=True)
-    for step in range(3):
-        net().backward()
-        optimizer.step()
-        assert net.table.grad.tolist() == [0, 1, 0, 0, 0, 2, 0], step
-        assert net.words.weight.grad.tolist() == [[0, 0], [0, 0], [2, 2], [0, 0], [0, 0], [0, 0]], step
-        assert net.last.grad.tolist() == [1, 1, 1], step
-        optimizer.zero_grad()
-    strict = Picks()
-    kept = wrap(strict, "topk:density=1.0")
-    with pytest.raises(UnsupportedError, match="sparse_as_dense"):
-        strict().backward()
-    assert kept.telemetry.last is None
-
-
 @pytest.mark.parametrize(
     ("kind", "warned"),
     [

@@ -12,7 +12,7 @@ from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNa
 from horovod_sparse.feedback.bucket import num_bytes_sent
 from horovod_sparse.merging import PROFILE_VERSION, Fit, Profile
 from horovod_sparse.planning.calibration import BucketMemory, Extent, calibration
-from horovod_sparse.planning.warmup import BackwardRecorder, BackwardTimes, HostStamps, mean_times
+from horovod_sparse.planning.warmup import BackwardTimes, mean_times
 from horovod_sparse.simulation import AlphaBeta, run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.dgc import DGC
@@ -143,39 +143,6 @@ def test_both_levels_are_measured_and_all_ranks_have_the_same_profile():
     assert alone.cost(TopK(), levels="host").communication.seconds(10**6) > 0.0, "nothing goes between hosts"
 
 
-def step(recorder, gaps, start=100.0, hook=0.5):
-    clock = start
-    recorder.begin(clock)
-    for name, gap in gaps.items():
-        clock += gap
-        recorder.arrived(name, clock, clock + hook)
-        clock += hook
-    recorder.end()
-
-
-def test_medians_of_the_steps_after_the_warm_up_without_the_hooks_own_time():
-    recorder = BackwardRecorder(["a", "b", "c"], 1, HostStamps().seconds_between)
-    step(recorder, {"c": 90.0, "b": 90.0, "a": 90.0})  # compiles
-    for extra in (0.0, 50.0, 1.0):  # one slow step changes no median
-        step(recorder, {"c": 3.0 + extra, "b": 2.0, "a": 4.0 + extra})
-    assert recorder.forward_seconds == [3.0, 53.0, 4.0]
-    assert recorder.times() == BackwardTimes({"c": 0.0, "b": 2.0, "a": 5.0}, 4.0, (9.0, 109.0, 11.0))
-
-
-def test_the_first_step_has_no_beginning_and_one_that_was_given_up_does_not_count():
-    recorder = BackwardRecorder(["a"], 0, HostStamps().seconds_between)
-    recorder.arrived("a", 1.0, 1.0)
-    recorder.end()
-    assert recorder.forward_seconds == []
-    recorder.begin(2.0)
-    recorder.arrived("a", 3.0, 3.0)
-    recorder.forget()
-    recorder.end()
-    assert recorder.forward_seconds == []
-    with pytest.raises(ProfileMismatchError, match="few steps"):
-        recorder.times()
-
-
 def test_ranks_agree_on_times_and_their_order_and_without_any_all_refuse():
     times = BackwardTimes({"b": 1.0, "a": 3.0}, 2.0)
     assert run_lockstep([mean_times(None), mean_times(times)]) == [times, times]
@@ -202,14 +169,14 @@ PROFILE = Profile(
 )
 
 
-def test_what_differs_is_told() -> None:
+def test_what_differs_from_the_measured_cluster_is_told() -> None:
     assert PROFILE.check(ClusterFacts(0, 4, "torch", "gloo")) == []
     told = PROFILE.check(ClusterFacts(0, 8, "tensorflow", "mpi", 0.002))
     words = ("4 ranks, here 8", "framework torch", "controller gloo", "a cycle time of 1 ms, here 2 ms")
     assert all(word in line for word, line in zip(words, told, strict=True))
 
 
-def test_there_and_back(tmp_path) -> None:
+def test_a_saved_profile_is_read_back(tmp_path) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE
@@ -228,7 +195,7 @@ def test_there_and_back(tmp_path) -> None:
         (PROFILE.to_json().replace("0.25", "-0.25"), "damaged.*z.weight"),
     ],
 )
-def test_what_is_no_profile(text, match, tmp_path) -> None:
+def test_a_file_that_is_no_profile_is_refused(text, match, tmp_path) -> None:
     with pytest.raises(ProfileMismatchError, match=match):
         Profile.from_json(text)
     path = tmp_path / "broken.json"
@@ -237,7 +204,7 @@ def test_what_is_no_profile(text, match, tmp_path) -> None:
         Profile.load(path)
 
 
-def test_what_cannot_be_applied() -> None:
+def test_a_profile_without_what_a_sparsifier_needs_is_refused() -> None:
     without = dataclasses.replace(PROFILE, collectives={"allgather": Fit(1e-3, 1e-8)})
     with pytest.raises(ProfileMismatchError, match="exdyna needs allreduce"):
         without.cost(ExDyna(density=0.01))

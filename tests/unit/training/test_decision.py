@@ -174,16 +174,6 @@ def test_a_profile_that_cannot_be_applied_is_refused_by_all(changed, match):
         refusing(decided([asked(merging="optimal", profile=profile)] * 2), errors.ProfileMismatchError, match)
 
 
-def test_a_rule_that_fails_on_rank_0_ends_planning_on_all():
-    def rule(parameter):
-        raise ZeroDivisionError("division by zero")
-
-    first, second = decided([asked(merging="optimal", tensor_selection=rule)] * 2)
-    assert isinstance(first, ZeroDivisionError)
-    assert type(second) is errors.HorovodSparseError
-    assert "on rank 0: ZeroDivisionError: division by zero" in str(second)
-
-
 SIZES = (40_000, 100, 300_000, 20_000, 5_000, 90_000, 700, 250_000, 60_000)
 NINE = [ParameterFacts(f"p{number}", size) for number, size in enumerate(SIZES)]
 HOSTS = Topology.regular(2, 2)

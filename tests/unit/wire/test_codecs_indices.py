@@ -65,7 +65,7 @@ def decode(name, words, count, n):
 @pytest.mark.parametrize("name", ALL)
 @quick
 @given(selection=selections())
-def test_round_trip(name, selection):
+def test_indices_are_decoded_as_they_were_encoded(name, selection):
     n, indices = selection
     valid, out = decode(name, encode(name, indices, n), indices.size, n)
     assert valid

@@ -139,21 +139,6 @@ def test_a_health_mark_outside_the_bucket_is_refused(format):
             unpack_sum(message, 1, format, 400, np.float32)
 
 
-@EVERY_FORMAT
-def test_every_truncation_and_extension_is_refused(format):
-    n, dtype = 400, np.float64
-    messages, _ = packed(format, n, dtype, [9, 0, 3])
-    buffer = np.concatenate(messages)
-    for end in range(buffer.size):
-        with pytest.raises(MessageError):
-            unpack_sum(buffer[:end], 3, format, n, dtype)
-    with pytest.raises(MessageError, match="belong to"):
-        unpack_sum(np.append(buffer, np.int32(0)), 3, format, n, dtype)
-    for size in (2, 4):
-        with pytest.raises(MessageError):
-            unpack_sum(buffer, size, format, n, dtype)
-
-
 def test_what_cannot_be_packed():
     indices, values, report = np.array([5, 2], np.int32), np.ones(2, np.float32), FoldReport()
     with pytest.raises(ArgumentError, match="ascending"):

@@ -19,7 +19,7 @@ GRAPH = [True, pytest.param(False, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize("graph", GRAPH)
-def test_recompute_grad(graph, rank, everywhere):
+def test_layers_that_are_computed_again_train_alike(graph, rank, everywhere):
     results = []
     for again in (False, True):
         variables, compression = weights(3), hvd.Compression.topk(density=0.2)

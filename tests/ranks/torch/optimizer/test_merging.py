@@ -86,11 +86,3 @@ def test_a_rank_without_any_gradient_does_not_stop_the_others(rank):
             train_step(model, optimizer, gradients(rank, step))
     assert optimizer.decision is not None
     assert same_plan(optimizer)
-
-
-def test_groups_make_the_buckets_they_name():
-    model = LinearModel(SHAPES)
-    optimizer = make(model, "topk:density=0.1", groups=[[model.first, model.wide], [model.bias]])
-    assert optimizer.plan == Plan((("wide", "first"), ("second",), ("bias",)))
-    model = LinearModel(SHAPES)
-    assert [len(b) for b in make(model, "topk", groups=2).plan.buckets] == [2, 2]

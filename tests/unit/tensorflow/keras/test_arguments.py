@@ -100,7 +100,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("error", "words", "given"), REFUSED)
-def test_what_is_refused(error, words, given):
+def test_optimizers_refuse_what_cannot_be_by_name(error, words, given):
     with pytest.raises(error, match=words):
         given() if callable(given) else wrapped(**given)
 

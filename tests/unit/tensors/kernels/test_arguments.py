@@ -55,7 +55,7 @@ def folding(num_elements: int = 4, kind: Any = np.float32, companions: int = 0, 
         *((lambda make, way=way: getattr(make(4), way)([1], np.ones(2)), "one for each") for way in WRITES),
     ],
 )
-def test_refused(make: Any, call: Any, words: str) -> None:
+def test_wrong_arguments_of_accumulators_are_refused(make: Any, call: Any, words: str) -> None:
     with pytest.raises(MessageError if words == "index 4" else ArgumentError, match=words):
         call(make)
 

@@ -28,7 +28,7 @@ EXAMPLES: Any = {
 }
 
 
-def test_like_the_host(place: Any) -> None:
+def test_any_history_on_a_device_has_the_hosts_bits(place: Any) -> None:
     @settings(max_examples=place.num_examples, **EXAMPLES)
     @given(history=histories(place.max_elements))
     def check(history: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def test_like_the_host(place: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "cluster"])
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 2305), ("float64", 1157)])
-def test_hard_windows(place: Any, kind: str, dtype: str, n: int) -> None:
+def test_windows_of_clusters_have_the_hosts_bits(place: Any, kind: str, dtype: str, n: int) -> None:
     changes = [
         "look",
         "clear",
@@ -136,7 +136,9 @@ def test_damaged_messages_write_nothing(place: Any) -> None:
 @pytest.mark.parametrize(
     "code", [(0, 0, "mean"), (0, 64, "mean"), (1, 96, "max"), (7, 512, "max"), (127, 0, "l2")]
 )
-def test_torch_is_numpy(code: tuple[int, int, str], num_elements: int, dtype: type) -> None:
+def test_quantizers_of_tensors_have_the_hosts_bits(
+    code: tuple[int, int, str], num_elements: int, dtype: type
+) -> None:
     how, key = Quantization(*code), 0x9123456789ABCDEF
     values = layered(np.random.default_rng(num_elements), (num_elements,)).astype(dtype)
     values[::7] = 0.0
