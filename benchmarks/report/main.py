@@ -65,7 +65,6 @@ PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
         ("bandwidth", "bandwidth", pictures.bandwidth),
         ("demo", "demo", demo.draw),
         ("sync_gloo", "sync_gloo", pictures.synchronization),
-        ("train", "train", pictures.iterations),
         ("convergence", "convergence", pictures.accuracies),
         ("time_to_dense", "slow_links", pictures.bits_over_seconds),
         ("papers/exdyna_density", "papers", papers.density),

@@ -107,25 +107,6 @@ def synchronization(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def iterations(result: Mapping[str, Any]) -> Figure:
-    """Parts of an iteration, on an average rank; the longest bar is cut off."""
-    (launch,) = result["launches"]
-    figure, (axis,) = panels(1, height=3.4)
-    names = [item["method"] for item in launch["results"]]
-    left, limit = np.zeros(len(names)), 1.1e3 * seconds_of(launch)["dense"]
-    colors = {"forward": GREY, "backward": "#444444", "exchange": COLORS[1], "step": COLORS[3]}
-    for part, color in colors.items():
-        times = np.array([1e3 * item["parts"][part] for item in launch["results"]])
-        axis.barh(np.arange(len(names)), times, left=left, color=color, height=0.7, label=part)
-        left += times
-    for row, end in enumerate(left):
-        beside(axis, f"{end:,.0f}", min(end, 0.9 * limit), row)
-    rows(axis, names)
-    title = f"{launch['ranks']} hosts, {launch['rate']}, {launch['network']}"
-    titled(axis, title, xlim=(0, limit), xlabel="milliseconds, mean of the ranks")
-    return figure
-
-
 def accuracies(result: Mapping[str, Any]) -> Figure:
     """Accuracy of every sparsifier, all seeds, and the band of one point below dense."""
     facts = convergence.summary(dict(result))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.studies.baselines import BASELINES
-from benchmarks.studies.study import Result, Study, at_best_rate, markdown, rounded
+from benchmarks.studies.study import Result, Study, at_best_rate, markdown
 from benchmarks.studies.tasks import gpt_task
 from benchmarks.studies.training import train
 from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
@@ -117,7 +117,6 @@ def measure(run: str) -> Result:
         "training_bits": round(float(np.mean(last)) / math.log(2), 4),
         "bytes_per_step": round(trace.bytes_per_step),
         "num_elements": trace.num_elements,
-        "losses": rounded(trace.losses),
     }
 
 

@@ -83,13 +83,7 @@ def measure(name: str, task: Task | None = None, setting: dict[str, Any] = SETTI
     )
     return {
         "accuracy": round(trace.score, 4),
-        "final_loss": float(f"{np.mean(trace.losses[-20:]):.4g}"),
         "largest_applied": float(f"{max(trace.applied_norms):.4g}"),
-        # means of about eight steps each: for the picture
-        "losses": [
-            float(f"{part.mean():.3g}")
-            for part in np.array_split(np.array(trace.losses), max(1, len(trace.losses) // 8))
-        ],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -101,7 +100,6 @@ class Study:
         add = parser.add_argument
         add("--only", default="", metavar="TEXT", help="runs that have this in their name")
         add("--again", action="store_true", help="measure anew")
-        add("--part", default="0/1", metavar="I/N", help="every N-th run from the I-th on, for N processes")
         add("--json", type=Path, default=self.file, metavar="FILE", help="(default %(default)s)")
         options = parser.parse_args(arguments)
         torch.set_num_threads(1)
@@ -109,8 +107,7 @@ class Study:
         machine = f"{platform.machine()}, Python {platform.python_version()}"
         result |= {"command": f"scripts/study {self.name}", "machine": machine, **self.facts}
         runs = result.setdefault("runs", {}) if self.names() else {}
-        first, every = map(int, options.part.split("/"))
-        for run in itertools.islice(self.names(), first, None, every):
+        for run in self.names():
             if options.only in run and (options.again or run not in runs):
                 print(run, file=sys.stderr)
                 runs[run] = self.measure(run)

@@ -29,7 +29,6 @@ class Task:
         loss: of a model on a batch.
         test: called with a model, rank and size: the sum of scores over this rank's share of the test data,
             and the length of that share.
-        score_name: of the mean of those scores.
         momentum: of SGD.
     """
 
@@ -37,7 +36,6 @@ class Task:
     batches: Callable[[int, int, int, int], Iterator[Batch]]
     loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
     test: Callable[[nn.Module, int, int], tuple[float, int]]
-    score_name: str
     momentum: float = 0.0
 
     def score(self, model: nn.Module) -> float:
@@ -100,15 +98,7 @@ def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:
             epoch += 1
 
     images, labels = torch.from_numpy(test.images), torch.from_numpy(test.labels)
-    return _classes(make_model, batches, images, labels)
 
-
-def _classes(
-    make_model: Callable[[], nn.Module],
-    batches: Callable[[int, int, int, int], Iterator[Batch]],
-    images: torch.Tensor,
-    labels: torch.Tensor,
-) -> Task:
     def right(model: nn.Module, rank: int, size: int) -> tuple[float, int]:
         own = images[rank::size], labels[rank::size]
         model.eval()
@@ -123,7 +113,6 @@ def _classes(
         batches,
         lambda model, inputs, answers: functional.cross_entropy(model(inputs), answers),
         right,
-        "test accuracy",
         momentum=0.9,
     )
 
@@ -168,4 +157,4 @@ def _text(
         for inputs, targets in source_text.batches(train, rank, size, batch_size, length, num_steps, seed):
             yield torch.from_numpy(inputs), torch.from_numpy(targets)
 
-    return Task(make_model, batches, loss, bits, "bits per character")
+    return Task(make_model, batches, loss, bits)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies.study import Result, Study, markdown, rounded
+from benchmarks.studies.study import Result, Study, markdown
 from benchmarks.studies.tasks import Task, digits_task, text_task
 from benchmarks.studies.training import train_as_papers
 from horovod_sparse.thresholds import Sketch
@@ -37,11 +37,7 @@ def measure(run: str, task: Task | None = None, setting: dict[str, Any] | None =
         "num_elements": trace.num_elements,
         "targets": trace.targets,
         "counts": trace.counts,
-        "imbalance": rounded(trace.imbalance),
-        "global_error": rounded(trace.global_error),
-        "score_name": task.score_name,
         "score": round(trace.score, 4),
-        "final_loss": float(f"{np.mean(trace.losses[-20:]):.4g}"),
     }
 
 
@@ -68,7 +64,7 @@ def table(result: Result) -> str:
     rows = []
     for name, run in result["runs"].items():
         fact = facts(run)
-        score = f"{run['score']:.1%}" if run["score_name"] == "test accuracy" else f"{run['score']:.2f} bits"
+        score = f"{run['score']:.1%}" if name.startswith("digits") else f"{run['score']:.2f} bits"
         rows.append(
             [
                 name.replace("/", ", "),

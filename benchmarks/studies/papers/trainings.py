@@ -70,12 +70,7 @@ def on_ranks(run: str, setting: dict[str, Any] = RANKS) -> Result:
 
 
 def in_teams(run: str, setting: dict[str, Any] = TEAMS) -> Result:
-    """Trains with SparDL, the learning rate falling along a cosine.
-
-    Returns:
-        `steps`, `scores`, `losses`; with B-SAG `quota` (L, what is wanted of a block), `sent` (h) and
-        `after` (elements after the all-gather between teams), of rank 0 in every step.
-    """
+    """Trains with SparDL, the learning rate falling along a cosine."""
     number, mode, seed = run.split("/")
     teams, size, num_steps = int(number), setting["size"], setting["num_steps"]
     trace = train(
@@ -87,12 +82,7 @@ def in_teams(run: str, setting: dict[str, Any] = TEAMS) -> Result:
         seed=int(seed.removeprefix("seed ")),
         score_every=setting["score_every"],
     )
-    found = _written(trace)
-    if "num_after_teams" in trace.facts[-1]:
-        found["quota"] = round(setting["density"] * trace.num_elements) * teams / size
-        found["sent"] = [int(facts["num_between_teams"]) for facts in trace.facts]
-        found["after"] = [int(facts["num_after_teams"]) for facts in trace.facts]
-    return found
+    return _written(trace)
 
 
 RANKS_STUDY = Study(
