@@ -1,4 +1,4 @@
-"""The command `horovod-sparse`: its subcommands, and the quantities that they read."""
+"""The command `horovod-sparse`: is it worth it, what does a cluster cost, what is wrong here."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def _quantity(text: str, units: dict[str, float], what: str) -> float:
         value = -1.0
     if not 0.0 < value < math.inf:
         wrong = "has no unit" if match and not match[2] and "" not in units else "is no number above 0"
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong}, with {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}: give one with {what}")
     return value
 
 
-positive = partial(_quantity, units={"": 1.0}, what="no unit")
+positive = partial(_quantity, units={"": 1.0}, what="no unit, as in 180")
 time = partial(_quantity, units=_SECONDS, what="s, ms, us or ns behind it, as in 50us")
 num_parameters = partial(_quantity, units=_COUNTS, what="k, M or B behind it, as in 124M, or nothing")
 
