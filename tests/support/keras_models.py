@@ -12,8 +12,9 @@ NUM_SAMPLES = 32
 def share(rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """This rank's samples: as many on every rank, and a last batch that is not full."""
     rng = np.random.default_rng(0)
-    images = rng.normal(size=(NUM_SAMPLES * 3, 8)).astype(np.float32)
-    labels = rng.integers(0, 3, NUM_SAMPLES * 3)
+    count = NUM_SAMPLES * max(3, size)
+    images = rng.normal(size=(count, 8)).astype(np.float32)
+    labels = rng.integers(0, 3, count)
     mine = slice(rank * NUM_SAMPLES, (rank + 1) * NUM_SAMPLES - 4)
     return images[mine], labels[mine]
 
