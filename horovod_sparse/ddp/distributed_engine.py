@@ -9,7 +9,7 @@ import socket
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from horovod_sparse.tensors.models import new_facts, trained_by
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
-from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.engine import Facts
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -124,25 +124,19 @@ _START = object()
 
 
 class DistributedEngine:
-    """An `Engine` for the parameters of a model that are trained, by their names in it.
-
-    Args:
-        binding: the training, which makes its parts.
-    """
+    """An `Engine` for the parameters of a model that are trained, by their names in it."""
 
     name = "horovod_sparse.ddp"
 
     def __init__(
         self,
-        binding: Any,
         model: torch.nn.Module,
         recipe: Recipe,
         optimizer: torch.optim.Optimizer | None,
         group: dist.ProcessGroup | None,
         deadline_seconds: float | None,
     ) -> None:
-        self.binding, self.model = binding, model
-        self._recipe, self.optimizer, self._group = recipe, optimizer, group
+        self.model, self._recipe, self.optimizer, self._group = model, recipe, optimizer, group
         shards: list[Any] = [
             one for one in trained_by(optimizer, model).values() if hasattr(one, "device_mesh")
         ]
@@ -185,11 +179,6 @@ class DistributedEngine:
             return {}
         names = {one: name for name, one in trained_by(self.optimizer, self.model).items()}
         return new_facts(self.optimizer, known, names, self._recipe.rules)
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Any]:
-        return self.binding.make_parts(specs, facts, place, topology)
 
     def carry_out(
         self, coroutine: Synchronization[Any], topology: Topology | None, name: str = "agreement"

@@ -46,7 +46,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         group: dist.ProcessGroup | None,
         settings: Settings,
     ) -> None:
-        engine = DistributedEngine(self, model, recipe, optimizer, group, settings.deadline_seconds)
+        engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, optimizer)
         #: whether ranks tell which parameters have gradients
         self._tells = True

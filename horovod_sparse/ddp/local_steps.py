@@ -71,6 +71,6 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
                 process_group = group_of(model, wrappers, process_group, "process_group")
             silence(wrappers)
             engine = DistributedEngine(
-                *(self, model, schedule.recipe, optimizer), process_group, settings.deadline_seconds
+                *(model, schedule.recipe, optimizer), process_group, settings.deadline_seconds
             )
             super().__init__(optimizer, model, engine, schedule, settings)

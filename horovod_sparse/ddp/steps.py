@@ -57,7 +57,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         settings: Settings,
         schedule: Schedule,
     ) -> None:
-        engine = DistributedEngine(self, model, recipe, optimizer, group, settings.deadline_seconds)
+        engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
         tell_of_loading([inner_of(model)], self)
 

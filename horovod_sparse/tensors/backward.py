@@ -71,7 +71,6 @@ class GradientTraining(Training):
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[GradientBucket]:
-        """Makes parts as `Engine.make_parts` does, which engines leave to it."""
         given = {"optimizer": self.optimizer}
         return [
             GradientBucket(spec, facts, place, topology=None if spec.dense else topology, **given)

@@ -339,7 +339,6 @@ class Binding(Steps):
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[StepBucket]:
-        """See `Engine.make_parts`; engines of front ends ask for it."""
         return [StepBucket(spec, facts, place, self.schedule.moves_alone, self.ages) for spec in specs]
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -159,8 +159,7 @@ class LocalBinding(local_steps.LocalTraining):
         schedule: LocalSchedule,
         settings: Settings,
     ) -> None:
-        engine.binding, self.schedule = self, schedule
-        self.optimizer, self._model = optimizer, model
+        self.schedule, self.optimizer, self._model = schedule, optimizer, model
         _have_local_steps.update(dict.fromkeys(self._trained(), True))
         #: of parameters that others may train, whether they were frozen, and a digest, where training begins
         self._known: dict[str, tuple[bool, bytes]] = {}
@@ -268,7 +267,6 @@ class LocalBinding(local_steps.LocalTraining):
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[LocalBucket]:
-        """Makes parts as `Engine.make_parts` does, which engines of front ends leave to a binding."""
         return [LocalBucket(spec, facts, place, self.schedule) for spec in specs]
 
     def _take_loaded(self) -> None:

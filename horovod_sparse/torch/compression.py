@@ -11,7 +11,7 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.gradients import memory_of
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.horovod_engine import construction_errors
+from horovod_sparse.torch.driver import construction_errors
 from horovod_sparse.training.allreduce import LoneTensor, refuse_gradients
 from horovod_sparse.training.compression import Algorithms
 

@@ -1,27 +1,31 @@
-"""Requests as Horovod's asynchronous calls, the driver of coroutines over them, and failures explained."""
+"""PyTorch over Horovod: requests as asynchronous calls, the driver of coroutines, and a training's engine."""
 
 from __future__ import annotations
 
 import logging
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from horovod_sparse import collectives
+from horovod_sparse import collectives, errors
 from horovod_sparse.carriers import exchanges
 from horovod_sparse.carriers.exchanges import Handle, Rounds
 from horovod_sparse.collectives import Request, Synchronization
-from horovod_sparse.errors import ArgumentError, CollectiveMismatchError, UnsupportedError, warn_once
+from horovod_sparse.feedback import Recipe
+from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.layout import readable_tensor
-from horovod_sparse.topology import Topology
+from horovod_sparse.tensors.models import new_facts
+from horovod_sparse.topology import ClusterFacts, Placement, Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
+from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
-from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.engine import Facts, carry_out
 from horovod_sparse.training.training import Training
 
 if TYPE_CHECKING:  # one rank has no use for it
@@ -60,7 +64,7 @@ def start(
 ) -> Handle:
     """Starts a collective without waiting: on all ranks the same kind under the same name, in any order."""
     if process_set.size() is None:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
         )
     if request.level != "all":
@@ -101,7 +105,7 @@ def _start_within(
 ) -> Handle:
     """Starts a request of a host's ranks, or a column's, as messages: process sets cost every cycle."""
     if topology is None:
-        raise CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
+        raise errors.CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
     ranks = topology.group(request.level, process_set.rank())
     if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
         return _scatter_sum(request, name, process_set, ranks)
@@ -152,7 +156,7 @@ def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callabl
         return readable_tensor(buffer), _array
     if buffer.device.type == "cpu" or _reduces(buffer):
         return buffer, lambda total: total
-    warn_once(
+    errors.warn_once(
         "Horovod is built without operations on %s: dense parameters are summed on the host. To sum them on "
         "the device, build it with HOROVOD_GPU_OPERATIONS=NCCL (scripts/setup --gpu)",
         buffer.device.type,
@@ -258,8 +262,121 @@ def carry_out_together(
 def explain(error: BaseException) -> None:
     """Raises what the user can change instead of a failure of Horovod's, where that is known."""
     if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "
             "sparse synchronization needs every rank's message. Give every rank the same number of batches "
             f"(drop_last=True, or a padding sampler) ({error})"
         ) from error
+
+
+#: how long ranks that have waited in vain may differ in when they stopped
+_ANSWER_SECONDS = 5.0
+
+#: of optimizers and compressors
+construction_errors = ConstructionErrors.of_horovod(hvd)
+
+
+def _refuse_whole_gradients(names: Sequence[str], process_set: Any) -> None:
+    """Finds out whether a rank that did not come sends whole gradients, and ends that.
+
+    It waits for collectives of the parameters' names. Putting another type under such a name is an error of
+    Horovod's on all ranks. Nothing goes on afterwards in any case, so it does not matter if nobody answers.
+    """
+    other = torch.float64
+    handles = [
+        hvd.allreduce_async(torch.zeros(1, dtype=other), name=name, process_set=process_set) for name in names
+    ]
+    until = time.monotonic() + _ANSWER_SECONDS
+    while not all(map(hvd.poll, handles)) and time.monotonic() < until:
+        time.sleep(0.01)
+    for handle in handles:
+        try:
+            if hvd.poll(handle):
+                hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            if "mismatched" in str(error).lower():
+                raise errors.StateMismatchError(
+                    f"compression differs: another rank sends whole gradients ({error}); give all ranks the "
+                    "same"
+                ) from error
+
+
+class HorovodEngine(HorovodDriver):
+    """An `Engine` for the parameters that one optimizer trains, and what runs their coroutines."""
+
+    name = "horovod_sparse.torch"
+    start_token = staticmethod(present_start)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        names: Mapping[torch.Tensor, str],
+        recipe: Recipe,
+        process_set: Any,
+        deadline_seconds: float | None,
+    ) -> None:
+        super().__init__(process_set, deadline_seconds)
+        self.optimizer, self._names, self._recipe = optimizer, dict(names), recipe
+        self._deadline_seconds, self._trained = deadline_seconds, set[str]()
+
+    def rank_and_size(self) -> tuple[int, int]:
+        return int(self.process_set.rank()), int(self.process_set.size())
+
+    def ranks(self) -> Placement:
+        return Placement.of_horovod(hvd, self.process_set)
+
+    def facts(self, known: Facts) -> Facts:
+        new = new_facts(self.optimizer, known, self._names, self._recipe.rules)
+        self._trained |= new.keys()
+        return new
+
+    def carry_out(
+        self, coroutine: Synchronization[Any], topology: Topology | None, name: str = "agreement"
+    ) -> Any:
+        """Carries out as `Engine.carry_out`, under one name: ranks that differ meet there."""
+        try:
+            return carry_out_together(
+                *(coroutine, self.process_set, f"horovod_sparse.{name}"),
+                deadline_seconds=self._deadline_seconds,
+                meanwhile=construction_errors.looking(self.process_set),
+                topology=topology,
+            )
+        except errors.DeadlineError:
+            _refuse_whole_gradients(sorted(self._trained), self.process_set)
+            raise
+
+    def declared(self) -> Mapping[str, object]:
+        ranks = self.process_set.ranks
+        return {"process_set": "all" if ranks is None else list(ranks)}
+
+    def to_array(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())
+
+
+class OverHorovod:
+    """Gives a training its driver, and connects it once ranks have agreed."""
+
+    engine: HorovodEngine
+    starter: Any = property(operator.attrgetter("engine"))
+
+    def agree(self: Any, **how: Any) -> None:
+        is_due = not self.is_agreed
+        super().agree(**how)  # type: ignore[misc]
+        if is_due:
+            self.engine.begin(self)
+
+
+def where_of(process_set: Any, device: torch.device) -> ClusterFacts:
+    """Returns this rank's place, and the facts of the cluster for a profile."""
+    words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return ClusterFacts.of(process_set, "torch", hvd, words)
+
+
+def most_of(parameters: Sequence[ParameterFacts]) -> tuple[torch.device, str]:
+    """Returns the device and type of most elements, which are measured for all."""
+    elements: dict[tuple[str, str], int] = {}
+    for parameter in parameters:
+        key = parameter.device, parameter.dtype
+        elements[key] = elements.get(key, 0) + parameter.num_elements
+    name, dtype = max(elements, key=lambda key: elements[key])
+    return torch.device(name), dtype

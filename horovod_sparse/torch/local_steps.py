@@ -11,7 +11,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
 from horovod_sparse.tensors.models import trained_by
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, construction_errors
+from horovod_sparse.torch.driver import HorovodEngine, OverHorovod, construction_errors
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
 
 if TYPE_CHECKING:
@@ -70,14 +70,12 @@ class LocalSteps(OverHorovod, LocalBinding):
         if sharded := [name for one, name in names.items() if hasattr(one, "device_mesh")]:
             allowed = "a model of plain tensors; horovod_sparse.ddp.LocalSteps takes one of fully_shard"
             raise ArgumentError("model", f"{sharded[0]}, a DTensor", allowed)
-        engine = HorovodEngine(
-            *(self, optimizer, names, schedule.recipe), process_set, settings.deadline_seconds
-        )
+        engine = HorovodEngine(*(optimizer, names, schedule.recipe), process_set, settings.deadline_seconds)
         super().__init__(optimizer, model, engine, schedule, settings)
 
     def _advance(self) -> None:
         """Begins each round of a coroutine in a step of the optimizer."""
-        self.engine.driver.advance()
+        self.engine.advance()
 
 
 class _Survivor(StateHandler):

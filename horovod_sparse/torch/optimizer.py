@@ -17,7 +17,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
-from horovod_sparse.torch.horovod_engine import construction_errors
+from horovod_sparse.torch.driver import construction_errors
 from horovod_sparse.torch.methods import Methods, clip_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.compression import check_compression, refuse_double_momentum

@@ -13,7 +13,7 @@ from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding
 from horovod_sparse.tensors.models import ENTRY, checked_entry, claim
-from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod
+from horovod_sparse.torch.driver import HorovodEngine, OverHorovod
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
@@ -34,7 +34,7 @@ class StepSynchronizer(OverHorovod, Binding):
         process_set: Any,
         groups: Any,
     ) -> None:
-        engine = HorovodEngine(self, optimizer, names, recipe, process_set, settings.deadline_seconds)
+        engine = HorovodEngine(optimizer, names, recipe, process_set, settings.deadline_seconds)
         self._groups, self.process_set = groups, process_set
         super().__init__(optimizer, engine, recipe, settings, schedule)
         claim(self, [one for group in optimizer.param_groups for one in group["params"]])

@@ -20,9 +20,9 @@ from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.tensors.loss_scale import scaled_passes
 from horovod_sparse.tensors.models import checked_entry, claim
 from horovod_sparse.topology import ClusterFacts, launched_hosts
+from horovod_sparse.torch import driver
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.driver import carry_out_together, explain
-from horovod_sparse.torch.horovod_engine import HorovodEngine, OverHorovod, most_of, where_of
+from horovod_sparse.torch.driver import HorovodEngine, OverHorovod
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
@@ -56,9 +56,9 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     ) -> None:
         names = {one: name for name, one in named_parameters}
         process_set, seconds = optimizer.process_set, settings.deadline_seconds
-        engine = HorovodEngine(self, optimizer, names, recipe, process_set, seconds)
+        engine = HorovodEngine(optimizer, names, recipe, process_set, seconds)
         super().__init__(engine, recipe, settings, optimizer)
-        self.process_set, self.driver = engine.process_set, engine.driver
+        self.process_set, self.driver = engine.process_set, engine
         facts = dict(engine.facts({}))
         recipe.rules.hint(facts)
         request, plan = plan_request(**settings.planning, groups=groups)
@@ -67,7 +67,9 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
         def where() -> ClusterFacts:
             hosts = launched_hosts(settings.levels, engine.ranks())
-            return dataclasses.replace(where_of(engine.process_set, most_of(parameters)[0]), topology=hosts)
+            return dataclasses.replace(
+                driver.where_of(engine.process_set, driver.most_of(parameters)[0]), topology=hosts
+            )
 
         self._first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
         if self._first.failure is not None and engine.rank_and_size()[1] == 1:
@@ -97,12 +99,12 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         """Carries out what makes a plan by times, with all ranks."""
         from horovod_sparse.tensors.measuring import bucket_memory
 
-        device, dtype = most_of(self.parameters)
-        cluster = dataclasses.replace(where_of(self.process_set, device), topology=self.topology)
+        device, dtype = driver.most_of(self.parameters)
+        cluster = dataclasses.replace(driver.where_of(self.process_set, device), topology=self.topology)
         starts, name = [0.0], "horovod_sparse.planning"
         more = {"memory": bucket_memory(device), "dtype": dtype, "starting_seconds": lambda: starts[-1]}
         with torch.no_grad():
-            decision: Decision = carry_out_together(
+            decision: Decision = driver.carry_out_together(
                 decide(cluster, **more), self.process_set, name, starts.append, topology=self.topology
             )
         return decision
@@ -250,7 +252,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             self.replan(plan)
 
     def explain(self, error: BaseException) -> None:
-        explain(error)
+        driver.explain(error)
 
     def forget(self, *, alike: bool) -> None:
         self.driver.clear(forget=not alike)

@@ -106,11 +106,6 @@ class Engine(Protocol):
     def facts(self, known: Facts) -> Facts:
         """Returns the parameters to synchronize that are not known yet, in the order of the model."""
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Any]:
-        """Returns fresh parts, with residuals of zeros, for a rank and size; leaves gradients alone."""
-
     def carry_out(self, coroutine: Synchronization[Result], topology: Topology | None) -> Result:
         """Runs a coroutine with all ranks and returns its result; `topology` says who shares a host."""
 

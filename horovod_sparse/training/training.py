@@ -166,7 +166,18 @@ class Training:
             PartSpec(f"dense.{names[0]}", names, dense, dense=True, number=number)
             for number, names in enumerate(groups, first + len(plan.buckets))
         ]
-        return self.engine.make_parts(specs, facts, self.made_for, self.topology)
+        return self.make_parts(specs, facts, self.made_for, self.topology)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        """Returns fresh parts, with residuals of zeros, for a rank and size; leaves gradients alone.
+
+        By default the engine makes them, by a method of this name.
+        """
+        engine: Any = self.engine
+        made: list[Any] = engine.make_parts(specs, facts, place, topology)
+        return made
 
     def _progress(self) -> Mapping[str, Progress]:
         if self._loose is not None:

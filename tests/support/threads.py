@@ -79,9 +79,6 @@ class ThreadEngine:
     def facts(self, known: Any) -> Any:
         return new_facts(self.optimizer, known, self.names, ParameterRules())
 
-    def make_parts(self, *given: Any) -> Any:
-        return self.binding.make_parts(*given)
-
     def declared(self) -> dict[str, object]:
         return {}
 
