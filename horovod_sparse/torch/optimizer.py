@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
@@ -133,24 +133,15 @@ def DistributedOptimizer(
     _check(optimizer, op, backward_passes_per_step, groups, process_set)
     sparse = isinstance(compression, SparseCompressor)
     if sparse:
-        _check_sparse(optimizer, compression, op, gradient_predivide_factor)
+        _check_sparse(optimizer, compression.recipe, op, gradient_predivide_factor)
     else:
         refuse_without_sparsifier(options, compression)
     if not sparse or not process_set.included():  # a rank that is left out trains alone
         if not process_set.included():
             refuse_absence(hvd, process_set)
-        dense = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters,
-            Compression.none if sparse else compression,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
-            num_groups,
-            groups,
-            sparse_as_dense,
-            process_set,
-        )
+        given = named_parameters, Compression.none if sparse else compression, backward_passes_per_step, op
+        more = gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set
+        dense = hvd.DistributedOptimizer(optimizer, *given, *more)
         claim_for_stock(dense)
         if settings.max_grad_norm is not None:
             norm = settings.max_grad_norm
@@ -165,8 +156,6 @@ def DistributedOptimizer(
     names = None if named_parameters is None else list(named_parameters)
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
-        if op != hvd.Average:
-            raise ArgumentError("op", op, "Average: this feedback averages steps")
         from horovod_sparse.torch.steps import bound  # which others need not
 
         optimizer.process_set = process_set
@@ -175,47 +164,23 @@ def DistributedOptimizer(
         allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
         raise ArgumentError("compression", compression, allowed)
     cls = type(type(optimizer).__name__, (type(optimizer),), {**vars(StockOptimizer), **_METHODS})
-    wrapped = cls(
-        optimizer.param_groups,
-        names,
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        groups,
-        sparse_as_dense,
-        process_set,
-    )
+    rest = gradient_predivide_factor, groups, sparse_as_dense, process_set
+    wrapped = cls(optimizer.param_groups, names, compression, backward_passes_per_step, op, *rest)
     wrapped.defaults = dict(optimizer.defaults)
     wrapped._attach(recipe, names or None, settings)
     return wrapped
 
 
-def _without_hooks(step: Any) -> Any:
-    """Wraps a step of Horovod's so that PyTorch runs no hooks for it."""
-
-    @functools.wraps(step)
-    def stepped(self: Any, closure: Any = None) -> Any:
-        return step(self, closure)
-
-    stepped.hooked = True  # type: ignore[attr-defined]
-    return stepped
-
-
 @construction_errors.telling
 def _adopt(optimizer: Any) -> None:
     """Makes one of Horovod's own optimizers one of ours."""
-    compression = optimizer._compression
-    _refuse_adasum(getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
-    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
-    own, settings = type(optimizer), Settings(bucket_bytes=1)  # a class of its own, made from the user's
-    recipe = compression.recipe
+    recipe, own = optimizer._compression.recipe, type(optimizer)  # a class of its own, made from the user's
+    _check_sparse(optimizer, recipe, getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
+    settings = Settings(bucket_bytes=1)
     if recipe.feedback.applies_rate:
-        if optimizer.op != hvd.Average:
-            raise ArgumentError("op", optimizer.op, "Average: this feedback averages steps")
         from horovod_sparse.torch.steps import bound
 
-        own.step = _without_hooks(StockOptimizer.step)  # those of PyTorch run in the step of the user's class
+        del own.step  # that of the user's class is taken
         names = [(name, one) for one, name in optimizer._parameter_names.items()]
         bound(optimizer, names, recipe, settings, 1, 0, None)
         return
@@ -259,18 +224,16 @@ def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) 
         raise ArgumentError("groups", groups, "a number of buckets, or lists of parameters")
 
 
-def _refuse_adasum(op: Any) -> None:
+def _check_sparse(optimizer: Any, recipe: Recipe, op: Any, predivide: float = 1.0) -> None:
     if op == hvd.Adasum:
         raise UnsupportedError(
             "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
             "residual has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
         )
-
-
-def _check_sparse(optimizer: Any, compression: SparseCompressor, op: Any, predivide: float) -> None:
-    _refuse_adasum(op)
     allowed = "a finite number above 0"
     check_number("gradient_predivide_factor", predivide, allowed, low=0.0, high=math.inf, include_high=False)
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    refuse_double_momentum(compression.recipe, lambda: optimizer.param_groups, adopts=True)
+    if recipe.feedback.applies_rate and op != hvd.Average:
+        raise ArgumentError("op", op, "Average: this feedback averages steps")
+    refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
