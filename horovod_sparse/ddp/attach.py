@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.distributed_engine import told_to_others
 from horovod_sparse.ddp.gradients import GradientSynchronizer
-from horovod_sparse.ddp.steps import Synchronized, group_of, silence, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, refuse_hooks, silence, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.sparsifiers import Sparsifier
@@ -143,8 +143,4 @@ def _check_ddp(model: Any) -> None:
         raise UnsupportedError(
             "the model does not synchronize: end LocalSteps, another attach or no_sync() first"
         )
-    if model._comm_hooks:
-        raise UnsupportedError(
-            "the model has a communication hook, which synchronizes gradients: attach to a "
-            "DistributedDataParallel without one"
-        )
+    refuse_hooks(model)

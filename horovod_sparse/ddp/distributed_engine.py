@@ -41,12 +41,9 @@ _errors: MutableMapping[dist.ProcessGroup, ConstructionErrors] = weakref.WeakKey
 class GroupStore:
     """The store that a group was made with, as `horovod_sparse.training.deadline.asked_store`."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        store = dist.distributed_c10d._get_process_group_store(group)
         self._store = dist.PrefixStore("horovod_sparse.notes", store)
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> GroupStore:
-        return cls(dist.distributed_c10d._get_process_group_store(group))
 
     def __call__(self, scope: str, key: str, value: bytes | None = None) -> bytes | None:
         name = f"{scope}/{key}"
@@ -62,7 +59,7 @@ class GroupStore:
 
 def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
     place = dist.get_rank(group), list(range(dist.get_world_size(group)))
-    made = ConstructionErrors(lambda _: place, GroupStore.of(group))
+    made = ConstructionErrors(lambda _: place, GroupStore(group))
     return _errors.setdefault(group, made)
 
 
@@ -84,7 +81,7 @@ def say_attached(group: dist.ProcessGroup | None) -> None:
     """Tells the other ranks that this one has attached once more."""
     if dist.is_initialized():
         group = group or dist.group.WORLD
-        GroupStore.of(group)("attached", f"{_attached[group.group_name]}.{dist.get_rank(group)}", b"yes")
+        GroupStore(group)("attached", f"{_attached[group.group_name]}.{dist.get_rank(group)}", b"yes")
         _attached[group.group_name] += 1
 
 
@@ -93,7 +90,7 @@ def call_roll(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadl
 
     An error of a rank that could not attach is raised; the deadline's says which ranks have not come.
     """
-    rank, size, store = dist.get_rank(group), dist.get_world_size(group), GroupStore.of(group)
+    rank, size, store = dist.get_rank(group), dist.get_world_size(group), GroupStore(group)
     number, look = _begun[group.group_name], _errors_of(group).looking(None)
     deadline = Deadline(deadline_seconds, lambda: (rank, list(range(size))), store)
     store("came", f"{number}.{rank}", b"yes")

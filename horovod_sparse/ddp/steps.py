@@ -97,14 +97,19 @@ def refuse_join(model: Any, *_: Any) -> None:
         )
 
 
+def refuse_hooks(model: DistributedDataParallel) -> None:
+    """Refuses a model whose gradients somebody else synchronizes."""
+    if model._comm_hooks:
+        raise UnsupportedError(
+            "the model has a communication hook, which synchronizes gradients: attach to a "
+            "DistributedDataParallel without one"
+        )
+
+
 def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
     """Leaves gradients on their ranks: none of these synchronizes any more."""
     for one in wrappers:
-        if one._comm_hooks:
-            raise UnsupportedError(
-                "the model has a communication hook, which synchronizes gradients: attach to a "
-                "DistributedDataParallel without one"
-            )
+        refuse_hooks(one)
         claim(None, one.parameters())
         one.require_backward_grad_sync = one.require_forward_param_sync = False
         one.register_forward_pre_hook(refuse_join)

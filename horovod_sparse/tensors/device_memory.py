@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import FoldReport, FoldRule, WholeGradient
 from horovod_sparse.arrays.whole import DIGIT_BITS, HEALTH_NUMBERS, ranks_told
-from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.errors import MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
@@ -107,17 +107,6 @@ class WholeTensor(WholeGradient):
         return values, ranks_told(told[:-2], size), float(np.abs(told[-2:]).max())
 
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def _flat(dense: torch.Tensor) -> torch.Tensor:
-    if dense.dtype not in _DTYPES:
-        raise ArgumentError("dtype", dense.dtype, "float32, float64, float16 or bfloat16")
-    if not dense.is_contiguous():
-        raise ArgumentError("dense", tuple(dense.stride()), "a contiguous tensor")
-    return dense.detach().view(-1)
-
-
 def _stand_apart(indices: NDArray[np.int32]) -> bool:
     """True if the indices are seen to be unique: ascending stretches that do not overlap."""
     ends = np.flatnonzero(indices[1:] <= indices[:-1])
@@ -134,7 +123,7 @@ def apply_scaled_sum(
 
     No two threads add to one element.
     """
-    flat = _flat(dense)
+    flat = dense.detach().view(-1)
     if indices is None:
         if len(values) != flat.numel():
             raise MessageError(f"{len(values)} values came for a bucket of {flat.numel()} elements")

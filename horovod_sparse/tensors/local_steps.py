@@ -206,10 +206,6 @@ class LocalBinding(local_steps.LocalTraining):
         others = [(name, one, not one.requires_grad) for name, one in _others_in(self._model)]
         self._known = {name: (frozen, _mark(one, frozen)) for name, one, frozen in others}
 
-    def _is_as_known(self, name: str, parameter: torch.Tensor) -> bool:
-        frozen, mark = self._known[name]
-        return _mark(parameter, frozen) == mark
-
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._take_loaded()
         known = {id(parameter) for _, parameter in self.facts.values()}
@@ -219,8 +215,11 @@ class LocalBinding(local_steps.LocalTraining):
                 "was made: other ranks would not hear of them. On all ranks, finish() this one before "
                 "add_param_group() or requires_grad_(True), and make another after it"
             )
-        others = [(name, one) for name, one in _others_in(self._model) if name in self._known]
-        moved = [one for one in others if not self._is_as_known(*one)]
+        moved = []
+        for name, one in _others_in(self._model):
+            frozen, mark = self._known.get(name, (False, None))
+            if mark is not None and _mark(one, frozen) != mark:
+                moved.append((name, one))
         if trained := [name for name, one in moved if one.requires_grad]:
             raise UnsupportedError(
                 f"another optimizer trains {some_of(trained)}, whose gradients stay on their ranks: give it "

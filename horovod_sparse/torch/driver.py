@@ -17,11 +17,10 @@ from horovod_sparse.carriers import exchanges
 from horovod_sparse.carriers.exchanges import Handle, Rounds
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.tensors.models import new_facts
-from horovod_sparse.topology import ClusterFacts, Placement, Topology
+from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
@@ -364,19 +363,3 @@ class OverHorovod:
         super().agree(**how)  # type: ignore[misc]
         if is_due:
             self.engine.begin(self)
-
-
-def where_of(process_set: Any, device: torch.device) -> ClusterFacts:
-    """Returns this rank's place, and the facts of the cluster for a profile."""
-    words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return ClusterFacts.of(process_set, "torch", hvd, words)
-
-
-def most_of(parameters: Sequence[ParameterFacts]) -> tuple[torch.device, str]:
-    """Returns the device and type of most elements, which are measured for all."""
-    elements: dict[tuple[str, str], int] = {}
-    for parameter in parameters:
-        key = parameter.device, parameter.dtype
-        elements[key] = elements.get(key, 0) + parameter.num_elements
-    name, dtype = max(elements, key=lambda key: elements[key])
-    return torch.device(name), dtype

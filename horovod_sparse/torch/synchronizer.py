@@ -67,9 +67,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
         def where() -> ClusterFacts:
             hosts = launched_hosts(settings.levels, engine.ranks())
-            return dataclasses.replace(
-                driver.where_of(engine.process_set, driver.most_of(parameters)[0]), topology=hosts
-            )
+            return dataclasses.replace(self._place(parameters)[0], topology=hosts)
 
         self._first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
         if self._first.failure is not None and engine.rank_and_size()[1] == 1:
@@ -99,8 +97,8 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         """Carries out what makes a plan by times, with all ranks."""
         from horovod_sparse.tensors.measuring import bucket_memory
 
-        device, dtype = driver.most_of(self.parameters)
-        cluster = dataclasses.replace(driver.where_of(self.process_set, device), topology=self.topology)
+        cluster, device, dtype = self._place(self.parameters)
+        cluster = dataclasses.replace(cluster, topology=self.topology)
         starts, name = [0.0], "horovod_sparse.planning"
         more = {"memory": bucket_memory(device), "dtype": dtype, "starting_seconds": lambda: starts[-1]}
         with torch.no_grad():
@@ -108,6 +106,13 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 decide(cluster, **more), self.process_set, name, starts.append, topology=self.topology
             )
         return decision
+
+    def _place(self, parameters: Sequence[ParameterFacts]) -> tuple[ClusterFacts, torch.device, str]:
+        """Returns facts of the cluster, and device and type of the largest parameter: measured for all."""
+        largest = max(parameters, key=lambda one: one.num_elements)
+        device = torch.device(largest.device)
+        words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return ClusterFacts.of(self.process_set, "torch", hvd, words), device, largest.dtype
 
     def first_plan_of(self, facts: Facts) -> Plan:
         """Returns the plan that `merging` and `tensor_selection` ask for, as far as that needs no times."""
