@@ -50,6 +50,8 @@ class GradientTraining(Training):
     """
 
     starter: Starter
+    #: True once another training has taken its parameters
+    is_retired = False
 
     def __init__(
         self, engine: Engine, recipe: Recipe, settings: Settings, optimizer: Any, label: str = ""
@@ -59,6 +61,8 @@ class GradientTraining(Training):
         self.loss_scale = loss_scale.ScaleOfStep()
         self.overflow: BaseException | None = None
         self.skipped: BaseException | None = None
+        #: backward passes that each gradient lacks, where a step has several
+        self.delays: dict[torch.Tensor, int] = {}
         #: complete, but to be started by `synchronize`: what was taken may not be changed until then
         self._kept_back: list[GradientBucket] = []
         # autograd runs the hooks of each device in a thread of its own
@@ -268,6 +272,8 @@ class GradientTraining(Training):
         """Prepares for the first gradient of the next step."""
         for part in self.parts:
             part.task, part.num_missing = None, len(part.names)
+        for parameter in self.delays:
+            self.delays[parameter] = self.optimizer.backward_passes_per_step
         self.under_way, self._kept_back, self.num_started = False, [], 0
 
     def save(self, **more: Any) -> dict[str, Any]:
@@ -280,6 +286,7 @@ class GradientTraining(Training):
 
     def retire(self) -> None:
         """Hears of no gradient any more. A step that is under way is given up."""
+        self.is_retired = True
         _remove(self._handles)
         self._handles = []
         if self.under_way:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
@@ -116,7 +116,15 @@ class Methods(torch.optim.Optimizer):
                 optimizer.step()
         """
         synchronizer = self._synchronizer
+        if synchronizer.is_retired:
+            raise UnsupportedError(
+                "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
+                f"synchronizes it now: use that one ({', '.join(list(synchronizer.facts)[:3])}, ...)"
+            )
+        before = synchronizer.step
         synchronizer.synchronize()
+        if synchronizer.step > before:
+            synchronizer.measure()
         max_grad_norm = self._settings.max_grad_norm
         if synchronizer.overflow is None:
             if max_grad_norm is not None:

@@ -87,7 +87,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.average, self.sparse_as_dense = optimizer.op == hvd.Average, optimizer.sparse_as_dense
         #: whether all gradients are given in COO form: what SparseAdam takes
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
-        self._retired = False
+        self.delays = optimizer._allreduce_delay
         self._in_backward = settings.synchronize_at == "backward"
         self._own_label = next(_labels)
         self.begin(self.facts, self._first.plan)
@@ -159,7 +159,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         for name, (_, parameter) in new.items():
             self.optimizer._parameter_names[parameter] = name
             self.optimizer._requires_update.add(parameter)
-            self.optimizer._allreduce_delay[parameter] = 0
+            self.delays[parameter] = 0
         if new:
             self.claim(new)
         return new
@@ -174,7 +174,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     def on_gradient(self, parameter: torch.Tensor) -> None:
         with self._hooks:
             part = self._take(parameter)
-            complete = self.optimizer._allreduce_delay[parameter] == 0
+            complete = self.delays[parameter] == 0
             ready = part.num_missing == 0 and complete and self._in_backward
             # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
             works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
@@ -197,7 +197,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
     def _take(self, parameter: torch.Tensor) -> GradientBucket:
         """Counts a gradient; returns its part, which lacks `num_missing` more."""
-        delays, gradient = self.optimizer._allreduce_delay, parameter.grad
+        delays, gradient = self.delays, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -235,24 +235,9 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         total = hvd.allreduce(value, op=op, name=name, process_set=self.process_set).reshape(())
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
-    def retire(self) -> None:
-        super().retire()
-        self._retired = True
-
-    def check_in_use(self) -> None:
-        if self._retired:
-            raise errors.UnsupportedError(
-                "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
-                f"synchronizes it now: use that one ({', '.join(list(self.facts)[:3])}, ...)"
-            )
-
-    def synchronize(self) -> None:
-        self.check_in_use()
-        before = self.step
-        super().synchronize()
-        plan = None
-        if self.warmup is not None and self.warmup.recording and self.step > before:
-            plan = self.warmup.after_step()
+    def measure(self) -> None:
+        """Takes the plan that the warm-up has decided about after this step, if it has."""
+        plan = self.warmup.after_step() if self.warmup is not None and self.warmup.recording else None
         if plan is not None:
             self.replan(plan)
 
@@ -273,12 +258,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             super().finish_pending(drop=drop)
         except hvd.HorovodInternalError as error:
             _log.info("a step was given up, since Horovod has failed: %s", error)
-
-    def make_ready(self) -> None:
-        super().make_ready()
-        delays, passes = self.optimizer._allreduce_delay, self.optimizer.backward_passes_per_step
-        for parameter in delays:
-            delays[parameter] = passes
 
     def convert(self) -> None:
         """Converts clipped gradients to COO form."""
