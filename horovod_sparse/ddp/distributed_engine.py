@@ -148,17 +148,20 @@ class DistributedEngine:
         self._deadline_seconds = deadline_seconds
         say_attached(group)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Returns the ranks that exchange; all exist only once torch.distributed has started."""
+        return dist.group.WORLD if self._group is None else self._group
+
     def running(self) -> Communicator:
         """Carries out coroutines; made when it is asked for first."""
         if self.communicator is None:
-            group = dist.group.WORLD if self._group is None else self._group
-            deadline = call_roll(group, self._deadline_seconds)
-            self.communicator = Communicator(Carrier(group), deadline)
+            deadline = call_roll(self.group, self._deadline_seconds)
+            self.communicator = Communicator(Carrier(self.group), deadline)
         return self.communicator
 
     def rank_and_size(self) -> tuple[int, int]:
-        group = dist.group.WORLD if self._group is None else self._group
-        return dist.get_rank(group), dist.get_world_size(group)
+        return dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def ranks(self) -> Placement:
         """Returns the place that torchrun has given to this process."""

@@ -166,11 +166,10 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             if self._repeats or not self.is_agreed:
                 return
             # torch.distributed matches messages by their order: it is the plan's
-            while self.num_started < len(self.parts) - 1 and self._is_complete(self.num_started):
-                self._start(self.parts[self.num_started])
-
-    def _is_complete(self, number: int) -> bool:
-        return all(one in self._come for one in self.parts[number].given)
+            for part in self.parts[self.num_started : -1]:
+                if not self._come.issuperset(part.given):
+                    break
+                self._start(part)
 
     def _end_pass(self) -> None:
         if not self.under_way:

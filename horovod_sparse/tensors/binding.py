@@ -44,6 +44,14 @@ def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
     return {one: dict(state) for one, state in states.items() if set(state) & {*_MOMENTS, RESIDUAL}}
 
 
+def without_own(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Returns copies of states without what an exact entry has."""
+    own = RESIDUAL, LEANS
+    return {
+        key: {name: one for name, one in state.items() if name not in own} for key, state in states.items()
+    }
+
+
 def unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer of PyTorch within a wrapper: Accelerate's, torchft's, ZeRO's."""
     for name in ("optimizer", "optim"):
@@ -117,10 +125,7 @@ class Binding(Steps):
         for handle in self._handles:
             handle.remove()
         self.roll_back()
-        self.optimizer.state = self.copied()["state"]
-        for state in self.optimizer.state.values():
-            state.pop(RESIDUAL, None)
-            state.pop(LEANS, None)
+        self.optimizer.state = defaultdict(dict, without_own(self.copied()["state"]))
         for name in ("_horovod_sparse", "_step_supports_amp_scaling", "__getstate__"):
             self.optimizer.__dict__.pop(name, None)
 

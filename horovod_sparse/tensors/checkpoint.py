@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
-from horovod_sparse.tensors.binding import LEANS, RESIDUAL
+from horovod_sparse.tensors.binding import without_own
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, inner_of
 from horovod_sparse.training.training import Training
 
@@ -88,10 +88,7 @@ def _made(given: Any, training: Any, model: torch.nn.Module | None) -> dict[str,
     else:
         own = given.state_dict()
         entry = own[ENTRY]
-    states = {  # without what the entry has
-        number: {name: one for name, one in state.items() if name not in (RESIDUAL, LEANS)}
-        for number, state in own.get("state", {}).items()
-    }
+    states = without_own(own.get("state", {}))
     kept: dict[str, Any] = {"optimizer": {"state": states, "param_groups": own.get("param_groups", [])}}
     if model is not None:
         kept["model"] = inner_of(model).state_dict()

@@ -104,7 +104,10 @@ class Driver:
         self.advance()
         idle_since, looking = time.perf_counter(), 0.0
         while True:
-            self._raise_failure()
+            if self._failure is not None:
+                self.clear()
+                failure, self._failure = self._failure, None
+                raise failure
             looked_at = [task for task, *_ in self.parked.values()] if awaited is None else awaited
             pending = [task for task in looked_at if not task.done]
             if not pending:
@@ -128,15 +131,12 @@ class Driver:
                 if self._deadline is not None:
                     self._deadline.moved()
             elif self._deadline is not None:
-                self._keep(self._deadline, now - idle_since, pending[0])
-
-    def _keep(self, deadline: Deadline, waited: float, task: Task) -> None:
-        """Cancels all tasks at the deadline."""
-        try:
-            deadline.check(waited, f"{self.label}{task.name}", task.num_rounds - 1)
-        except DeadlineError:
-            self.clear()
-            raise
+                name, number = f"{self.label}{pending[0].name}", pending[0].num_rounds - 1
+                try:
+                    self._deadline.check(now - idle_since, name, number)
+                except DeadlineError:
+                    self.clear()
+                    raise
 
     def clear(self, *, forget: bool = True) -> None:
         """Gives up every task under way, without waiting for other ranks (after a failure, or a reset).
@@ -151,12 +151,6 @@ class Driver:
             self._finish(task, error=error)
         if forget:
             self._forget()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            self.clear()
-            failure, self._failure = self._failure, None
-            raise failure
 
     def _take(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
         """Takes a collective's result and goes on with the coroutine."""

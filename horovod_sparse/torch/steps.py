@@ -11,7 +11,7 @@ import torch
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
-from horovod_sparse.tensors.binding import LEANS, RESIDUAL, Binding
+from horovod_sparse.tensors.binding import Binding, without_own
 from horovod_sparse.tensors.models import ENTRY, checked_entry, claim
 from horovod_sparse.torch.driver import HorovodEngine, OverHorovod
 from horovod_sparse.training.engine import Facts
@@ -48,11 +48,7 @@ class StepSynchronizer(OverHorovod, Binding):
 
     def _after_saving(self, optimizer: Any, saved: dict[str, Any]) -> None:
         super()._after_saving(optimizer, saved)
-        saved["state"] = {
-            number: {name: one for name, one in state.items() if name not in (RESIDUAL, LEANS)}
-            for number, state in saved["state"].items()
-        }
-        saved[ENTRY] = self.save()
+        saved |= {"state": without_own(saved["state"]), ENTRY: self.save()}
 
     def _after_loading(self, optimizer: Any) -> None:
         entry = self._entry
