@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -119,8 +119,8 @@ class GradientTraining(Training):
     def forget(self, *, alike: bool) -> None:
         """Drops what the driver has put off for a step that is cancelled."""
 
-    def explain(self, error: BaseException) -> None:
-        """Raises a better error in place of one, if there is any."""
+    #: raises a better error in place of one, if there is any
+    explain: Callable[[BaseException], None] = staticmethod(lambda error: None)
 
     # gradients come
 
@@ -173,7 +173,8 @@ class GradientTraining(Training):
             self._begin()
             self.loss_scale.settle()
         idle_before = self.starter.idle_seconds
-        edited = self._edited()
+        taken = (part for part in self.parts if part.task is not None or part in self._kept_back)
+        edited = [name for part in taken for name in part.edited()]  # after their synchronization had begun
         try:
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
@@ -211,15 +212,6 @@ class GradientTraining(Training):
         tasks = [part.task for part in self.parts if part.task is not None]
         self.starter.wait(tasks)
         return [task.error for task in tasks if task.error is not None]
-
-    def _edited(self) -> list[str]:
-        """Names the parameters whose gradients were changed after their synchronization had begun."""
-        return [
-            name
-            for part in self.parts
-            if part.task is not None or part in self._kept_back
-            for name in part.edited()
-        ]
 
     def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
         """Cancels the step on all ranks; raises the reason, unless it is skipped or a scaler sees it."""

@@ -89,9 +89,6 @@ def bound(
     recipe = recipe_for(optimizer, recipe)
     names = {one: name for name, one in named_parameters or ()}
     process_set = optimizer.process_set
-    for i, group in enumerate(optimizer.param_groups):
-        for j, one in enumerate(group["params"]):
-            names.setdefault(one, f"allreduce.noname.{i}.{j}")
     made = StepSynchronizer(optimizer, names, recipe, settings, Schedule(every, delay), process_set, groups)
     optimizer._synchronizer, optimizer.telemetry = made, made.telemetry
     optimizer.finish, optimizer.common = made.finish, made.common

@@ -45,6 +45,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     """Synchronizes gradients over Horovod; `warmup` measures and decides where the plan goes by times."""
 
     engine: HorovodEngine
+    explain = staticmethod(driver.explain)
 
     def __init__(
         self,
@@ -240,9 +241,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         plan = self.warmup.after_step() if self.warmup is not None and self.warmup.recording else None
         if plan is not None:
             self.replan(plan)
-
-    def explain(self, error: BaseException) -> None:
-        driver.explain(error)
 
     def forget(self, *, alike: bool) -> None:
         self.driver.clear(forget=not alike)
