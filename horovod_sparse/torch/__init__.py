@@ -19,11 +19,11 @@ from horovod.torch import *  # noqa: F403
 from horovod_sparse.tensors.layout import redistribute as redistribute
 from horovod_sparse.torch.compression import Compression as Compression
 from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor
+from horovod_sparse.torch.compression import allreduce as allreduce
+from horovod_sparse.torch.compression import allreduce_async as allreduce_async
+from horovod_sparse.torch.compression import poll as poll
+from horovod_sparse.torch.compression import synchronize as synchronize
 from horovod_sparse.torch.optimizer import DistributedOptimizer as DistributedOptimizer
-from horovod_sparse.torch.reduction import allreduce as allreduce
-from horovod_sparse.torch.reduction import allreduce_async as allreduce_async
-from horovod_sparse.torch.reduction import poll as poll
-from horovod_sparse.torch.reduction import synchronize as synchronize
 
 # import horovod_sparse.torch.elastic, and the like: the very modules, so that their classes are the same ones
 for _name, _module in list(_sys.modules.items()):
