@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 
 import horovod_sparse.torch as hvd
-from benchmarks.common.samples import Sample, summarize, timed
+from benchmarks.common.samples import Sample, no_collection, summarize, timed
 
 #: seconds between two looks at a barrier
 _NAP = 0.0005
@@ -119,17 +117,6 @@ def barrier() -> None:
     while not hvd.poll(handle):
         time.sleep(_NAP)
     hvd.synchronize(handle)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of what is timed."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def say(line: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,17 @@ class Sample:
     interval: float
     parts: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the garbage collector out of what is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def timed(run: Callable[[], object], barrier: Callable[[], object]) -> Sample:

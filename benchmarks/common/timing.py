@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 import numpy as np  # noqa: E402
 
 from benchmarks.common.options import bench_parser, count  # noqa: E402
+from benchmarks.common.samples import no_collection  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ def measure(
     base: list[float] = []
     times: list[list[float]] = [[] for _ in works]
     ratios: list[list[float]] = [[] for _ in works]
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         for number in range(-num_warmup, num_rounds):
             for place, work in enumerate(works):
                 if number % work.every and number >= 0:
@@ -99,8 +97,6 @@ def measure(
                     base.append(reference)
                     times[place].append(own)
                     ratios[place].append(own / reference)
-    finally:
-        gc.enable()
     timings = [_timing(baseline, base, [1.0])]
     return timings + [_timing(work, *pair) for work, *pair in zip(works, times, ratios, strict=True)]
 

@@ -27,7 +27,6 @@ from benchmarks.report import pictures, rooms
 from benchmarks.studies import (
     adamw,
     convergence,
-    levels,
     local,
     passes,
     schedules,
@@ -40,7 +39,7 @@ from benchmarks.studies.study import ROOT, Result, measured
 __all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
 
 STUDIES = (
-    *(one.STUDY for one in (adamw, convergence, levels, local, passes, schedules, slow_links, threshold)),
+    *(one.STUDY for one in (adamw, convergence, local, passes, schedules, slow_links, threshold)),
     *(sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY),
 )
 #: by name of the measurement; the tables of others are those of launches

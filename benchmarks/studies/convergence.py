@@ -1,10 +1,11 @@
-"""Accuracy of examples/pytorch_mnist.py on two real ranks, for every sparsifier, beside dense training.
+"""Accuracy of examples/pytorch_mnist.py on real ranks, for every sparsifier, beside dense training.
 
-PyTorch's PowerSGD is that of examples/ddp_digits.py.
+Two ranks, and four that are two or four hosts. PyTorch's PowerSGD is that of examples/ddp_digits.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -24,8 +25,9 @@ TRAININGS = {
 }
 #: PyTorch's own compression, with DistributedDataParallel
 DDP, POWER_SGD = "DDP", {f"powersgd rank {rank}": f"powersgd:rank={rank}" for rank in (1, 4)}
-#: also shown without the warm-up, and under these trainings
-TWO = ("exdyna", "topk")
+#: also shown without the warm-up, under these trainings, and on four ranks: with one level, or hosts x ranks
+TWO, FOUR = ("exdyna", "topk"), "four ranks"
+HOSTS = {"4 x 1": "1", "2 x 2": "2"}
 
 
 def variants() -> dict[str, list[str]]:
@@ -48,6 +50,10 @@ def variants() -> dict[str, list[str]]:
     for words, arguments_ in TRAININGS.items():
         for name in ("none", *TWO):
             rows[f"{name}, {words}"] = [*rows[name], *arguments_]
+    for name in ("none", *TWO):
+        rows[f"{name}, {FOUR}"] = rows[name]
+    for name, hosts in itertools.product(TWO, HOSTS):
+        rows[f"{name}, {FOUR}, {hosts}"] = [*rows[name], "--levels", "host"]
     rows[f"none, {DDP}"] = rows["none"]
     for name, text in POWER_SGD.items():
         rows[f"{name}, {DDP}"] = ["--compression", text]
@@ -63,18 +69,20 @@ def dense_beside(variant: str) -> str:
         ('none, Adam', 'none')
     """
     words = variant.partition(", ")[2]
-    if words.startswith(DDP):
-        return f"none, {DDP}"
+    for engine in (DDP, FOUR):
+        if words.startswith(engine):
+            return f"none, {engine}"
     return f"none, {words}" if words in TRAININGS else "none"
 
 
 def measure(run: str) -> Result:
     """Launches a row with a seed."""
     variant, _, seed = run.rpartition("/seed ")
-    command = horovodrun(SIZE, example("pytorch_mnist"))
+    command = horovodrun(4 if FOUR in variant else SIZE, example("pytorch_mnist"))
     if DDP in variant:
         command = ["torchrun", "--standalone", "--nproc-per-node", str(SIZE), example("ddp_digits")]
-    return launched([*command, *variants()[variant], "--seed", seed])
+    each = HOSTS.get(variant.rpartition(", ")[2], "1")
+    return launched([*command, *variants()[variant], "--seed", seed], HOROVOD_SPARSE_RANKS_PER_HOST=each)
 
 
 def summary(result: Result) -> dict[str, dict[str, float]]:
