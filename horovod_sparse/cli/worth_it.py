@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[options.optimizer]}"
     print(f"paste: {recommended(case, rows).paste}  # {where}")
     print("accuracy: not predicted; docs/results.md has what was measured, in small trainings")
-    selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core; on a GPU it was not measured"
+    selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core, not measured on a GPU"
     print(
         f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "
         f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1; "
