@@ -6,7 +6,6 @@ over parameters without a gradient. The gradients come back after its step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections import defaultdict
@@ -87,8 +86,6 @@ class Binding(Steps):
         self.ages: dict[str, int] = {}
         #: what was loaded into the optimizer, by parameter, until there are parts
         self._loaded: dict[torch.Tensor, Mapping[str, Any]] = {}
-        #: this rank's moves by part, while common parameters are shown
-        self._hidden: list[Any] | None = None
         self._loss_scale = 1.0
         #: what a loss scaler has told the optimizer for this step
         self._told_by_scaler: tuple[Any, ...] = (None, None)
@@ -223,7 +220,7 @@ class Binding(Steps):
         common parameters has what this rank has moved.
         """
         found = {key: dict(state) for key, state in states.items()}
-        hidden = self._hidden or [()] * len(self.parts)
+        hidden = self.hidden or [[] for _ in self.parts]
         for part, moved in zip(self.parts, hidden, strict=True):
             residual = torch.as_tensor(part.bucket.accumulator.memory()[0])
             residual = residual.clone() if moved else residual
@@ -238,17 +235,6 @@ class Binding(Steps):
                     state["exp_avg_sq"] = moment if older == 1.0 else moment / older
                     state["exp_avg"] = torch.zeros_like(moment)
         return found
-
-    @contextlib.contextmanager
-    def common(self) -> Iterator[None]:
-        """Shows the common parameters, which are equal on all ranks; needs no other rank."""
-        before, now = self._hidden, self.moved()
-        self._hidden = now if before is None else before
-        try:
-            with super().common():
-                yield
-        finally:
-            self._hidden = before
 
     def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
         # PyTorch casts what it loads to the parameters' type

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.collectives import Broadcast, Synchronization, shared_lines
-from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.plans import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
@@ -326,6 +326,10 @@ class LocalTraining(Steps):
     def _heal(self) -> None:
         """Clears what of a diverged optimizer would spoil its next step."""
 
+    def moved(self) -> list[Any]:
+        """Returns no moves: what a rank has learned is in its parameters."""
+        return [[] for _ in self.parts]
+
     def roll_back(self) -> None:
         """Takes an exchange in flight back: it is due in the next step."""
         if not self._in_flight and not any(part.moves.task for part in self.parts):
@@ -348,6 +352,10 @@ class LocalTraining(Steps):
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Saves as `Training.save` does, after the exchange in flight: all ranks save at the same step."""
+        if self.hidden is not None and (self.taken or self._in_flight):
+            raise UnsupportedError(
+                "local steps are saved outside of `with local.common():`, with this rank's own parameters"
+            )
         self._land(0)
         local = {"taken": self.taken, "has_begun": self._has_begun, **self._kept(*_SAVED)}
         return Training.save(self, local=local, **more)

@@ -321,6 +321,15 @@ class StepPart(BucketPart):
         """Returns what the accumulator folds; leaves gradients as they are."""
         return self.parameters.foldable(self.gradients, self.now.weights)
 
+    def add_to(self, residuals: dict[str, Any], moved: Sequence[tuple[Indices, Values]]) -> None:
+        """Adds moves to copies of residuals, by parameter."""
+        info = self.bucket.info
+        total = np.zeros(info.num_elements, info.value_dtype)
+        for indices, values in moved:
+            total[np.asarray(indices)] += np.asarray(values)
+        for number, (name, place) in enumerate(zip(self.names, self.places, strict=True)):
+            residuals[name] = residuals[name] + self.shaped(number, total[slice(*place)])
+
     def abandon(self, *, drop: bool = False) -> None:
         """Takes the pass back, as `Bucket.abandon` does."""
         self.bucket.abandon(drop=drop)

@@ -77,6 +77,8 @@ class Steps(Training):
         #: of a checkpoint, until the next pass; and whether ranks had to begin anew after it
         self._to_resume: Any = None
         self.started_anew = False
+        #: this rank's moves by part, while common parameters are shown; None while they are not
+        self.hidden: list[list[tuple[Any, Any]]] | None = None
 
     @property
     def starter(self) -> Starter:
@@ -293,7 +295,15 @@ class Steps(Training):
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Saves as `Training.save` does, with this rank's own moves and those in flight."""
+        """Saves as `Training.save` does, with this rank's own moves and those in flight.
+
+        While common parameters are shown moves are saved in the residual: no moves belong to these.
+        """
+        if self.hidden is not None:
+            saved = super().save(**more)
+            for part, moved in zip(self.parts, self.hidden, strict=True):
+                part.add_to(saved["residuals"], moved)
+            return saved
         if self._to_resume is not None:
             more["passes"] = self._to_resume
         elif self.schedule.moves_alone and self.parts:
@@ -379,11 +389,15 @@ class Steps(Training):
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
         """Shows the common parameters, which are equal on all ranks; needs no other rank."""
-        self._load_moves()
-        with contextlib.ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.moves.common())
-            yield
+        before = self.hidden
+        self.hidden = self.moved() if before is None else before
+        try:
+            with contextlib.ExitStack() as stack:
+                for part in self.parts:
+                    stack.enter_context(part.moves.common())
+                yield
+        finally:
+            self.hidden = before
 
 
 def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
-from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchError
+from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchError, UnsupportedError
 from support.passes import batches, flat, net_of
 from support.replicas import same_on_all_replicas
 from support.sampling import rest_nightly
@@ -109,6 +109,30 @@ def test_one_rank_goes_on_with_the_mean_of_what_two_held_back(way, folder, rank,
     torch.testing.assert_close(after, before)
     torch.testing.assert_close(waits, waiting / size)
     trained(model, optimizer, rank, range(7, MOST))
+
+
+@pytest.mark.parametrize("way", rest_nightly(WAYS[1:5], ["steps 3 2"]))
+def test_common_parameters_are_saved_with_moves_in_the_residual(way, folder, rank):
+    model, optimizer, sync = made(way)
+    trained(model, optimizer, rank, range(7))
+    with sync.common():
+        ddp.save(folder, sync, model=model)
+        before = flat(model)
+    sync.roll_back()
+    residuals = sync.state_dict()["residuals"]
+    model, optimizer, sync = made(way, seed=1)
+    ddp.load(folder, sync, model=model)
+    assert torch.equal(flat(model), before)
+    for name, one in sync.state_dict()["residuals"].items():
+        torch.testing.assert_close(one, residuals[name])
+    trained(model, optimizer, rank, range(7, MOST))
+
+
+def test_local_steps_are_saved_with_this_ranks_parameters(folder, rank):
+    model, optimizer, sync = made("local 4 0")
+    trained(model, optimizer, rank, range(7))
+    with sync.common(), pytest.raises(UnsupportedError, match="outside"):
+        ddp.save(folder, sync, model=model)
 
 
 @pytest.mark.parametrize("later", [(1, 0), (4, 0), (1, 1)], ids=str)

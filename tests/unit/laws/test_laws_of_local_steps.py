@@ -301,9 +301,9 @@ def test_parameters_that_are_lent_for_an_evaluation_change_nothing():
         for _ in range(4):
             one.train(2)
             if one.rank == 0:
-                own = copy.deepcopy(one.model.state_dict())
+                own, start = copy.deepcopy(one.model.state_dict()), one.kept("start")
                 with one.local.common():
-                    assert torch.equal(one.vector(), one.kept("start"))
+                    assert torch.equal(one.vector(), start)
                 one.model.load_state_dict(MODELS[1].state_dict())
                 one.model.load_state_dict(own)
         return one.vector()
