@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from horovod_sparse.checks import check_count
+from horovod_sparse.collectives import part
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 #: Indices travel as int32.
@@ -179,12 +180,7 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
     """
     check_count("groups", count, "a whole number, 1 or more, or a list of lists of parameters")
     backward = list(reversed(parameters))
-    quotient, remainder = divmod(len(backward), count)
-    groups, start = [], 0
-    for number in range(count):
-        stop = start + quotient + (number < remainder)
-        groups.append(backward[start:stop])
-        start = stop
+    groups = [backward[slice(*part(len(backward), number, count))] for number in range(count)]
     return Plan(tuple(bucket for group in groups for bucket in by_kind(group)))
 
 

@@ -1,4 +1,4 @@
-"""How a threshold is found, in a sample or exactly, and steered by how many elements it let pass."""
+"""How a threshold is found, and steered by how many elements it let pass."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
 
-import numpy as np
-
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.checks import LARGEST, SMALLEST, check_density, out_of_range
 from horovod_sparse.collectives import LOCAL, SCALED
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
@@ -30,10 +27,6 @@ class ThresholdState:
     paused: int = 0
     #: the factor of the residual since the first step, and of a first threshold
     scale: float = field(default=1.0, metadata={**LOCAL, **SCALED})
-
-    def flaw(self, _fresh: ThresholdState) -> str:
-        found = out_of_range(self, threshold=(0, LARGEST), correction=(SMALLEST, LARGEST), share=(-1, 1))
-        return found or out_of_range(self, paused=(0, LARGEST), scale=(0, LARGEST))
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,6 @@ class ThresholdScaling:
             raise ArgumentError("gamma", self.gamma, "a number in (0, 1)")
 
     def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
-        """Returns all hits, as printed."""
         return num_hits
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
@@ -73,7 +65,6 @@ class ThresholdScaling:
         return replace(state, threshold=state.scale / (2.0 * math.sqrt(num_selected)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Scales the threshold by the union count."""
         exam, factor = count / num_selected, 1.0 - self.gamma
         if exam > self.beta:
             factor = 1.0 + self.gamma
@@ -207,35 +198,3 @@ def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
     if not isinstance(rule, ThresholdRule):
         raise ArgumentError("threshold", rule, f"one of {', '.join(sorted(RULES))}, or a ThresholdRule")
     return rule
-
-
-#: a quantile of fewer sampled hits than this jumps about
-_LEAST_SAMPLED_HITS = 64
-
-
-@dataclass(frozen=True)
-class SampledThreshold:
-    """The k-th largest magnitude, estimated from every stride-th element behind a random start.
-
-    ``threshold = (k m / n)-th largest of m sampled magnitudes``
-
-    Source: Lin et al., ICLR 2018 (DGC), Section 3 and its public program.
-    """
-
-    fraction: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_density("sample_fraction", self.fraction, "a fraction in (0, 1]")
-
-    def stride(self, num_elements: int, k: int) -> int:
-        """Returns the distance of sampled elements."""
-        enough = max(
-            math.ceil(self.fraction * num_elements), math.ceil(_LEAST_SAMPLED_HITS * num_elements / k)
-        )
-        return max(1, num_elements // enough)
-
-    def find(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> float:
-        stride = self.stride(accumulator.num_elements, k)
-        sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride)))
-        order = min(sample.size, max(1, round(k * sample.size / accumulator.num_elements)))
-        return float(np.partition(sample, sample.size - order)[sample.size - order])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_sparse.checks import whole_number
-from horovod_sparse.collectives import Level, Synchronization, shared_lines
+from horovod_sparse.collectives import Level
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 
 #: as if so many ranks, one behind the other, had a host of their own: for tests, and for hosts in which the
@@ -152,7 +152,9 @@ class Placement:
     def of_horovod(cls, hvd: Any, process_set: Any) -> Placement:
         """Returns the place of a rank of a binding of Horovod that has been started."""
         # where hosts are of different sizes, a cross rank counts those that have a rank at this place only
-        host = hvd.cross_rank() if _are_alike(hvd) else os.environ.get("HOROVOD_HOSTNAME") or platform.node()
+        asked = getattr(hvd, "is_homogeneous", None) or getattr(hvd.mpi_ops, "is_homogeneous", None)
+        alike = asked is None or asked()  # the same on all ranks
+        host = hvd.cross_rank() if alike else os.environ.get("HOROVOD_HOSTNAME") or platform.node()
         own = int(process_set.rank()), int(process_set.size()), int(hvd.rank()), int(hvd.size())
         return cls(*own, str(host), int(hvd.local_rank()), int(hvd.local_size()))
 
@@ -169,20 +171,9 @@ def own_place(ranks: Placement) -> tuple[str, int]:
     return f"host {host}", local
 
 
-def _are_alike(hvd: Any) -> bool:
-    """True if all hosts have as many ranks; the same on all ranks."""
-    asked = getattr(hvd, "is_homogeneous", None) or getattr(hvd.mpi_ops, "is_homogeneous", None)
-    return asked is None or bool(asked())
-
-
 def launched_hosts(levels: str, here: Placement) -> Topology | None:
     """Returns the hosts that the cost of a plan is estimated for; None for one level. No collective."""
     per_host = int(os.environ.get(RANKS_VARIABLE, "").strip() or here.host_size)
     if levels == "flat" or here.size != here.world_size or here.size % per_host:
         return None
     return Topology.regular(here.size // per_host, per_host)
-
-
-def agreed_topology(place: tuple[str, int]) -> Synchronization[Topology]:
-    """Returns which ranks share a host, from the place that each gives (`own_place`). One collective."""
-    return Topology.of([(host, local) for host, local in (yield from shared_lines(place))])

@@ -76,7 +76,7 @@ class StepWorks:
             start, stop = start + (stop - start) // 4, stop - (stop - start) // 4
         drawn = np.unique(generator.integers(start, stop, min(count, stop - start), np.int32))
         numbers = generator.standard_normal(drawn.size, np.float32) if values else None
-        return pack(drawn, numbers, FoldReport(), format=WireFormat(quantum=quantum))
+        return pack(drawn, numbers, FoldReport(), WireFormat(quantum=quantum), self._n)
 
     def _threshold(self) -> float:
         """Returns what a user of a hard threshold would have found by trying."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,13 @@ from horovod_sparse.kernels.quantization import Quantization
 _PLAIN = FoldRule()
 
 
-class _Change(NamedTuple):
-    where: Memory
-    olds: tuple[Memory, ...]
-
-
 class Journal:
     """Records changes of single elements since the last fold, in k-sized memory; `arrays` may change."""
 
     def __init__(self, kernels: Kernels, arrays: tuple[Memory, ...]) -> None:
         self._kernels, self.arrays = kernels, arrays
-        self._changes: list[_Change] = []
+        #: places, and the values there in every array before they changed
+        self._changes: list[tuple[Memory, tuple[Memory, ...]]] = []
         self._seen = 0
         #: indices that a selection has read, and the values of the first array there
         self.found: tuple[Memory, Memory] | None = None
@@ -37,21 +33,20 @@ class Journal:
         known, self.found = self.found, None
         read = () if known is None or not np.array_equal(known[0], where) else known[1:]
         olds = read + tuple(self._kernels.take(array, where) for array in self.arrays[len(read) :])
-        self._changes.append(_Change(where, olds))
+        self._changes.append((where, olds))
         return olds
 
     def unseen(self) -> Iterator[Memory]:
         """Yields the indices changed since the last call."""
         first, self._seen = self._seen, len(self._changes)
-        for change in self._changes[first:]:
-            yield change.where
+        yield from (where for where, _ in self._changes[first:])
 
     def undo(self) -> list[Memory]:
         """Restores every array bit for bit, the last change first; returns the changed indices."""
-        for change in reversed(self._changes):
-            for array, old in zip(self.arrays, change.olds, strict=True):
-                self._kernels.put(array, change.where, old)
-        places = [change.where for change in self._changes]
+        for where, olds in reversed(self._changes):
+            for array, old in zip(self.arrays, olds, strict=True):
+                self._kernels.put(array, where, old)
+        places = [where for where, _ in self._changes]
         self.forget()
         return places
 
@@ -78,35 +73,29 @@ class Accumulator:
         num_companions: arrays like the values that a feedback keeps beside them, such as a velocity.
 
     Attributes:
+        dtype: float64 for float64 gradients, float32 for all others (half types accumulate in float32).
+        companions: arrays of n elements beside the values, and restored with them: a velocity, for example.
         step: synchronizations that there have been, which the report of the next fold says.
         report: of the last fold; reading its numbers may wait for a device.
     """
 
     def __init__(self, kernels: Kernels, num_companions: int) -> None:
+        self.num_elements, self.dtype = kernels.layout.num_elements, kernels.dtype
         self._kernels, self._values = kernels, kernels.zeros()
-        self._companions = tuple(kernels.zeros() for _ in range(num_companions))
+        self.companions = tuple(kernels.zeros() for _ in range(num_companions))
         self.step = 0
         self.report = FoldReport()
-        self._journal = Journal(kernels, (self._values, *self._companions))
+        self._journal = Journal(kernels, (self._values, *self.companions))
         #: sums of squares, now and after the last fold
         self._norm = self._norm_at_fold = kernels.number(0.0)
         #: of the last fold, and the companion that it changed
         self._folded: tuple[FoldRule, Memory | None] = _PLAIN, None
         #: the values after `quantize`, until they are needed
         self._rest: Memory | None = None
-        self._maxima: Memory = None
+        self._maxima = kernels.empty_maxima()
         self._maxima_known = False
         #: whether a magnitude may be above its block's bound, which the next selection raises
         self._has_grown = False
-
-    @property
-    def num_elements(self) -> int:
-        return self._kernels.layout.num_elements
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """float64 for float64 gradients, float32 for all others (half types accumulate in float32)."""
-        return self._kernels.dtype
 
     @property
     def square_norm(self) -> float:
@@ -116,11 +105,6 @@ class Accumulator:
         about 1e-6 of that.
         """
         return self._kernels.float_of(self._norm)
-
-    @property
-    def companions(self) -> tuple[Memory, ...]:
-        """Arrays of n elements, kept beside the values and restored with them: a velocity, for example."""
-        return self._companions
 
     def fold(self, gradient: Any, rule: FoldRule = _PLAIN) -> FoldReport:
         """Values = decay * values + gradient; block maxima. The one pass over n elements.
@@ -138,41 +122,37 @@ class Accumulator:
         """
         companion = None
         if rule.num_companions:
-            if not self._companions:
+            if not self.companions:
                 allowed = "one without momentum or moment, or make the accumulator with companions=1"
                 raise ArgumentError("rule", rule, allowed)
-            companion = self._companions[0]
+            companion = self.companions[0]
         rule.factors(self.dtype)  # refused before anything is forgotten
         given = self._kernels.checked(gradient)
         if rule.keep_residual:
             self._settle()
         self._rest = None
         self._folded = rule, companion
-        cleared = self._companions if rule.masking else ()
+        cleared = self.companions if rule.masking else ()
         self._journal = Journal(self._kernels, (self._values, *cleared))
         self.report, self._norm = self._kernels.fold(
-            self._values, companion, given, self._room_for_maxima(), rule, self._norm, self.step
+            self._values, companion, given, self._maxima, rule, self._norm, self.step
         )
         self._maxima_known = True
         self._norm_at_fold = self._norm
         return self.report
 
-    def fold_along(
-        self, gradient: Any, rule: FoldRule, indices: Indices, signs: NDArray[np.float64]
-    ) -> FoldReport:
+    def fold_along(self, gradient: Any, rule: FoldRule, indices: Indices, signs: Values) -> None:
         """Folds with a moment; the report also has the gradient's projection on `signs` at `indices`."""
         self._settle()
         where = self._kernels.places(indices)
         before = self._kernels.take(self._values, where)
         self.fold(gradient, rule)
-        after, moment = (self._kernels.take(array, where) for array in (self._values, *self._companions))
-        self.report = self._kernels.leaning(self.report, before, after, moment, signs, rule)
-        return self.report
+        stood = before, *(self._kernels.take(array, where) for array in self.memory())
+        self.report = self._kernels.leaning(self.report, stood, signs, rule)
 
     def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
         """Sets spans to 0 until `show`, so that nothing there is selected; called before a fold."""
-        self._settle()
-        arrays = self._values, *self._companions
+        arrays = self.memory()
         hidden = [(slice(*span), [array[slice(*span)] * 1.0 for array in arrays]) for span in spans]
         for where, _ in hidden:
             for array in arrays:
@@ -183,7 +163,7 @@ class Accumulator:
         """Restores the spans that `hide` returned, companions times a factor."""
         for where, (values, *companions) in hidden:
             self._values[where] = values
-            for companion, before in zip(self._companions, companions, strict=True):
+            for companion, before in zip(self.companions, companions, strict=True):
                 companion[where] = before * factor
         self._norm = self._kernels.squares(self._values)
         self._maxima_known = False
@@ -194,30 +174,16 @@ class Accumulator:
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 
-    def _room_for_maxima(self) -> Memory:
-        if self._maxima is None:
-            self._maxima = self._kernels.empty_maxima()
-        return self._maxima
-
-    def _bounds(self) -> Memory:
-        """Returns upper bounds of the block maxima; exact where nothing was cleared since the fold."""
-        maxima = self._room_for_maxima()
+    def _bounds(self, *, exact: bool = False) -> Memory:
+        """Returns bounds of the block maxima, exact if asked, or where nothing was cleared since the fold."""
         if not self._maxima_known:
-            self._kernels.scan_maxima(self._values, maxima)
+            self._kernels.scan_maxima(self._values, self._maxima)
             self._maxima_known = True
-        elif self._has_grown:
-            self._refresh(maxima)
-        return maxima
-
-    def _exact_maxima(self) -> Memory:
-        # Cleared elements leave upper bounds; they are made exact only when that is needed.
-        self._refresh(maxima := self._bounds())
-        return maxima
-
-    def _refresh(self, maxima: Memory) -> None:
-        for where in self._journal.unseen():
-            self._kernels.refresh_maxima(self._values, maxima, where)
-        self._has_grown = False
+        if exact or self._has_grown:
+            for where in self._journal.unseen():
+                self._kernels.refresh_maxima(self._values, self._maxima, where)
+            self._has_grown = False
+        return self._maxima
 
     def _settle(self) -> None:
         """Applies a pending `quantize`; `abandon` cannot take it back afterwards."""
@@ -247,7 +213,7 @@ class Accumulator:
             return np.arange(start, stop, dtype=np.int32)
         if num_selected == 0:
             return np.empty(0, np.int32)
-        maxima = self._exact_maxima()
+        maxima = self._bounds(exact=True)
         return self._found(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
@@ -264,7 +230,8 @@ class Accumulator:
         start, stop = self._window(start, stop)
         if not 1 <= k <= stop - start:
             raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
-        return float_of(self._kernels.kth(self._values, self._exact_maxima(), k, start, stop), self.dtype)
+        maxima = self._bounds(exact=True)
+        return float_of(self._kernels.kth(self._values, maxima, k, start, stop), self.dtype)
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
@@ -363,12 +330,8 @@ class Accumulator:
     def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> None:
         """Writes all values as codes of few bits, and subtracts what the codes stand for; companions stay.
 
-        The last change of a step. `abandon` takes no copy: the values stay until they are needed.
-
-        Args:
-            code: how many bits, and of what.
-            key: 64 bits, of the random numbers by which values are rounded.
-            words: int32, `code.num_words` of them; overwritten.
+        The last change of a step: `abandon` takes no copy, since the values stay until they are needed. `key`
+        are 64 bits, of the random numbers by which values are rounded; `words` are overwritten.
         """
         self._settle()
         self._replace(self._kernels.quantize(self._values, code, key, words))
@@ -398,9 +361,6 @@ class Accumulator:
 
         What was there before, decay included, comes back to the rounding of the sum: where the gradient
         was more than 2**24 times larger nothing is left of it, and the value is 0.
-
-        Args:
-            gradient: as it was folded.
         """
         rule, companion = self._folded
         self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)
@@ -414,28 +374,20 @@ class Accumulator:
 
     def held(self) -> tuple[Values, ...]:
         """All n values, and those of the companions, as `values` gives them."""
-        return (self.values(), *(self._kernels.view(companion) for companion in self._companions))
+        return (self.values(), *(self._kernels.view(companion) for companion in self.companions))
 
     def assign_held(self, held: Sequence[Any]) -> None:
-        """Replaces what `held` returns."""
         self.assign(held[0])
-        for companion, values in zip(self._companions, held[1:], strict=True):
+        for companion, values in zip(self.companions, held[1:], strict=True):
             self._kernels.assign(companion, values)
 
     def memory(self) -> tuple[Memory, ...]:
         """Values and companions where they are, not copied; who changes them calls `assign` after it."""
         self._settle()
-        return (self._values, *self._companions)
+        return (self._values, *self.companions)
 
     def assign(self, values: Any) -> None:
-        """Replaces all n values (loading a checkpoint). Companions are replaced after it, in place.
-
-        Args:
-            values: n elements of any float type, in any shape.
-
-        Raises:
-            ArgumentError: another number of elements, or NaN or Inf among them.
-        """
+        """Replaces all n values by as many finite ones, of any float type and shape; see `assign_held`."""
         self._kernels.assign(self._values, values)
         self._rest = None
         self._start_anew()

@@ -170,17 +170,18 @@ def accumulating(dtype: Any) -> type[np.floating[Any]]:
 
 def clip_factor(gradient: GradientParts, clip_norm: float) -> float:
     """``min(1, clip_norm / norm)``, the norm being that of the finite elements."""
-    norm = finite_norm(gradient)
+    norm = _finite_norm(gradient)
     return 1.0 if norm <= clip_norm else clip_norm / norm
 
 
-def finite_norm(gradient: GradientParts) -> float:
-    """Returns the L2 norm of the finite elements, also where squares would overflow or vanish."""
+def _finite_norm(gradient: GradientParts) -> float:
+    """Returns the L2 norm of the finite elements, even where squares overflow or vanish."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         total = sum(float(np.dot(chunk, chunk)) for chunk in _chunks(gradient))
         if 1e-30 < total < math.inf:
             return math.sqrt(total)
-        top = max((_top(chunk) for chunk in _chunks(gradient)), default=0.0)
+        tops = (np.abs(chunk).max(where=np.isfinite(chunk), initial=0.0) for chunk in _chunks(gradient))
+        top = float(max(tops, default=0.0))
         if top == 0.0:
             return 0.0
         total = 0.0
@@ -260,7 +261,3 @@ def _chunks(gradient: GradientParts) -> Iterator[Array]:
     for _, piece in gradient.pieces(_WIDENED):
         for start in range(0, piece.size, _WIDENED):
             yield wide(piece[start : start + _WIDENED])
-
-
-def _top(chunk: Array) -> float:
-    return float(np.abs(chunk).max(where=np.isfinite(chunk), initial=0.0))

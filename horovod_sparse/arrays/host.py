@@ -68,21 +68,27 @@ class HostKernels(Kernels):
     number: Callable[..., float] = float
     float_of: Callable[..., float] = float
     to_host: Callable[..., Array] = staticmethod(np.asarray)
-    checked: Callable[..., gradients.GradientParts]
     places: Callable[..., Indices]
     at_least: Callable[..., Indices]
 
     def __init__(self, layout: Layout, kind: type[np.floating[Any]]) -> None:
         self.layout, self.dtype = layout, np.dtype(kind)
-        n = layout.num_elements
-        self.checked = functools.partial(_checked, num_elements=n, dtype=self.dtype)
-        self.places = functools.partial(scatter.checked, num_elements=n)
-        self._candidates = Candidates(n, self.dtype)
+        self.places = functools.partial(scatter.checked, num_elements=layout.num_elements)
+        self._candidates = Candidates(layout.num_elements, self.dtype)
         self.at_least = functools.partial(select.at_least, layout=layout)
 
     def zeros(self) -> Array:
         # NumPy asks for huge pages, which matters to what touches single elements far apart.
         return np.zeros(self.layout.num_elements, self.dtype)
+
+    def checked(self, gradient: Any) -> gradients.GradientParts:
+        is_parts, n = isinstance(gradient, gradients.GradientParts), self.layout.num_elements
+        parts = gradient if is_parts else gradients.GradientParts([np.asarray(gradient)])
+        if parts.size != n:
+            raise ArgumentError("gradient", parts.size, f"an array of {n} elements")
+        if parts.dtype != self.dtype and gradients.accumulating(parts.dtype) != self.dtype:
+            raise ArgumentError("gradient", parts.dtype.name, f"a type that accumulates in {self.dtype.name}")
+        return parts
 
     def fold(
         self,
@@ -123,10 +129,8 @@ class HostKernels(Kernels):
             return parts
         return gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm))
 
-    def leaning(
-        self, report: FoldReport, before: Array, after: Array, moment: Array, signs: Array, rule: FoldRule
-    ) -> FoldReport:
-        before, after, moment = (array.astype(np.float64) for array in (before, after, moment))
+    def leaning(self, report: FoldReport, stood: Any, signs: Array, rule: FoldRule) -> FoldReport:
+        before, after, moment = (array.astype(np.float64) for array in stood)
         lean = gradients.lean_of(before, after, moment, signs, rule.factors(self.dtype).tolist())
         return dataclasses.replace(report, lean=float(lean))
 
@@ -217,14 +221,3 @@ class HostKernels(Kernels):
 
     def quantize(self, values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
         return encode(values, code, key, words)
-
-
-def _checked(gradient: Any, num_elements: int, dtype: np.dtype[Any]) -> gradients.GradientParts:
-    """Returns a gradient, an array or the parts of a bucket, as it is folded."""
-    parts = gradient if isinstance(gradient, gradients.GradientParts) else None
-    parts = gradients.GradientParts([np.asarray(gradient)]) if parts is None else parts
-    if parts.size != num_elements:
-        raise ArgumentError("gradient", parts.size, f"an array of {num_elements} elements")
-    if parts.dtype != dtype and gradients.accumulating(parts.dtype) != dtype:
-        raise ArgumentError("gradient", parts.dtype.name, f"a type that accumulates in {dtype.name}")
-    return parts

@@ -167,15 +167,7 @@ class Kernels(Protocol):
         `norm` is the sum of squares of the values before; returned is that after.
         """
 
-    def leaning(
-        self,
-        report: FoldReport,
-        before: Memory,
-        after: Memory,
-        moment: Memory,
-        signs: NDArray[np.float64],
-        rule: FoldRule,
-    ) -> FoldReport:
+    def leaning(self, report: FoldReport, stood: Any, signs: Values, rule: FoldRule) -> FoldReport:
         """Returns the fold's report with its gradient's projection on signs (`gradients.lean_of`)."""
 
     def take_out(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:

@@ -40,20 +40,12 @@ class WholeGradient(Accumulator):
     """
 
     def __init__(self, num_elements: int, dtype: Any = "float32") -> None:
-        self._num_elements, self._dtype = num_elements, np.dtype(accumulating(dtype))
-        self._companions = ()
+        self.num_elements, self.dtype = num_elements, np.dtype(accumulating(dtype))
+        self.companions = ()
         self.step, self.report = 0, FoldReport()
         #: of this step, and what error feedback adds to it
         self._gradient: Any = None
         self._carried: Any = None
-
-    @property
-    def num_elements(self) -> int:
-        return self._num_elements
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._dtype
 
     @property
     def square_norm(self) -> float:
@@ -63,8 +55,8 @@ class WholeGradient(Accumulator):
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
         """Notes the gradient, which `message` reads; no rule changes it."""
         kept = gradient if isinstance(gradient, GradientParts) else GradientParts([np.asarray(gradient)])
-        if kept.size != self._num_elements:
-            raise ArgumentError("gradient", kept.size, f"an array of {self._num_elements} elements")
+        if kept.size != self.num_elements:
+            raise ArgumentError("gradient", kept.size, f"an array of {self.num_elements} elements")
         self._gradient = kept
         self.report = FoldReport(step=self.step)
         return self.report
@@ -73,26 +65,22 @@ class WholeGradient(Accumulator):
         """Has nothing to take back: the gradient of an abandoned step is dropped."""
 
     def drop(self, gradient: Any) -> None:
-        """Takes the gradient out: the step begins again with zeros."""
-        self._gradient = GradientParts([np.zeros(self._num_elements, self._dtype)])
+        self._gradient = GradientParts([np.zeros(self.num_elements, self.dtype)])
 
     def accept(self) -> None:
-        """Lets go of the gradient: the step is applied."""
         self._gradient = self._carried = None
 
     def held(self) -> tuple[Values, ...]:
-        """Returns what the next gradient is added to, or nothing."""
         return () if self._carried is None else (self._carried,)
 
     def assign_held(self, held: Any) -> None:
-        """Replaces what the next gradient is added to."""
         (values,) = held
         self._carried = values if values.any() else None
 
     def message(self, rank: int, size: int) -> Any:
         """Returns what an allreduce sums: n elements, then a column of `HEALTH_NUMBERS` for each rank."""
-        n = self._num_elements
-        buffer = np.empty(n + HEALTH_NUMBERS * size, self._dtype)
+        n = self.num_elements
+        buffer = np.empty(n + HEALTH_NUMBERS * size, self.dtype)
         own, health = buffer[:n], buffer[n:]
         health[:] = 0
         first = self._read(own)
@@ -123,8 +111,8 @@ class WholeGradient(Accumulator):
 
     def received(self, total: Any, size: int) -> tuple[Any, dict[int, int], float]:
         """Returns the sum's n values, the position that each unhealthy rank tells, the largest magnitude."""
-        n = self._num_elements
-        values = np.asarray(total[:n]).astype(self._dtype, copy=False)
+        n = self.num_elements
+        values = np.asarray(total[:n]).astype(self.dtype, copy=False)
         return values, ranks_told(np.asarray(total[n:]), size), largest_magnitude(values)
 
 

@@ -157,17 +157,6 @@ class MpiCarrier:
             if self._mpi.Request.Testall([request for request, _ in sent]):
                 del self._leaving[key]
 
-    def has_come(self, key: Key, sources: frozenset[int]) -> bool | None:
-        """True if messages are there, and those sent may change; None if the exchange was dropped."""
-        if not self._is_current() or self._mpi.Is_finalized():
-            return None
-        self._progress()
-        return key not in self._leaving and sources <= self._inbox.get(key, {}).keys()
-
-    def take(self, key: Key) -> dict[int, Words]:
-        self._open.discard(key)
-        return self._inbox.pop(key, {})
-
     def _close(self) -> None:
         """Cancels messages in flight, with which MPI must not end."""
         if not self._mpi.Is_finalized():
@@ -185,7 +174,13 @@ class _Messages:
     whose: str
 
     def done(self) -> bool | None:
-        return self.carrier.has_come(self.key, self.sources)
+        """True if messages are there, and those sent may change; None if the exchange was dropped."""
+        at = self.carrier
+        if not at._is_current() or at._mpi.Is_finalized():
+            return None
+        at._progress()
+        return self.key not in at._leaving and self.sources <= at._inbox.get(self.key, {}).keys()
 
     def result(self) -> dict[int, Words]:
-        return awaited(self.carrier.take(self.key), self.sources, self.whose)
+        self.carrier._open.discard(self.key)
+        return awaited(self.carrier._inbox.pop(self.key, {}), self.sources, self.whose)

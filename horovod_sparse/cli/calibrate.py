@@ -17,6 +17,7 @@ from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibra
 from horovod_sparse.planning.model import Fit
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
+from horovod_sparse.training.agreement import compared
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
 _USUAL_KINDS = {"allgather", "allreduce", "broadcast", "exchange"}
@@ -96,11 +97,9 @@ def _measured(
     options: argparse.Namespace, launch: Launch, sparsifiers: list[Sparsifier], extent: Extent
 ) -> Profile:
     device = launch.agreed(lambda: _device(options, launch))
-    told = {"device": device, "sparsifiers": [one.describe() for one in sparsifiers], "extent": repr(extent)}
-    everyone = launch.gathered(told)
-    for rank, other in enumerate(everyone):  # ranks that measure different things would wait for each other
-        for name in (name for name in told if other[name] != everyone[0][name]):
-            raise ArgumentError(name, [everyone[0][name], other[name]], f"the same on ranks 0 and {rank}")
+    # ranks that measure different things would wait for each other
+    told = {"device": device, "sparsifiers": str([one.describe() for one in sparsifiers])}
+    launch.carry_out(compared({**told, "extent": repr(extent)}), None)
     cluster, topology, memory = launch.cluster(device), launch.topology(), None
     if device == "cuda":
         place = importlib.import_module("torch").device(device)

@@ -73,7 +73,7 @@ class Launch:
 
     def topology(self) -> Topology | None:
         """Returns which ranks share a host; None unless several hosts have as many ranks, from 2."""
-        places = [(host, local) for host, local in self.gathered(own_place(self.placement))]
+        places = self.gathered(own_place(self.placement))
         counts = Counter(host for host, _ in places)
         alike = len(counts) > 1 and len(set(counts.values())) == 1 and len(places) > len(counts)
         return Topology.of(places) if alike else None

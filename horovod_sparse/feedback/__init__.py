@@ -1,7 +1,7 @@
 """Error feedback, momentum correction and optimizers' own steps; the bucket that holds all of it."""
 
 from horovod_sparse.feedback.adam import AdamFeedback
-from horovod_sparse.feedback.bucket import Bucket, Member, Progress
+from horovod_sparse.feedback.bucket import Bucket, Progress
 from horovod_sparse.feedback.feedbacks import (
     BestFeedback,
     ErrorFeedback,

@@ -49,12 +49,10 @@ class Normalizing(Rule):
     def __post_init__(self) -> None:
         if not isinstance(self.whole_batch, bool):
             raise ArgumentError("whole_batch", self.whole_batch, "True or False")
-        for name, value, most, allowed in (
-            ("beta2", self.beta2, 1.0, "a number between 0 and 1, or None"),
-            ("eps", self.eps, math.inf, "a number above 0, or None"),
-        ):
-            if value is not None:
-                check_number(name, value, allowed, low=0.0, high=most, include_high=False)
+        if self.beta2 is not None:
+            check_number("beta2", self.beta2, "a number between 0 and 1, or None", "(0, 1)")
+        if self.eps is not None:
+            check_number("eps", self.eps, "a number above 0, or None", "(0, inf)")
         super().__post_init__()
 
     @property

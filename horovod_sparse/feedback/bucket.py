@@ -10,19 +10,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.checks import LARGEST, MOST_STEPS, SMALLEST, out_of_range
 from horovod_sparse.collectives import AllToAll, Broadcast, Exchange, Request, Synchronization
-from horovod_sparse.errors import (
-    EditedGradientError,
-    NonFiniteGradientError,
-    NonFiniteSumError,
-    StateMismatchError,
-)
 from horovod_sparse.feedback.adam import Alikeness, Normalizing
 from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.feedback.recipe import Recipe
@@ -91,25 +85,9 @@ class Progress:
         """Returns the progress after the residual was multiplied by a factor."""
         return dataclasses.replace(self, scale=self.scale * factor)
 
-    def flaw(self, _fresh: Progress) -> str:
-        rates = [rate for rate in (self.learning_rate, self.largest_rate) if rate is not None]
-        if not all(rate >= SMALLEST for rate in rates):
-            return f"learning_rate or largest_rate of {rates} is not above 0"
-        if len(self.leans) != 2 or not 0.0 <= self.leans[0] <= self.leans[1]:
-            return f"leans is {self.leans}, not two squares, the smaller one first"
-        steps = {"step": (0, MOST_STEPS), "since": (0, self.step), "summed": (1, MOST_STEPS)}
-        return out_of_range(self, scale=(0, LARGEST), **steps)
 
-
-@dataclass(frozen=True)
-class Member:
-    """A parameter's place in a bucket: elements [start, stop)."""
-
-    name: str
-    start: int
-    stop: int
-
-
+#: elements [start, stop) by the parameter's name
+Members: TypeAlias = Mapping[str, tuple[int, int]]
 #: the largest number of a gradient's type that does not become infinite when it is rounded
 _LARGEST = {
     "float16": 65504.0,
@@ -123,11 +101,11 @@ class Bucket:
     """Parameters that are synchronized together, and everything this rank keeps for them."""
 
     def __init__(
-        self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Sequence[Member] = ()
+        self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Members | None = None
     ) -> None:
         recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info))
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
-        self.members = tuple(members) or (Member(info.name, 0, info.num_elements),)
+        self.members = members or {self.whole.name: (0, self.whole.num_elements)}
         self.state = recipe.sparsifier.init(info)
         #: of this step: where it follows the optimizer's settings, front ends put in the recipe's for them
         self.feedback = recipe.feedback
@@ -210,8 +188,14 @@ class Bucket:
         `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and
         leave the bucket as before, but for what was finite, which is in the residual.
         """
-        report = self.fold(gradient, learning_rate, refused=refused, absent=absent)
+        reduced = yield from self.reduced(gradient)
+        report = self.fold(reduced, learning_rate, refused=refused, absent=absent)
         return (yield from self.synchronize(report, scale))
+
+    def reduced(self, gradient: Any) -> Synchronization[Any]:
+        """Returns what is folded: the gradient itself; with two levels its sum over the host's ranks."""
+        yield from ()
+        return gradient
 
     def fold(
         self,
@@ -293,7 +277,7 @@ class Bucket:
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
             at = {int(step): numbers[steps == step].tolist() for step in steps}
             told = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
-            raise StateMismatchError(
+            raise errors.StateMismatchError(
                 f"ranks are not at the same step of {self.info.name}: {told}. Some ranks "
                 "cancelled a step that others applied, so parameters differ: resume from a checkpoint"
             )
@@ -302,11 +286,13 @@ class Bucket:
         """Raises what `marks` say by rank: where its gradient is not finite, or n if it refuses the step."""
         name, refused = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == refused]:
-            raise EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
+            raise errors.EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
         if marks:
-            raise NonFiniteGradientError(name, {rank: self.member_at(at) for rank, at in marks.items()})
+            raise errors.NonFiniteGradientError(
+                name, {rank: self.member_at(at) for rank, at in marks.items()}
+            )
         if overflow is not None:
-            raise NonFiniteSumError(name, {}, self.member_at(overflow))
+            raise errors.NonFiniteSumError(name, {}, self.member_at(overflow))
 
     def _recorded(self, report: BucketStep) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         """Runs the sparsifier's coroutine; counts its bytes, and its time between collectives."""
@@ -362,9 +348,9 @@ class Bucket:
 
     def member_at(self, position: int) -> str:
         """Returns the name of the parameter that holds an element of the bucket."""
-        for member in self.members:
-            if member.start <= position < member.stop:
-                return member.name
+        for name, (start, stop) in self.members.items():
+            if start <= position < stop:
+                return name
         return f"element {position}"
 
 

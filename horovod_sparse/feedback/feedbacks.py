@@ -62,7 +62,7 @@ class Feedback:
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None:
-            check_number("clip_norm", self.clip_norm, "a norm above 0, or None", low=0.0, high=math.inf)
+            check_number("clip_norm", self.clip_norm, "a norm above 0, or None")
 
     def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
         """Returns the rule of a step's fold: the residual times decay, and eta_before / eta_now if asked.
@@ -142,7 +142,7 @@ class ErrorFeedback(Feedback):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("decay", self.decay, "a number in (0, 1]", low=0.0, high=1.0)
+        check_number("decay", self.decay, "a number in (0, 1]", "(0, 1]")
         super().__post_init__()
 
 
@@ -203,15 +203,7 @@ class MomentumCorrection(Feedback):
     scale_residual: bool = False
 
     def __post_init__(self) -> None:
-        check_number(
-            "momentum",
-            self.momentum,
-            "a number in [0, 1)",
-            low=0.0,
-            high=1.0,
-            include_low=True,
-            include_high=False,
-        )
+        check_number("momentum", self.momentum, "a number in [0, 1)", "[0, 1)")
         super().__post_init__()
 
     def _own(self, rates: Rates) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class Matrices:
         self._group, self._last = group, float(group["momentum"])
 
     def advance(self, momentum: Any, gradient: Any) -> None:
-        """Adds a gradient to the momentum."""
         momentum.lerp_(gradient.where(gradient.isfinite().all(), momentum), 1.0 - self._last)
 
     def take_back(self, momentum: Any, gradient: Any) -> None:

@@ -25,9 +25,10 @@ from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator, FoldReport, GradientParts
 from horovod_sparse.collectives import AllGather, ReduceScatter, Synchronization, Words, at_level, part
 from horovod_sparse.errors import HorovodSparseError, MessageError
-from horovod_sparse.feedback.bucket import Bucket, Member
+from horovod_sparse.feedback.bucket import Bucket, Members
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
+from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.topology import Topology
 from horovod_sparse.wire import Notes, WireFormat, pack, unpack_sum
 
@@ -51,25 +52,18 @@ def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
 
 @dataclass(frozen=True, eq=False)
 class ShardMessage:
-    """Carries a column's result to the ranks of a host: a line of JSON, then the sum of its shard.
-
-    Attributes:
-        step: synchronizations that this rank has done.
-        counts: how many elements each host has selected.
-        marks: by host, the first element of its sum that is not finite; None if there is none.
-        norms: of the residual of each host; None if the sparsifier tells none.
-        overflow: the first element of the sum that its type cannot hold.
-        failure: name and text of the column's error, in place of a sum.
-        whole: whether the sum has the values of all elements, and no indices.
-        sum: its words.
-    """
+    """Carries a column's result to the ranks of a host: a line of JSON, then the words of its shard's sum."""
 
     step: int
+    #: elements that each host has selected; the first of its sum that is not finite; norm of its residual
     counts: list[int]
     marks: list[int | None]
     norms: list[float] | None
+    #: the first element of the sum that its type cannot hold
     overflow: int | None
+    #: name and text of the column's error, in place of a sum
     failure: tuple[str, str] | None
+    #: whether the sum has the values of all elements, and no indices
     whole: bool
     sum: Words
 
@@ -108,14 +102,13 @@ class TwoLevelBucket(Bucket):
         whole: BucketInfo,
         recipe: Recipe,
         accumulator: Accumulator,
-        members: Sequence[Member],
+        members: Members | None,
         topology: Topology,
         *,
         summable: Callable[[Any, BucketInfo], Any] = summable,
         foldable: Callable[[Any, int], Any] = foldable,
     ) -> None:
         recipe = replace(recipe, feedback=recipe.feedback.for_shards(topology.per_host))
-        members = tuple(members) or (Member(whole.name, 0, whole.num_elements),)
         self._whole, self.topology = whole, topology
         super().__init__(shard_of(whole, topology), recipe, accumulator, members)
         self._summable, self._foldable = summable, foldable
@@ -127,7 +120,6 @@ class TwoLevelBucket(Bucket):
 
     @property
     def whole(self) -> BucketInfo:
-        """Returns the facts of the whole bucket, with the number of all ranks."""
         return self._whole
 
     @property
@@ -155,20 +147,9 @@ class TwoLevelBucket(Bucket):
         short = self.info.num_elements - shards[0].size  # up to the length of the longest
         self.accumulator.assign_held([np.append(one, np.zeros(short, one.dtype)) for one in shards])
 
-    def step(
-        self,
-        gradient: Any,
-        learning_rate: float | None = None,
-        *,
-        refused: bool = False,
-        scale: float | None = None,
-        absent: Sequence[tuple[int, int]] = (),
-    ) -> Synchronization[SparseSum]:
-        """Steps as `Bucket.step`: takes the gradient of the whole bucket, and returns the whole sum."""
-        summed = self._summable(gradient, self.whole)
-        shard = self._foldable((yield ReduceScatter(summed, level="host")), self.info.num_elements)
-        folded = self.fold(shard, learning_rate, refused=refused)
-        return (yield from self._of_whole(self._summed(folded, scale)))
+    def reduced(self, gradient: Any) -> Synchronization[Any]:
+        shard = yield ReduceScatter(self._summable(gradient, self.whole), level="host")
+        return self._foldable(shard, self.info.num_elements)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """Checks as `Bucket._check_steps`, by default the ranks of this rank's column."""
@@ -181,18 +162,15 @@ class TwoLevelBucket(Bucket):
             error.hosts = self.topology.hosts
             raise
 
-    def _of_whole(
-        self, of_shard: Synchronization[tuple[SparseSum, int | None]]
-    ) -> Synchronization[SparseSum]:
+    def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
         """Runs this rank's shard, and returns the sum of the whole; raises errors on all ranks alike."""
         failure: HorovodSparseError | None = None
         try:
-            sum_, overflow = yield from at_level(of_shard, "across")
+            sum_, overflow = yield from at_level(self._summed(report, scale), "across")
         except HorovodSparseError as error:  # of all ranks of this column; the others wait for what is next
             failure, overflow = error, None
             nothing = np.empty(0, np.int32), np.empty(0, self.whole.value_dtype)
             sum_ = SparseSum(*nothing, np.zeros(self.topology.num_hosts, np.int64))
-        report = self.last
         message = AllGather(self._message(sum_, overflow, failure), level="host")
         gathered = yield message
         try:
@@ -228,7 +206,7 @@ class TwoLevelBucket(Bucket):
         else:  # without the element that fills a shard up: it is 0
             kept = np.flatnonzero(sum_.indices < (0 if given_up else stop - start))
             chosen, n = (sum_.indices[kept] + np.int32(start), sum_.values[kept]), self.whole.num_elements
-            sent = pack(*chosen, FoldReport(), format=_INSIDE, num_elements=n)
+            sent = pack(*chosen, FoldReport(), _INSIDE, n)
         return ShardMessage(
             step=self.accumulator.report.step,
             counts=sum_.counts.tolist(),
@@ -271,8 +249,7 @@ class TwoLevelBucket(Bucket):
                 raise MessageError(f"{values.size} values arrived for a bucket of {n} elements")
             return WholeSum(values, counts, notes), marks, overflow
         whole = unpack_sum(np.concatenate(selections), len(selections), _INSIDE, n, dtype)
-        values = np.empty(0, dtype) if whole.values is None else whole.values
-        return SparseSum(whole.indices, values, counts, notes), marks, overflow
+        return SparseSum(whole.indices, whole.values, counts, notes), marks, overflow
 
 
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:

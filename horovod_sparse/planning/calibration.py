@@ -146,7 +146,6 @@ class BucketMemory:
         return host_accumulator(info, recipe, whole=isinstance(recipe.sparsifier, Dense))
 
     def gradient(self, num_elements: int, dtype: str) -> Any:
-        """Returns a flat gradient."""
         # bfloat16 is held as its bits
         return np.zeros(num_elements, "uint16" if dtype == "bfloat16" else dtype)
 

@@ -52,11 +52,9 @@ class AffineTime:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(AffineTime):
     """A fitted time ``a + b * amount (+ c * selected)``, and how good it is."""
 
-    fixed_seconds: float
-    seconds_per_unit: float
     #: 0 where it was not asked for
     seconds_per_selected: float = 0.0
     #: distinct amounts that it stands on
@@ -64,9 +62,6 @@ class Fit:
     #: median of |model - measured| / measured, and the largest of them
     median_error: float = 0.0
     largest_error: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.time()  # refuses what is negative or not finite
 
     def time(self, density: float = 0.0) -> AffineTime:
         """Returns the model as a function of one amount, with selected = density * amount."""

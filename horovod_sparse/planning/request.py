@@ -82,7 +82,6 @@ def select_tensors(
 
 
 def _pays(parameter: ParameterFacts, cost: CostModel) -> bool:
-    """Returns Eq. (1) of DRAGONN."""
     n, full = parameter.num_elements, cost.dense.seconds(parameter.num_bytes)
     compression, sparse = cost.selection.seconds(n), cost.communication.seconds(n)
     return bool(compression < full + cost.dense_work.seconds(n) - sparse)

@@ -60,7 +60,7 @@ class SimulatedCluster:
             if topology is None:
                 self.buckets.append(Bucket(info, recipe, memory))
             else:
-                self.buckets.append(TwoLevelBucket(whole, recipe, memory, (), topology))
+                self.buckets.append(TwoLevelBucket(whole, recipe, memory, None, topology))
 
     def synchronize(
         self, gradients: Sequence[Any], learning_rate: float | None = None, *, keep_errors: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -71,33 +71,26 @@ class AlphaBeta:
 
 @dataclass
 class Recorder:
-    """Counts the collectives of P ranks, by round and rank, and runs an alpha-beta clock."""
+    """Counts the collectives of P ranks, by round and rank."""
 
-    network: AlphaBeta = field(default_factory=AlphaBeta)
-    #: between the ranks of a host, where levels are told apart
-    host_network: AlphaBeta | None = None
     kinds: list[type[Request]] = field(default_factory=list)
     levels: list[collectives.Level] = field(default_factory=list)
     #: payload bytes put in
     bytes_sent: list[list[int]] = field(default_factory=list)
     costs: list[list[CollectiveCost]] = field(default_factory=list)
-    #: of rounds one behind the other, each as slow as its slowest rank
-    seconds: float = 0.0
 
     def record(self, requests: Sequence[Request], topology: Topology | None = None) -> None:
         """Records one round: the requests of all ranks, in rank order."""
-        level, costs = requests[0].level, [CollectiveCost(0, 0)] * len(requests)
+        costs = [CollectiveCost(0, 0)] * len(requests)
         sent = [0] * len(requests)
         for ranks in groups_of(requests, topology):
             group = [requests[rank] for rank in ranks]
             for place, (rank, cost) in enumerate(zip(ranks, _costs(group), strict=True)):
                 costs[rank], sent[rank] = cost, num_bytes_sent(requests[rank], place)
-        network = self.host_network if level == "host" and self.host_network else self.network
         self.kinds.append(type(requests[0]))
-        self.levels.append(level)
+        self.levels.append(requests[0].level)
         self.bytes_sent.append(sent)
         self.costs.append(costs)
-        self.seconds += max(map(network.seconds, costs))
 
     def total(self, rank: int) -> CollectiveCost:
         """Returns the cost of everything recorded so far, for one rank."""
@@ -208,24 +201,21 @@ def _check(
             f"round {round_number}: ranks {missing[:8]} are done{failed} while ranks {sorted(requests)[:8]} "
             f"ask for {type(next(iter(requests.values()))).__name__}"
         ) from (errors[min(errors)] if errors else None)
-    _same(round_number, {rank: _level(request, topology) for rank, request in requests.items()})
+    levels = {rank: request.level for rank, request in requests.items()}
+    if topology is None and set(levels.values()) != {"all"}:
+        raise CollectiveMismatchError("a request of a single level needs a topology")
+    _same(round_number, levels)
     for ranks in groups_of([requests[rank] for rank in range(size)], topology):
         _same(round_number, {rank: _signature(requests[rank], len(ranks)) for rank in ranks})
 
 
-def _same(round_number: int, asked: dict[int, str]) -> None:
+def _same(round_number: int, asked: Mapping[int, str]) -> None:
     kinds: dict[str, list[int]] = {}
     for rank, kind in asked.items():
         kinds.setdefault(kind, []).append(rank)
     if len(kinds) > 1:
         told = "; ".join(f"ranks {ranks[:8]}: {kind}" for kind, ranks in kinds.items())
         raise CollectiveMismatchError(f"round {round_number}: ranks ask for different collectives ({told})")
-
-
-def _level(request: Request, topology: Topology | None) -> str:
-    if topology is None and request.level != "all":
-        raise CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
-    return request.level
 
 
 def _signature(request: Request, size: int) -> str:

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, final
 
 import numpy as np
@@ -15,9 +15,9 @@ from horovod_sparse.arrays import Accumulator, Indices, Values
 from horovod_sparse.arrays.whole import largest_magnitude
 from horovod_sparse.checks import check_density
 from horovod_sparse.collectives import AllGather, Request, Synchronization
-from horovod_sparse.errors import ArgumentError, MessageError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.schedule import Schedule
-from horovod_sparse.wire import Gathered, Notes, WireFormat, pack, unpack_sum
+from horovod_sparse.wire import Notes, SparseSum, WireFormat, pack, unpack_sum
 
 State = TypeVar("State")
 
@@ -68,35 +68,6 @@ def rescaled(state: State, factor: float) -> State:
         elif dataclasses.is_dataclass(value):
             changed[item.name] = rescaled(value, factor)
     return dataclasses.replace(state, **changed)  # type: ignore[type-var]
-
-
-@dataclass
-class SparseSum:
-    """The result of a synchronization, the same on every rank.
-
-    Attributes:
-        indices: int32; an index may stand more than once (its values add up).
-        values: the sum over ranks, float32 or float64.
-        counts: int [P], elements selected by each rank.
-        notes: facts that every rank has sent about itself.
-        facts: the algorithm's own telemetry (threshold, imbalance, ...).
-    """
-
-    #: whether the values are those of all elements, in their order (`WholeSum`)
-    whole: ClassVar[bool] = False
-
-    indices: Indices
-    values: Values
-    counts: np.ndarray
-    notes: Notes = field(default_factory=Notes)
-    facts: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, gathered: Gathered) -> SparseSum:
-        """Adds up messages that carry indices and values, one behind the other."""
-        if gathered.values is None:
-            raise MessageError("no message holds a value, so there is no sum")
-        return cls(gathered.indices, gathered.values, gathered.counts, gathered.notes)
 
 
 class WholeSum(SparseSum):
@@ -267,7 +238,7 @@ class SelectAndGather(Sparsifier):
         indices, facts, after = self.select(accumulator, self.num_selected(info, state.step), state, info)
         wire = self.message_format(info, state.step)
         sent = accumulator.remove(indices, None if wire.exact else wire.round)
-        sum_ = SparseSum.of((yield from exchange_selections(accumulator, indices, sent, info, wire)))
+        sum_ = yield from exchange_selections(accumulator, indices, sent, info, wire)
         sum_.facts.update(facts)
         return sum_, state if after is None else after
 
@@ -278,10 +249,10 @@ class SelectAndGather(Sparsifier):
 
 def exchange_selections(
     accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, wire: WireFormat
-) -> Synchronization[Gathered]:
+) -> Synchronization[SparseSum]:
     """Sends every rank's selection to every rank, in one allgather."""
     n = info.num_elements
-    gathered = yield AllGather(pack(indices, values, accumulator.report, format=wire, num_elements=n))
+    gathered = yield AllGather(pack(indices, values, accumulator.report, wire, n))
     return unpack_sum(gathered, info.size, wire, n, None if values is None else info.value_dtype)
 
 

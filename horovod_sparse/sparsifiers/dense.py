@@ -10,14 +10,8 @@ import numpy as np
 from horovod_sparse.arrays import Accumulator, WholeGradient
 from horovod_sparse.arrays.whole import HEALTH_NUMBERS
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    WholeSum,
-)
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.base import WholeSum
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 from horovod_sparse.wire import Notes
 

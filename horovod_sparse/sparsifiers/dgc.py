@@ -1,27 +1,66 @@
-"""Deep Gradient Compression: top-k by a sampled threshold."""
+"""Deep Gradient Compression: top-k by a threshold from a sample, as DRAGONN and SIDCo take it, too."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.checks import check_count
+from horovod_sparse.checks import check_count, check_density
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SelectAndGather,
-    Selected,
-    SparsifierState,
-    step_generator,
-)
-from horovod_sparse.thresholds import SampledThreshold
+from horovod_sparse.sparsifiers import BucketInfo, SparsifierState
+from horovod_sparse.sparsifiers.base import SelectAndGather, Selected, step_generator
+
+#: a quantile of fewer sampled hits than this jumps about
+_LEAST_HITS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledSelection(SelectAndGather):
+    """Selects by every stride-th magnitude behind a random start.
+
+    Args:
+        sample_fraction: share of elements in the sample; more where it would hold too few that are sent.
+        seed: of what is drawn, which depends on seed, bucket, rank and step alone.
+
+    Source: Lin et al., ICLR 2018 (DGC), Section 3 and its public program.
+    """
+
+    sample_fraction: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density("sample_fraction", self.sample_fraction, "a fraction in (0, 1]")
+        check_count("seed", self.seed, low=0)
+
+    def generator(self, info: BucketInfo, step: int) -> np.random.Generator:
+        return step_generator(self.seed, info, step, info.rank)
+
+    def stride(self, num_elements: int, k: int) -> int:
+        """Returns the distance of sampled elements."""
+        enough = max(self.sample_fraction * num_elements, _LEAST_HITS * num_elements / k)
+        return max(1, num_elements // math.ceil(enough))
+
+    def sample(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> np.ndarray:
+        stride = self.stride(accumulator.num_elements, k)
+        return accumulator.sample_magnitudes(stride, int(generator.integers(stride)))
+
+    def sampled_threshold(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> float:
+        """Returns ``(k m / n)-th largest of m sampled magnitudes``."""
+        sample = self.sample(accumulator, k, generator)
+        order = min(sample.size, max(1, round(k * sample.size / accumulator.num_elements)))
+        return float(np.partition(sample, sample.size - order)[sample.size - order])
+
 
 _TOO_MANY, _TOO_FEW, _LOWER, _ATTEMPTS = 1.3, 0.8, 0.8, 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class DGC(SelectAndGather):
+class DGC(SampledSelection):
     """Each rank sends about its k largest magnitudes, found by a threshold from a sample.
 
     The threshold is the k-th largest of a strided sample, scaled. If more than 1.3 k elements pass, the
@@ -45,22 +84,17 @@ class DGC(SelectAndGather):
 
     name: ClassVar[str] = "dgc"
 
-    sample_fraction: float = 0.01
     threshold: str = "sampled"
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        SampledThreshold(self.sample_fraction)
         if self.threshold not in ("sampled", "exact"):
             raise UnknownNameError("threshold of dgc", str(self.threshold), ("sampled", "exact"))
-        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         if self.threshold == "exact" or k >= accumulator.num_elements:
             return Selected(accumulator.largest(k))
-        generator = step_generator(self.seed, info, state.step, info.rank)
-        threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
+        threshold = self.sampled_threshold(accumulator, k, self.generator(info, state.step))
         indices = accumulator.at_least(threshold)
         for _ in range(_ATTEMPTS):
             if indices.size >= _TOO_FEW * k or threshold == 0.0:

@@ -9,15 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices
-from horovod_sparse.checks import check_count, check_number
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SelectAndGather,
-    Selected,
-    SparsifierState,
-    step_generator,
-)
-from horovod_sparse.thresholds import SampledThreshold
+from horovod_sparse.checks import check_number
+from horovod_sparse.sparsifiers.base import BucketInfo, Selected, SparsifierState
+from horovod_sparse.sparsifiers.dgc import SampledSelection
 from horovod_sparse.wire import WireFormat
 
 
@@ -74,7 +68,7 @@ def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -
 
 
 @dataclass(frozen=True, kw_only=True)
-class DRAGONN(SelectAndGather):
+class DRAGONN(SampledSelection):
     """Each rank writes what passes a sampled threshold into m hashed slots, and sends those.
 
     ``slot[h(i)] = i`` for every hit i, one write each. Hits that fall into a taken slot overwrite it; the
@@ -104,15 +98,11 @@ class DRAGONN(SelectAndGather):
     name: ClassVar[str] = "dragonn"
 
     slots_per_selected: float = 1.0
-    sample_fraction: float = 0.01
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        SampledThreshold(self.sample_fraction)
         allowed = "a number above 0: slots for each element that density asks for"
-        check_number("slots_per_selected", self.slots_per_selected, allowed, low=0.0, high=2.0**31)
-        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
+        check_number("slots_per_selected", self.slots_per_selected, allowed, f"(0, {2**31}]")
 
     def num_slots(self, info: BucketInfo, step: int) -> int:
         """m."""
@@ -127,9 +117,9 @@ class DRAGONN(SelectAndGather):
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         m, threshold = self.num_slots(info, state.step), 0.0
-        generator = step_generator(self.seed, info, state.step, info.rank)
+        generator = self.generator(info, state.step)
         if k < info.num_elements:
-            threshold = SampledThreshold(self.sample_fraction).find(accumulator, k, generator)
+            threshold = self.sampled_threshold(accumulator, k, generator)
         indices = accumulator.at_least(threshold)
         if m < info.num_elements:
             slots = HashFunction.draw(generator, m).slots(indices)

@@ -11,14 +11,8 @@ import numpy as np
 from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import StateMismatchError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    exchange_selections,
-)
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
@@ -86,8 +80,9 @@ class ExclusiveThreshold(Sparsifier):
         )
         after = replace(state, threshold=rule.steer(union, k, found))
         after = self.observed(after, info, sum_.counts, gathered.indices)
-        following = self.window(replace(after, step=after.step + 1), info)
-        share = _share(gathered.indices, following)
+        start, stop = self.window(replace(after, step=after.step + 1), info)  # that is searched next
+        here = np.count_nonzero((gathered.indices >= start) & (gathered.indices < stop))
+        share = float(here / union) if union else -1.0
         return sum_, replace(after, threshold=replace(after.threshold, share=share))
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
@@ -131,11 +126,3 @@ def _check_exclusive(union: Indices, counts: np.ndarray, info: BucketInfo) -> No
         "states of the ranks' sparsifiers differ. No rank applied this step; load a checkpoint of one step "
         "on all ranks"
     )
-
-
-def _share(union: Indices, window: Window) -> float:
-    """Returns the part of a union that lies in a window; -1 for an empty union."""
-    if union.size == 0:
-        return -1.0
-    start, stop = window
-    return float(np.count_nonzero((union >= start) & (union < stop)) / union.size)

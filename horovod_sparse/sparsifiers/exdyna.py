@@ -28,15 +28,7 @@ class Partitions:
     block_length: int
     num_blocks: np.ndarray
 
-    def flaw(self, fresh: Partitions) -> str:
-        if self.block_length != fresh.block_length:
-            return f"block_length is {self.block_length}, not {fresh.block_length}"
-        if self.num_blocks.min() < 0 or self.num_blocks.sum() != fresh.num_blocks.sum():
-            return f"num_blocks is {self.num_blocks.tolist()}, not {fresh.num_blocks.sum()} blocks in all"
-        return ""
-
     def window(self, part: int, num_elements: int) -> Window:
-        """Returns (start, stop) of a part, in elements."""
         first = int(self.num_blocks[:part].sum())
         stop = (first + int(self.num_blocks[part])) * self.block_length
         return first * self.block_length, num_elements if part == self.num_blocks.size - 1 else stop
@@ -172,17 +164,14 @@ class ExDyna(ExclusiveThreshold):
         super().__post_init__()
         if self.rebalance not in ("proportional", "paper", "none"):
             raise UnknownNameError("rebalance rule", self.rebalance, ("proportional", "paper", "none"))
-        check_number(
-            "alpha", self.alpha, "a number of 1 or more", low=1.0, high=float("inf"), include_low=True
-        )
+        check_number("alpha", self.alpha, "a number of 1 or more", "[1, inf]")
         for argument in ("num_blocks", "blocks_per_move"):
-            check_count(argument, getattr(self, argument), "a whole number, 1 or more")
+            check_count(argument, getattr(self, argument))
 
     def init(self, info: BucketInfo) -> ExDynaState:
         return ExDynaState(partitions=partition(info.num_elements, info.size, self.num_blocks))
 
     def window(self, state: ExDynaState, info: BucketInfo) -> Window:
-        """Partition (t + i) mod P."""
         return state.partitions.window((state.turn + info.rank) % info.size, info.num_elements)
 
     def observed(

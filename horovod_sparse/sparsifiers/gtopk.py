@@ -11,13 +11,7 @@ from horovod_sparse.arrays import Accumulator
 from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, ceil_log2, mail_words
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
-    SparseVector,
-    added,
-    as_sent,
-    missing_in,
-    split_largest,
-)
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, as_sent, missing_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +52,7 @@ class GTopK(Sparsifier):
             elif child is not None:
                 arrived = yield Exchange({}, (child,))
                 theirs = mail.read(arrived[child], _subtree(child, distance, info))
-                total, dropped = split_largest(added(total, theirs), k)
+                total, dropped = (total + theirs).split_largest(k)
                 accumulator.add(dropped.indices, dropped.values)
             else:
                 yield Exchange({}, ())

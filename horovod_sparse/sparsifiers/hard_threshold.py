@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.checks import LARGEST, check_number, out_of_range
+from horovod_sparse.checks import check_number
 from horovod_sparse.collectives import SCALED
 from horovod_sparse.errors import warn_once
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
@@ -18,9 +18,6 @@ class HardThresholdState(SparsifierState):
     """State of hard threshold: what the residual has been multiplied by; the threshold is, too."""
 
     scale: float = field(default=1.0, metadata=SCALED)
-
-    def flaw(self, _fresh: HardThresholdState) -> str:
-        return out_of_range(self, scale=(0, LARGEST))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class HardThreshold(SelectAndGather):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.threshold is not None:
-            check_number("threshold", self.threshold, "a number above 0", low=0.0, high=math.inf)
+            check_number("threshold", self.threshold, "a number above 0")
 
     def init(self, info: BucketInfo) -> HardThresholdState:
         return HardThresholdState()

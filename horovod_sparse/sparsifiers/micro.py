@@ -29,5 +29,4 @@ class MiCRO(ExclusiveThreshold):
     name: ClassVar[str] = "micro"
 
     def window(self, state: ExclusiveState, info: BucketInfo) -> Window:
-        """Part (t + i) mod P of equal parts."""
         return part(info.num_elements, (state.turn + info.rank) % info.size, info.size)

@@ -42,7 +42,7 @@ class MSTopK(SelectAndGather):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_passes", self.num_passes, "a whole number, 1 or more")
+        check_count("num_passes", self.num_passes)
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         if k >= accumulator.num_elements:

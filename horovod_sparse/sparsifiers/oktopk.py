@@ -6,29 +6,22 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
-from horovod_sparse.checks import LARGEST, check_count, out_of_range
+from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import LOCAL, SCALED, AllGather, AllToAll, Synchronization, part
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    exchange_selections,
-)
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     cut_and_pack,
     discards_meet,
     missing_in,
     reduce_in_regions,
-    rounded,
     split_traffic,
 )
 from horovod_sparse.wire import unpack_sum
@@ -44,11 +37,6 @@ class OkTopkState(SparsifierState):
     global_threshold: float = field(default=0.0, metadata=SCALED)
     #: int64 [P - 1], where the regions of ranks 1, 2, ... begin.
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-
-    def flaw(self, _fresh: OkTopkState) -> str:
-        if (np.diff(self.bounds, prepend=0) < 0).any():
-            return f"bounds is {self.bounds.tolist()}, which do not ascend from 0"
-        return out_of_range(self, local_threshold=(0, LARGEST), global_threshold=(0, LARGEST))
 
 
 def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
@@ -108,14 +96,7 @@ _LOCAL_BAND, _LOCAL_FACTOR = (2 / 3, 5 / 4), 1.012
 _GLOBAL_BAND, _GLOBAL_FACTOR = (2 / 3, 4 / 3), 1.008
 
 
-class _Pruned(NamedTuple):
-    """Counts by rank (selected, kept), this rank's sums, the threshold, and the next step's regions."""
-
-    selected: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    kept: SparseVector
-    threshold: float
-    bounds: NDArray[np.int64]
+_Numbers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +150,10 @@ class OkTopk(Sparsifier):
         total, arrived, error = yield from reduce_in_regions(selection, regions, report, info, self.wire)
 
         pruned = yield from self._prune(total, indices, state, info, k)
-        kept, threshold = pruned.kept, pruned.threshold
-        spread, kept_error = yield from self._spread(kept, pruned.sizes, info)
-        shared, shared_error = rounded(spread, self.wire)
-        gathered = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
-        sum_ = SparseSum.of(gathered)
+        kept, selected, sizes, threshold, bounds = pruned
+        spread, kept_error = yield from self._spread(kept, sizes, info)
+        shared, shared_error = spread.rounded(self.wire)
+        sum_ = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
 
         applied = ~missing_in(indices, sum_.indices)
         accumulator.clear(indices[applied])
@@ -192,13 +172,11 @@ class OkTopk(Sparsifier):
                 accumulator.add(where, lost)
         facts = {"local_threshold": local_threshold, "threshold": threshold}
         if self.threshold_steps:
-            passed = int(pruned.sizes.sum())
+            passed = int(sizes.sum())
             local_threshold = steered(local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
             threshold = steered(threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
-        after = replace(
-            state, local_threshold=local_threshold, global_threshold=threshold, bounds=pruned.bounds
-        )
-        return SparseSum(sum_.indices, sum_.values, pruned.selected, arrived.notes, facts), after
+        after = replace(state, local_threshold=local_threshold, global_threshold=threshold, bounds=bounds)
+        return SparseSum(sum_.indices, sum_.values, selected, arrived.notes, facts), after
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> tuple[Indices, float]:
         """Returns what passes the local threshold, and this threshold."""
@@ -215,8 +193,10 @@ class OkTopk(Sparsifier):
 
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
-    ) -> Synchronization[_Pruned]:
-        """Returns what passes the global threshold, and counts by rank; draws new regions when it is time.
+    ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
+        """Returns what passes the global threshold, and by rank how many are selected, and kept.
+
+        Then the threshold, and regions for the next step, which are drawn anew when it is time.
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of
@@ -262,8 +242,7 @@ class OkTopk(Sparsifier):
                     threshold = float(np.partition(everyone, order)[order])
                 sizes = np.array([(one >= threshold).sum() for one in theirs], np.int64)
             kept = np.flatnonzero(magnitudes >= threshold)
-        pruned = SparseVector(total.indices[kept], total.values[kept])
-        return _Pruned(selected, sizes, pruned, threshold, bounds)
+        return total[kept], selected, sizes, threshold, bounds
 
     def _spread(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
@@ -277,12 +256,11 @@ class OkTopk(Sparsifier):
         parts = []
         for rank in range(info.size):
             start, stop = (min(max(edge - first, 0), len(kept)) for edge in part(union, rank, info.size))
-            parts.append(SparseVector(kept.indices[start:stop], kept.values[start:stop]))
+            parts.append(kept[start:stop])
         messages, error = cut_and_pack(parts, FoldReport(), info, self.wire)
         arrived = yield AllToAll(messages)
-        sum_ = SparseSum.of(
-            unpack_sum(np.concatenate(arrived), info.size, self.wire, info.num_elements, info.value_dtype)
-        )
+        kind = self.wire, info.num_elements, info.value_dtype
+        sum_ = unpack_sum(np.concatenate(arrived), info.size, *kind)
         return SparseVector(sum_.indices, sum_.values), error
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:

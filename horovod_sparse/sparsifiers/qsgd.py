@@ -54,7 +54,7 @@ class QSGD(Quantizer):
         check_count("levels", self.levels, f"a whole number from 1 to {MOST_LEVELS}")
         if self.norm not in ("max", "l2"):
             raise UnknownNameError("norm of qsgd", str(self.norm), ("max", "l2"))
-        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
+        check_count("seed", self.seed, low=0)
         super().__post_init__()
 
     def key(self, info: BucketInfo, step: int) -> int:
@@ -63,7 +63,6 @@ class QSGD(Quantizer):
 
     @property
     def quantization(self) -> Quantization:
-        """Signs and levels."""
         return Quantization(self.levels, self.group, self.norm)
 
     @property

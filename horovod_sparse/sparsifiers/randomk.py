@@ -11,15 +11,8 @@ from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SelectAndGather,
-    Selected,
-    SparseSum,
-    SparsifierState,
-    Traffic,
-    step_generator,
-)
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.base import SelectAndGather, Selected, step_generator
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 
@@ -69,7 +62,7 @@ class RandomK(SelectAndGather):
         super().__post_init__()
         if not isinstance(self.shared, bool):
             raise ArgumentError("shared", self.shared, "True or False")
-        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
+        check_count("seed", self.seed, low=0)
 
     @property
     def names_senders(self) -> bool:
@@ -94,7 +87,6 @@ class RandomK(SelectAndGather):
         return (yield from sum_at(accumulator, indices, counts, info, self.wire)), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Values only (shared), or indices and values."""
         if self.shared:
             return sum_traffic(int(counts[info.rank]), info, self.wire)
         return super().traffic(info, counts, step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -18,42 +17,38 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True)
-class _Warmup:
-    """A length in steps, or in epochs of so many steps; a density to start from."""
+class _Lasting:
+    """A length in steps, or in epochs of so many steps."""
+
+    #: where `steps_per_epoch` is given alone
+    default_epochs: ClassVar[float | None] = None
 
     steps: int | None = None
     epochs: float | None = None
     steps_per_epoch: int | None = None
-    start: float = 0.25
 
     def __post_init__(self) -> None:
-        check_density("start", self.start)
         if self.steps is not None:
             check_count("steps", self.steps)
             if self.epochs is not None or self.steps_per_epoch is not None:
                 raise ArgumentError("steps", self.steps, "either steps, or epochs and steps_per_epoch")
-            return
-        if self.epochs is None or self.steps_per_epoch is None:
+        elif self._epochs is None or self.steps_per_epoch is None:
             raise ArgumentError("steps", None, "steps, or epochs and steps_per_epoch")
-        check_count("steps_per_epoch", self.steps_per_epoch)
-        check_number("epochs", self.epochs, "a number of epochs above 0", low=0.0, high=math.inf)
+        else:
+            check_count("steps_per_epoch", self.steps_per_epoch)
+            check_number("epochs", self._epochs, "a number of epochs above 0")
+
+    @property
+    def _epochs(self) -> float | None:
+        return self.default_epochs if self.epochs is None else self.epochs
 
     @property
     def length(self) -> int:
-        """The length in steps."""
-        if self.steps is not None:
-            return self.steps
-        return max(1, round((self.epochs or 0) * (self.steps_per_epoch or 0)))
-
-    def density_at(self, step: int, final: float) -> float:
-        return final if step >= self.length else self._within(step, final)
-
-    def _within(self, step: int, final: float) -> float:
-        raise NotImplementedError
+        return self.steps or max(1, round((self._epochs or 0) * (self.steps_per_epoch or 0)))
 
 
 @dataclass(frozen=True)
-class Exponential(_Warmup):
+class Exponential(_Lasting):
     """``density = start * (final / start) ** (t / length)``, then final.
 
     Args:
@@ -71,12 +66,21 @@ class Exponential(_Warmup):
 
     text_name: ClassVar[str] = "exponential"
 
+    start: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_density("start", self.start)
+        super().__post_init__()
+
+    def density_at(self, step: int, final: float) -> float:
+        return final if step >= self.length else self._within(step, final)
+
     def _within(self, step: int, final: float) -> float:
         return self.start * (final / self.start) ** (step / self.length)
 
 
 @dataclass(frozen=True)
-class Linear(_Warmup):
+class Linear(Exponential):
     """``density = start + (final - start) * t / length``, then final. Arguments are those of `Exponential`.
 
     Example:
@@ -91,7 +95,7 @@ class Linear(_Warmup):
 
 
 @dataclass(frozen=True)
-class Stairs:
+class Stairs(_Lasting):
     """A list of densities, each for the same number of steps, then final.
 
     The defaults are DGC's warm-up over four epochs: 0.25, 0.0625, 0.015625, 0.004.
@@ -112,10 +116,8 @@ class Stairs:
     """
 
     text_name: ClassVar[str] = "stairs"
+    default_epochs: ClassVar[float | None] = 1
 
-    steps: int | None = None
-    epochs: float | None = None
-    steps_per_epoch: int | None = None
     densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
 
     def __post_init__(self) -> None:
@@ -125,18 +127,7 @@ class Stairs:
         object.__setattr__(self, "densities", tuple(densities))  # lists are what users write
         for density in self.densities:
             check_density("densities", density)
-        self._length()
-
-    def _length(self) -> _Warmup:
-        epochs = self.epochs
-        if epochs is None and self.steps_per_epoch is not None:
-            epochs = 1
-        return _Warmup(self.steps, epochs, self.steps_per_epoch)
-
-    @property
-    def length(self) -> int:
-        """The length of a stair, in steps."""
-        return self._length().length
+        super().__post_init__()
 
     def density_at(self, step: int, final: float) -> float:
         stair = step // self.length

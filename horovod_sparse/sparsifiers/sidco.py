@@ -10,17 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.checks import LARGEST, check_count, check_number, out_of_range
+from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import UnknownNameError
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SelectAndGather,
-    Selected,
-    SparsifierState,
-    step_generator,
-)
-from horovod_sparse.thresholds import SampledThreshold
+from horovod_sparse.sparsifiers.base import BucketInfo, Selected, SparsifierState
+from horovod_sparse.sparsifiers.dgc import SampledSelection
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,6 @@ FITS: dict[str, tuple[Callable[[Excess, float], float], ...]] = {
 
 #: what stands for achieved / target where nothing was sent, whose logarithm is none
 _NOTHING = 1e-6
-_BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -100,14 +93,9 @@ class SIDCoState(SparsifierState):
     #: |ln(achieved / target)| when it was last looked at; negative before
     error: float = field(default=-1.0, metadata=LOCAL)
 
-    def flaw(self, _fresh: SIDCoState) -> str:
-        if any(ratio < 0 for ratio in self.recent):
-            return "recent holds a ratio below 0"
-        return out_of_range(self, num_stages=(1, 1000), direction=(-1, 1), error=(-1, LARGEST))
-
 
 @dataclass(frozen=True, kw_only=True)
-class SIDCo(SelectAndGather):
+class SIDCo(SampledSelection):
     """Each rank sends |acc| >= threshold, the threshold being a quantile of a fitted distribution.
 
     Stage 1 fits all magnitudes and finds where the share `first_density` lies above; each further stage
@@ -142,19 +130,15 @@ class SIDCo(SelectAndGather):
     tolerance: float = 0.2
     adapt_every: int = 5
     max_stages: int = 6
-    sample_fraction: float = 0.01
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.distribution not in FITS:
             raise UnknownNameError("distribution", self.distribution, FITS)
         for argument in ("first_density", "tolerance"):
-            check_number(argument, getattr(self, argument), "a number in (0, 1)", low=0.0, high=_BELOW_ONE)
+            check_number(argument, getattr(self, argument), "a number in (0, 1)", "(0, 1)")
         for argument in ("adapt_every", "max_stages"):
-            check_count(argument, getattr(self, argument), "a whole number, 1 or more")
-        SampledThreshold(self.sample_fraction)
-        check_count("seed", self.seed, "a whole number, 0 or more", low=0)
+            check_count(argument, getattr(self, argument))
 
     def init(self, info: BucketInfo) -> SIDCoState:
         stages = math.floor(math.log(self.density) / math.log(self.first_density))
@@ -181,9 +165,7 @@ class SIDCo(SelectAndGather):
     def find(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> float:
         if k >= info.num_elements:
             return 0.0
-        stride = SampledThreshold(self.sample_fraction).stride(info.num_elements, k)
-        generator = step_generator(self.seed, info, state.step, info.rank)
-        sample = accumulator.sample_magnitudes(stride, int(generator.integers(stride))).astype(np.float64)
+        sample = self.sample(accumulator, k, self.generator(info, state.step)).astype(np.float64)
         share = max(1, round(k * sample.size / info.num_elements))
         return self.threshold(sample, share, state.num_stages)
 

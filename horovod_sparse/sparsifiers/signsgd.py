@@ -46,12 +46,10 @@ class SignSGD(Quantizer):
 
     @property
     def quantization(self) -> Quantization:
-        """Signs alone."""
         return Quantization(group=self.group)
 
     @property
     def votes(self) -> bool:
-        """True if the majority decides."""
         return self.vote == "majority"
 
     @property

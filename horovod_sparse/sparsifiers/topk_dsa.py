@@ -10,14 +10,8 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, Values
 from horovod_sparse.collectives import AllGather, Synchronization, part
-from horovod_sparse.sparsifiers.base import (
-    BucketInfo,
-    SparseSum,
-    Sparsifier,
-    SparsifierState,
-    Traffic,
-    exchange_selections,
-)
+from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
+from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.shared import gather_parts
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
@@ -61,10 +55,8 @@ class TopkDSA(Sparsifier):
             indices, values = yield from self._gather_dense(total, accumulator, regions, info)
         else:
             total = as_sent(total, accumulator, self.wire)
-            gathered = yield from exchange_selections(
-                accumulator, total.indices, total.values, info, self.wire
-            )
-            sum_ = SparseSum.of(gathered)
+            sent = accumulator, total.indices, total.values, info, self.wire
+            sum_ = yield from exchange_selections(*sent)
             indices, values = sum_.indices, sum_.values
         counts = np.full(info.size, k, np.int64)
         facts = {"union": float(sizes.sum()), "dense": float(self._is_dense(sizes, regions, info))}

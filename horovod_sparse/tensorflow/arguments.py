@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -85,7 +84,7 @@ class Arguments:
         if self.op not in (hvd.Average, hvd.Sum):
             raise ArgumentError("op", self.op, "Average or Sum")
         factor = self.gradient_predivide_factor
-        check_number("gradient_predivide_factor", factor, "a number above 0", low=0.0, high=math.inf)
+        check_number("gradient_predivide_factor", factor, "a number above 0")
         if factor != 1.0 and self.op != hvd.Average:
             raise ArgumentError("gradient_predivide_factor", factor, "1.0, or op=Average")
         groups = self.num_groups or None if self.groups is None else self.groups

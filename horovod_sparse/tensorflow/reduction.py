@@ -16,8 +16,6 @@ from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, scaled_lo
 from horovod_sparse.training import allreduce as common
 from horovod_sparse.training.agreement import compared
 
-_call_names = common.CallNames()
-
 
 @tf.autograph.experimental.do_not_convert
 def allreduce(
@@ -71,7 +69,7 @@ def allreduce(
     scale, facts_of = common.terms(hvd, *given)
     if name is None:
         eagerly = tf.executing_eagerly()
-        name = _call_names.next(present_start(), process_set) if eagerly else tensor.name.replace(":", ".")
+        name = common.call_name(present_start(), process_set) if eagerly else tensor.name.replace(":", ".")
     label, place = name, (int(process_set.rank()), int(process_set.size()))
 
     def together(array: np.ndarray) -> np.ndarray:

@@ -156,18 +156,9 @@ class TensorKernels(Kernels):
         self._pending = PendingCopy(report)
         return PendingReport(self._pending, step), report[2:3]
 
-    def leaning(
-        self,
-        report: FoldReport,
-        before: Tensor,
-        after: Tensor,
-        moment: Tensor,
-        signs: NDArray[np.float64],
-        rule: FoldRule,
-    ) -> FoldReport:
-        before, after, moment = (one.double() for one in (before, after, moment))
-        along = to_device(signs, self._device)
-        factors = rule.factors(self.dtype).tolist()
+    def leaning(self, report: FoldReport, stood: Any, signs: Any, rule: FoldRule) -> FoldReport:
+        before, after, moment = (one.double() for one in stood)
+        along, factors = to_device(signs, self._device), rule.factors(self.dtype).tolist()
         lean = gradients.lean_of(before, after, moment, along, factors, torch)
         return PendingReport(self._pending, report.step, PendingCopy(lean.view(1)))
 

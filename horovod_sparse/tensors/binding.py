@@ -276,7 +276,7 @@ class Binding(Steps):
             for moments in filled[1:]:
                 for number, place in enumerate(part.places):
                     moments[slice(*place)] *= part.older(number)
-            part.assign(filled)
+            part.bucket.load(filled)
         self._agreed_under = None
         self._expose()
 

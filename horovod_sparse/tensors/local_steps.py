@@ -192,7 +192,7 @@ class LocalBinding(local_steps.LocalTraining):
         return (one for one in given if one.requires_grad and local(one).numel())
 
     def before_step(self) -> None:
-        super().before_step()
+        self.agree()
         self._take_loaded()
         self._is_restored = False
 

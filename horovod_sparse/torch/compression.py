@@ -135,9 +135,6 @@ dense, dense_below, densities, density, feedback, indices, quantum, schedule, va
     fp16 = hvd.Compression.fp16
 
 
-_call_names = allreduces.CallNames()
-
-
 @dataclass(eq=False)
 class SparseHandle:
     """An allreduce in progress: see `poll` and `synchronize`."""
@@ -180,7 +177,7 @@ def allreduce_async(
     if not sparsifies:
         return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     # Horovod counts handles, of which a rank outside of a process set has fewer
-    name = name or _call_names.next(present_start(), process_set)
+    name = name or allreduces.call_name(present_start(), process_set)
     if not is_sparsifiable(tensor):
         return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     allreduces.refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())

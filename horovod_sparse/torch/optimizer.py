@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import warnings
 from collections.abc import Iterable
@@ -231,7 +230,7 @@ def _check_sparse(optimizer: Any, recipe: Recipe, op: Any, predivide: float = 1.
             "residual has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
         )
     allowed = "a finite number above 0"
-    check_number("gradient_predivide_factor", predivide, allowed, low=0.0, high=math.inf, include_high=False)
+    check_number("gradient_predivide_factor", predivide, allowed, "(0, inf)")
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if recipe.feedback.applies_rate and op != hvd.Average:

@@ -29,7 +29,7 @@ from horovod_sparse.training.settings import Settings
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision
-    from horovod_sparse.planning.warmup import Decide, WarmUp
+    from horovod_sparse.planning.warmup import Decide
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -74,7 +74,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         if self._first.failure is not None and engine.rank_and_size()[1] == 1:
             raise self._first.failure
         self.telemetry.selection = self._first.selection
-        self.warmup: WarmUp | None = None
         if self._first.request is not None:
             # most trainings measure nothing
             from horovod_sparse.planning.warmup import WarmUp
@@ -133,14 +132,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
     def _compare_plans(self) -> Synchronization[None]:
         yield from raise_together(self._first.failure)
-
-    @property
-    def _measured(self) -> str:
-        return "" if self.warmup is None else self.warmup.position
-
-    def _stop_measuring(self) -> None:
-        if self.warmup is not None:
-            self.warmup.stop_measuring()
 
     @property
     def divisor(self) -> float:

@@ -8,7 +8,9 @@ of the collectives (a token that every ``hvd.init()`` changes) and after every l
 First ranks compare what has to be equal (`compared`): one dictionary of facts a rank, under one name whatever
 it holds, so that ranks which do not do the same meet there. Then they tell where they stand
 (`agreed_status`). If anything differs there, states are reset from the furthest rank: each rank makes fresh
-ones for its place, at the agreed step and by the agreed plan, and multiplies its residuals by `kept_share`.
+ones for its place, at the agreed step and by the agreed plan, and multiplies its residuals by ``Q / P``, from
+P ranks to Q: a gradient is applied with the weight that it was computed for. So the mean over ranks stays,
+but for what ranks that are gone have taken with them.
 """
 
 from __future__ import annotations
@@ -152,15 +154,6 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     everyone = yield from shared_lines([plan, progress])
     plan, progress = everyone[steps.index(furthest)]
     return replace(agreed, plan=Plan.from_dict(plan), told=progress, loose=True)
-
-
-def kept_share(old_size: int, size: int) -> float:
-    """Returns the factor of a rank's residuals from P ranks to Q: ``Q / P``.
-
-    A gradient that waits in a residual is applied with the weight it was computed for, 1 / P: so the mean
-    over ranks stays, but for what ranks that are gone have taken with them. Newcomers hold zeros.
-    """
-    return size / old_size
 
 
 def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str, str]:

@@ -110,16 +110,11 @@ def refuse_gradients(requires_grad: bool) -> None:
         )
 
 
-class CallNames:
-    """Names calls without a name by their number, counted anew after each start of Horovod."""
+#: calls without a name, by the start of Horovod and the process set
+_calls: Counter[tuple[object, int]] = Counter()
 
-    def __init__(self) -> None:
-        self._start: object = None
-        self._counts: Counter[int] = Counter()
 
-    def next(self, start: object, process_set: Any) -> str:
-        if start is not self._start:
-            self._start, self._counts = start, Counter()
-        number = self._counts[process_set.process_set_id]
-        self._counts[process_set.process_set_id] += 1
-        return f"noname.{number}"
+def call_name(start: object, process_set: Any) -> str:
+    """Names a call without a name by its number, counted anew after each start of Horovod."""
+    _calls[start, process_set.process_set_id] += 1
+    return f"noname.{_calls[start, process_set.process_set_id] - 1}"

@@ -106,11 +106,8 @@ def load_together(
 
 def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool]:
     """True if any rank sees a complete checkpoint."""
-
-    def look() -> bool:
-        return bool(published(root_of(directory)))
-
-    return any((yield from shared_lines((yield from done_by_all(look, f"look into {directory}")))))
+    found = yield from done_by_all(lambda: published(root_of(directory)), f"look into {directory}")
+    return any((yield from shared_lines(bool(found))))
 
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:

@@ -47,12 +47,17 @@ def raise_together(failure: Exception | None) -> Synchronization[None]:
             raise error_of_rank(rank, *told)
 
 
-def error_of_rank(rank: int, name: str, text: str) -> errors.HorovodSparseError:
-    """Returns another rank's error, of the same type where that can be made of its message."""
-    if name in _TEXT_ALONE:
-        kind: type[errors.HorovodSparseError] = getattr(errors, name)
-        return kind(f"on rank {rank}: {text}")
-    return errors.HorovodSparseError(f"on rank {rank}: {name}: {text}")
+def error_of_rank(rank: int, name: str, text: str, place: Any = None) -> errors.HorovodSparseError:
+    """Returns another rank's error, of the same type where it can be made of message or place."""
+    kind: Any = getattr(errors, name, None)
+    made: errors.HorovodSparseError
+    if place is not None:
+        made = kind(place[0], dict(place[1]))
+    elif name in _TEXT_ALONE:
+        made = kind(f"on rank {rank}: {text}")
+    else:
+        made = errors.HorovodSparseError(f"on rank {rank}: {name}: {text}")
+    return made
 
 
 def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
@@ -63,21 +68,12 @@ def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException
     told: list[Any] | None = None
     if failure is not None:
         placed = (NonFiniteGradientError, EditedGradientError)
-        place = [failure.bucket, failure.where] if isinstance(failure, placed) else None
+        place = [failure.bucket, list(failure.where.items())] if isinstance(failure, placed) else None
         told = [type(failure).__name__, str(failure), place]
     everyone = yield from shared_lines(told)
-    failures = [_again(rank, *one) for rank, one in enumerate(everyone) if one is not None]
+    failures = [error_of_rank(rank, *one) for rank, one in enumerate(everyone) if one is not None]
     found = worst(failures)
     return failure if type(failure) is type(found) else found
-
-
-def _again(rank: int, name: str, text: str, placed: list[Any] | None) -> errors.HorovodSparseError:
-    if placed is None:
-        return error_of_rank(rank, name, text)
-    bucket, where = placed[0], {int(one): place for one, place in placed[1].items()}
-    kind: Any = getattr(errors, name)
-    made: errors.HorovodSparseError = kind(bucket, where)
-    return made
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -88,11 +84,11 @@ def refuse_absence(hvd: Any, process_set: Any) -> None:
     """Refuses a rank that the set of all ranks does not hold: the binding imported last takes that over."""
     if process_set is not hvd.global_process_set:
         return
-    name, started = hvd.__name__, "was" if hvd.is_initialized() else "was not"
+    started = "was" if hvd.is_initialized() else "was not"
     raise errors.UnsupportedError(
         "Horovod's set of all ranks does not hold this one, so nothing would be synchronized: two bindings "
-        f"of Horovod are imported, the last of which has the set, and {name} {started} started. Start and "
-        "use the binding that is imported last, or import no other one"
+        f"of Horovod are imported, the last of which has the set, and {hvd.__name__} {started} started. "
+        "Start and use the binding that is imported last, or import no other one"
     )
 
 
@@ -102,24 +98,20 @@ def horovod_binding(framework: str, has: str) -> Any:
     try:
         found = importlib.import_module(name)
     except ImportError as error:
-        reason = f"{name} cannot be imported ({error})"
-        raise errors.HorovodMissingError.explained(reason) from error
+        raise errors.HorovodMissingError.explained(f"{name} cannot be imported ({error})") from error
     # without its extension for a framework the package may import, and has no functions
     if not hasattr(found, has):
         reason = f"Horovod is installed, but it was built without {framework} (or for another one)"
         raise errors.HorovodMissingError.explained(reason)
-    basics = found.mpi_ops._basics
-    basics.init = _with_deadline(basics.init)  # which all ways to start it call
-    return found
+    init = found.mpi_ops._basics.init
 
-
-def _with_deadline(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def started(*arguments: Any, **named: Any) -> None:
         let_horovod_give_up()
         init(*arguments, **named)
 
-    return started
+    found.mpi_ops._basics.init = started  # which all ways to start it call
+    return found
 
 
 def refuse_alone(hvd: Any) -> None:
@@ -177,19 +169,14 @@ class NonFinitePolicy:
         drop = isinstance(error, NonFiniteGradientError)
         if scaled and drop:
             return Verdict(Outcome.OVERFLOW, error, drop)
-        return Verdict(Outcome.SKIPPED if self._skips(errors) else Outcome.RAISE, error, drop)
-
-    def _skips(self, errors: Sequence[BaseException]) -> bool:
-        if self.on_nonfinite == RAISE:
-            return False
-        findings = [error.finding for error in errors if isinstance(error, NonFiniteGradientError)]
-        if len(findings) < len(errors):
-            return False
+        findings = [one.finding for one in errors if isinstance(one, NonFiniteGradientError)]
+        if self.on_nonfinite == RAISE or len(findings) < len(errors):
+            return Verdict(Outcome.RAISE, error, drop)
         count = self._telemetry.num_skipped = self._telemetry.num_skipped + 1
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ...: a training that has blown up fills no disk
             words = "%s; all ranks skip this step, as on_nonfinite='skip' asks (%d so far)"
             _log.warning(words, findings[0], count)
-        return True
+        return Verdict(Outcome.SKIPPED, error, drop)
 
 
 def worst(failures: Iterable[Failure]) -> Failure:
@@ -256,7 +243,6 @@ class ConstructionErrors:
             atexit.register(self._end)
 
     def got_over(self) -> None:
-        """Takes back what was told of this rank."""
         if self._told is not None:
             self._put(str(self._told[0]), None)
             self._told = None
@@ -312,11 +298,7 @@ class ConstructionErrors:
         missing = [rank for rank in ranks if rank != own]
         while missing and time.monotonic() < end:
             # others have the same error, or have read of it
-            missing = [
-                rank
-                for rank in missing
-                if self._get(str(rank)) is None and self._get(f"{own}.{rank}") is None
-            ]
+            missing = [one for one in missing if not (self._get(str(one)) or self._get(f"{own}.{one}"))]
             time.sleep(0.1)
 
     def _put(self, key: str, value: Any) -> None:

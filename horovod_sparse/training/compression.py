@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
-from horovod_sparse.feedback import (
-    ErrorFeedback,
-    MomentumCorrection,
-    Recipe,
-    parse_recipe,
-    recipe,
-    recipe_signature,
-)
-from horovod_sparse.feedback.recipe import PRESETS
+from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection
+from horovod_sparse.feedback.recipe import PRESETS, Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.base import value_text
 
+_log = logging.getLogger("horovod_sparse")
 #: Horovod's own
 _STOCK = ("none", "fp16")
 
@@ -49,10 +44,7 @@ class Algorithms(type):
     ) -> None:
         super().__init__(name, bases, body)
         cls._factories: dict[str, Callable[..., Any]] = {}
-
-        def factory(item: str) -> Callable[..., Any]:
-            made: Callable[..., Any] = telling(_factory(item, make, help_text), is_last=False)
-            return made
+        cls._given = make, help_text, functools.partial(telling, is_last=False)
 
         def parse(text: str) -> Any:
             """Reads a choice from a command line.
@@ -66,12 +58,12 @@ class Algorithms(type):
             recipe = recipe_of(text)
             return getattr(cls, text) if recipe is None else make(recipe)
 
-        cls._make, cls.parse = factory, telling(parse)
+        cls.parse = telling(parse)
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         if name in ALGORITHMS or name in PRESETS:
             if name not in cls._factories:  # the file of an algorithm is loaded when somebody asks for it
-                cls._factories[name] = cls._make(name)
+                cls._factories[name] = _factory(name, *cls._given)
             return cls._factories[name]
         known = [*_STOCK, "parse", *PRESETS, *ALGORITHMS]
         raise AttributeError(str(UnknownNameError("compression", name, known)))
@@ -80,16 +72,16 @@ class Algorithms(type):
         return sorted({*super().__dir__(), *PRESETS, *ALGORITHMS})
 
 
-def _factory(name: str, make_compressor: type, help_text: str) -> Callable[..., Any]:
+def _factory(name: str, compressor: type, help_text: str, telling: Callable[..., Any]) -> Any:
     def make(**arguments: Any) -> Any:
-        return make_compressor(recipe(name, **arguments))
+        return compressor(recipe(name, **arguments))
 
     make.__name__, algorithm = name, PRESETS.get(name, (name,))[0]
     make.__qualname__ = f"Compression.{name}"
     make.__doc__ = f"{inspect.getdoc(ALGORITHMS[algorithm])}\n{help_text}"
-    signature = recipe_signature(algorithm).replace(return_annotation=make_compressor)
+    signature = recipe_signature(algorithm).replace(return_annotation=compressor)
     make.__signature__ = signature  # type: ignore[attr-defined]
-    return make
+    return telling(make)
 
 
 def recipe_of(text: str) -> Recipe | None:
@@ -112,8 +104,6 @@ def check_compression(given: object) -> None:
     allowed = f"a sparsifier as Compression.{example}, its text, or a compressor of Horovod's as "
     raise ArgumentError("compression", given, allowed + "Compression.none")
 
-
-_log = logging.getLogger("horovod_sparse")
 
 #: settings that only optimizers have which adapt to gradients: Adam and its kin, RMSprop, Adagrad, Ftrl
 _MOMENTS = {"betas", "eps", "etas", "beta_1", "epsilon", "rho", "initial_accumulator_value"}

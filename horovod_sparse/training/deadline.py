@@ -51,14 +51,8 @@ def let_horovod_give_up() -> None:
 
     What the user has set stays. Horovod 0.28.1 does so on MPI alone; on Gloo it waits for ever.
     """
-    if seconds := seconds_of_horovod():
-        os.environ.setdefault(_STALL_VARIABLE, str(seconds))
-
-
-def seconds_of_horovod() -> int:
-    """Returns after how long Horovod gives up where the user says nothing of it; 0 for never."""
-    seconds = deadline_of()
-    return math.ceil(seconds) + _LATER_SECONDS if math.isfinite(seconds) else 0
+    if math.isfinite(seconds := deadline_of()):
+        os.environ.setdefault(_STALL_VARIABLE, str(math.ceil(seconds) + _LATER_SECONDS))
 
 
 class Deadline:
@@ -94,7 +88,6 @@ class Deadline:
             raise DeadlineError(name, number, self.seconds, self._missing(what))
 
     def moved(self) -> None:
-        """Ends a wait."""
         self._looked = self._stopped = 0.0
         if self._told:
             self._told = ""

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import reprlib
 import zipfile
 from collections.abc import Callable, Mapping
@@ -14,11 +15,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from horovod_sparse.checks import LARGEST
 from horovod_sparse.errors import StateMismatchError
 
 _TREE = "tree"
-#: whole number, of what arithmetic on floats can take
+#: whole number that arithmetic on floats can take
 _LARGEST = 2**63
 
 
@@ -126,22 +126,22 @@ def from_plain(fresh: Any, plain: Any, path: str = "") -> Any:
                 f"{path} has the fields {sorted(names)}, the saved state has {found}: it belongs to another "
                 "algorithm or to another version of it"
             )
-        loaded: Any = type(fresh)(
+        return type(fresh)(
             **{name: from_plain(getattr(fresh, name), plain[name], f"{path}.{name}") for name in names}
         )
-        if flaw := loaded.flaw(fresh) if hasattr(loaded, "flaw") else "":
-            raise StateMismatchError(f"{path}.{flaw} in the saved state")
-        return loaded
     if isinstance(fresh, np.ndarray):
         return _array_like(fresh, plain, path)
-    if isinstance(fresh, tuple) and isinstance(plain, (list, tuple)):  # of numbers, of any length
+    if isinstance(fresh, tuple) and isinstance(plain, (list, tuple)):  # of numbers; an empty one grows
+        if fresh and len(plain) != len(fresh):
+            raise StateMismatchError(f"{path} has {len(plain)} numbers in the saved state, not {len(fresh)}")
         return tuple(from_plain(0.0, item, f"{path}[{i}]") for i, item in enumerate(plain))
     if fresh is None:
         return None if plain is None else from_plain(0.0, plain, path)
     if isinstance(fresh, (bool, str)):
         sound = isinstance(plain, type(fresh))
     else:
-        sound = type(plain) in (int, float) and abs(plain) <= (_LARGEST if type(plain) is int else LARGEST)
+        whole = type(plain) is int and abs(plain) <= _LARGEST
+        sound = whole or (type(plain) is float and math.isfinite(plain))
         sound = sound and (isinstance(fresh, float) or plain == int(plain))
     if not sound:
         kind = "a finite number" if isinstance(fresh, float) else f"of type {type(fresh).__name__}"

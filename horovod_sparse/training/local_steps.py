@@ -86,7 +86,6 @@ class Displacement:
         getattr(self, name)[...] = values
 
     def begin(self, starter: Starter, name: str) -> None:
-        """Begins an exchange."""
         self.task = Task(name)
         self.forget()
         report = self.bucket.fold(self.displacement(), None)
@@ -172,9 +171,7 @@ class LocalTraining(Steps):
         kept: dict[str, dict[str, Any]] = {name: {} for name in names}
         for part, what in itertools.product(self.parts, kept):
             values = part.moves.to_host(what)
-            if values.size:
-                for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
-                    kept[what][name] = part.shaped(number, values[slice(*place)])
+            kept[what] |= part.by_name(values) if values.size else {}
         return kept
 
     def _assign_kept(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
@@ -184,11 +181,6 @@ class LocalTraining(Steps):
                 part.moves.from_host(what, np.concatenate(flat))
 
     # what ranks agree upon
-
-    def before_step(self) -> None:
-        """Has all ranks meet in the first step, and after a start or a load."""
-        if not (self._has_begun and self.is_agreed):
-            self.agree()
 
     def agree(self, *, as_first: bool = False) -> None:
         """Agrees as `Training.agree` does; who is new, or behind, takes what the furthest rank has.
@@ -239,7 +231,7 @@ class LocalTraining(Steps):
                 self._statistics.move(own_numbers, np.ascontiguousarray(received).view(np.float64))
             if self._if_completed is not None and own_step < furthest[1]:
                 size, held = self._if_completed
-                held = shared_out(held, agreement.kept_share(size, self.size), self.recipe.feedback)
+                held = shared_out(held, self.size / size, self.recipe.feedback)
                 assign_residuals(self.parts, held, self._progress())
             self.taken = max(taken for *place, taken in told if place == furthest)
         num_lost = old_size + num_new - self.size

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,6 @@ import numpy as np
 
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
-from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import OwnStep
 from horovod_sparse.kernels.host.scatter import added_up
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
@@ -28,7 +25,7 @@ from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.training.engine import Starter, Task
 from horovod_sparse.training.parameters import Parameters
 from horovod_sparse.training.parts import BucketPart
-from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
+from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
 #: positions that `OwnMoves.note` reads, at most
 _NUM_NOTED = 4096
@@ -50,7 +47,7 @@ class Exchange:
     task: Task
     num_moves: int
     message: np.ndarray
-    own: Gathered
+    own: SparseSum
     report: BucketStep
 
 
@@ -127,7 +124,7 @@ class OwnMoves:
         if not wire.exact:
             sent = wire.round(values)
             bucket.accumulator.add(indices, values - sent)
-        message = pack(indices, sent, bucket.accumulator.report, format=wire, num_elements=info.num_elements)
+        message = pack(indices, sent, bucket.accumulator.report, wire, info.num_elements)
         self._send(starter, name, len(mine), message)
 
     def _wire(self, num_moves: int) -> WireFormat:
@@ -145,7 +142,7 @@ class OwnMoves:
         task = starter.start(name, _gathered(message, info, wire))
         self.in_flight.append(Exchange(task, num_moves, message, own, report))
 
-    def _decoded(self, num_moves: int, message: np.ndarray) -> Gathered:
+    def _decoded(self, num_moves: int, message: np.ndarray) -> SparseSum:
         info = self._bucket.info
         return unpack_sum(message, 1, self._wire(num_moves), info.num_elements, info.value_dtype)
 
@@ -177,15 +174,14 @@ class OwnMoves:
         exchange = self.in_flight.popleft()
         later = [(move.indices, move.values) for move in self.moves[exchange.num_moves :]]
         self._undo()
-        if exchange.own.values is not None:
-            self._bucket.accumulator.add(exchange.own.indices, exchange.own.values)
+        self._bucket.accumulator.add(exchange.own.indices, exchange.own.values)
         self._move(later)
 
     def pending(self) -> list[tuple[Indices, Values]]:
         """Returns positions and values that this rank has moved and no mean has replaced."""
         flying = [(one.num_moves, one.own) for one in self.in_flight]
         flying += [(num_moves, self._decoded(num_moves, message)) for num_moves, message in self._resumed]
-        sent = [(own.indices, own.values) for _, own in flying if own.values is not None]
+        sent = [(own.indices, own.values) for _, own in flying]
         later = self.moves[sum(num_moves for num_moves, _ in flying) :]
         return sent + [(one.indices, one.values) for one in later]
 
@@ -247,34 +243,29 @@ class JointMoves(OwnMoves):
     This is every=1 and delay=0.
     """
 
-    _task: Task | None = None
-
-    @property
-    def task(self) -> Task:
-        assert self._task is not None  # begun
-        return self._task
+    task: Any = None
 
     def begin(self, starter: Starter, name: str) -> None:
         report = self._part.fold()
-        self._task = starter.start(name, self._bucket.synchronize(report, 1.0 / self._bucket.info.size))
+        self.task = starter.start(name, self._bucket.synchronize(report, 1.0 / self._bucket.info.size))
 
     def received(self, scale: float) -> SparseSum:
         total: SparseSum = self.task.value()
         return total
 
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
-        self._task = None
+        self.task = None
         num_union, _ = self._parameters.replace((), shrunk, total, scale)
         self._bucket.accept()
         return num_union
 
     def cancel(self) -> None:
-        self._task = None
+        self.task = None
         self._part.abandon(drop=True)
 
     def roll_back(self) -> None:
-        if self._task is not None:
-            self._task = None
+        if self.task is not None:
+            self.task = None
             self._part.abandon()
 
 
@@ -299,7 +290,6 @@ class StepPart(BucketPart):
         self.release()
 
     def prepare(self, now: OwnStep, gradients: Iterable[Any]) -> None:
-        """Begins a pass."""
         self.now, self.gradients, self.bucket.feedback = now, list(gradients), now.feedback
 
     def release(self) -> None:
@@ -367,28 +357,9 @@ def present_in(parts: Sequence[Any]) -> int:
     return present
 
 
-def heard(lines: Sequence[Any], parts: Sequence[StepPart]) -> tuple[list[dict[float, list[int]]], bool]:
-    """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
-    _, marks, finishing, present, shrink, leans = zip(*lines, strict=True)
-    names = [name for part in parts for name in part.names]
-    if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
-        raise NonFiniteGradientError(next(iter(bad.values())), bad)
-    for of_ranks in zip(*leans, strict=False):  # a rank that has had fewer batches ends earlier
-        for part, told in zip(parts, zip(*of_ranks, strict=True), strict=True):
-            part.bucket.learn(np.array(told))
-    somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
-    shrunk: list[dict[float, list[int]]] = []
-    for part, factors in zip(parts, zip(*shrink, strict=True), strict=True):
-        factor = min(factors)  # a rank that has had fewer batches shrinks as often as the others
-        here = [number for number in range(len(part.names)) if somewhere >> first + number & 1]
-        shrunk.append({factor: here} if factor != 1.0 and here else {})
-        first += len(part.names)
-    return shrunk, all(finishing)
-
-
 def _gathered(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchronization[SparseSum]:
     words = yield AllGather(message)
-    return SparseSum.of(unpack_sum(words, info.size, wire, info.num_elements, info.value_dtype))
+    return unpack_sum(words, info.size, wire, info.num_elements, info.value_dtype)
 
 
 def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]:

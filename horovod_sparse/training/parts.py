@@ -14,7 +14,7 @@ import numpy as np
 
 from horovod_sparse.arrays import Accumulator, HostAccumulator, WholeGradient
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.feedback import Bucket, Feedback, Member, Progress, Recipe
+from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.topology import Topology
@@ -59,7 +59,7 @@ class BucketPart:
         stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
         self.places: list[tuple[int, int]] = list(zip([0, *stops[:-1]], stops, strict=True))
         info = BucketInfo(spec.title, stops[-1], *place, dtype, spec.number)
-        members = [Member(name, *span) for name, span in zip(self.names, self.places, strict=True)]
+        members = dict(zip(self.names, self.places, strict=True))
         if topology is None:
             self.bucket = Bucket(info, recipe, memory(info, recipe, whole=spec.whole), members)
         else:
@@ -68,23 +68,15 @@ class BucketPart:
             held = memory(shard_of(info, topology), recipe)
             self.bucket = TwoLevelBucket(info, recipe, held, members, topology, **summing)
 
-    def held(self) -> tuple[np.ndarray, ...]:
-        """Returns residual and companions, [n] each, to be read only; nothing where there are none."""
-        return self.bucket.held()
-
     def blank(self) -> list[np.ndarray]:
-        """Returns zeros in place of what `held` returns."""
+        """Returns zeros in place of residual and companions, [n] each."""
         count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
         return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
 
     def restart(self, progress: Progress | None = None) -> None:
         """Clears the residual and resets the sparsifier's state; see `Bucket.restart`."""
-        self.assign(self.blank())
+        self.bucket.load(self.blank())
         self.bucket.restart(progress)
-
-    def assign(self, held: Sequence[np.ndarray]) -> None:
-        """Replaces what `held` returns."""
-        self.bucket.load(held)
 
     def shaped(self, number: int, values: np.ndarray) -> Any:
         """Copies the elements of a parameter, by its number, into its shape, as checkpoints hold them."""
@@ -93,6 +85,11 @@ class BucketPart:
     def flat(self, number: int, values: Any) -> np.ndarray:
         """Returns the inverse of `shaped`."""
         return np.asarray(values).reshape(-1)
+
+    def by_name(self, values: np.ndarray) -> dict[str, Any]:
+        """Copies all elements, [n], by parameter, in its shape."""
+        named = enumerate(zip(self.names, self.places, strict=True))
+        return {name: self.shaped(number, values[slice(*place)]) for number, (name, place) in named}
 
 
 def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
@@ -128,9 +125,8 @@ def held_residuals(parts: Sequence[BucketPart], num_companions: int) -> list[dic
     """Copies residuals, then each companion of the feedback, by parameter, in its shape."""
     arrays: list[dict[str, Any]] = [{} for _ in range(1 + num_companions)]
     for part in parts:
-        for by_name, values in zip(arrays, part.held(), strict=False):
-            for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
-                by_name[name] = part.shaped(number, values[slice(*place)])
+        for by_name, values in zip(arrays, part.bucket.held(), strict=False):
+            by_name |= part.by_name(values)
     return arrays
 
 
@@ -141,7 +137,7 @@ def assign_residuals(
     for part in parts:
         part.restart(progress_of(part.names, progress))
         if any(name in by_name for by_name in arrays for name in part.names):
-            part.assign(_filled(part, arrays, progress))
+            part.bucket.load(_filled(part, arrays, progress))
 
 
 def gather_shards(
@@ -162,14 +158,10 @@ def _filled(
             if name in by_name:
                 into[slice(*place)] = part.flat(number, by_name[name])
                 if by_name is not arrays[0] and name in progress:
-                    into[slice(*place)] *= _moved(part, progress[name])
+                    before, bucket = progress[name], part.bucket  # which may be of another age
+                    age = before.age if before.summed == bucket.summed else 0
+                    into[slice(*place)] *= bucket.feedback.moved(age, bucket.progress.age)
     return filled
-
-
-def _moved(part: BucketPart, progress: Progress) -> float:
-    """Returns the factor of a companion that comes from a bucket of another age."""
-    age = progress.age if progress.summed == part.bucket.summed else 0
-    return part.bucket.feedback.moved(age, part.bucket.progress.age)
 
 
 def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:

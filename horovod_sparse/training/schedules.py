@@ -118,9 +118,8 @@ class OuterStep:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("outer.lr", self.lr, "a rate above 0, at most 10", low=0.0, high=10.0)
-        bounds: dict[str, Any] = {"low": 0.0, "high": 1.0, "include_low": True, "include_high": False}
-        check_number("outer.momentum", self.momentum, "a number in [0, 1)", **bounds)
+        check_number("outer.lr", self.lr, "a rate above 0, at most 10", "(0, 10]")
+        check_number("outer.momentum", self.momentum, "a number in [0, 1)", "[0, 1)")
 
     @classmethod
     def named(cls, given: str | OuterStep) -> OuterStep:

@@ -23,11 +23,6 @@ LEVELS = "flat", "host"
 #: defaults, for those too who have no argument to give (Horovod's own optimizer with our compressor)
 EVERY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY"
 _EVERY = 1000
-#: arguments that are refused with what to write in their place
-_GONE = {
-    "network_share": "a density such as 0.01 in its place: fewer bytes need less of the network",
-    "on_drift": "check_every alone: ranks that differ raise DriftError",
-}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -137,7 +132,7 @@ class Settings:
             raise ArgumentError("synchronize_at", self.synchronize_at, "'backward' or 'step'")
         if self.max_grad_norm is not None:
             allowed = "a norm above 0, or None"
-            check_number("max_grad_norm", self.max_grad_norm, allowed, low=0.0, high=math.inf)
+            check_number("max_grad_norm", self.max_grad_norm, allowed)
         seconds = deadline_of(self.deadline_seconds)
         if self.on_nonfinite not in (RAISE, SKIP):
             raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise' or 'skip'")
@@ -154,11 +149,12 @@ class Settings:
         cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
     ) -> Settings:
         """Reads a front end's keyword arguments; refuses one that is not in `taken`, with the nearest one."""
-        for name, given in options.items():
-            if name in _GONE:
-                raise ArgumentError(name, given, _GONE[name])
-            if name not in taken.__annotations__:
-                raise _unknown(front_end, name, [*taken.__annotations__, *beside])
+        known = [*taken.__annotations__, *beside]
+        for name in (one for one in options if one not in taken.__annotations__):
+            hint = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, known, 1))
+            if name in {field.name for field in fields(cls)}:
+                hint = "it is for other front ends. "
+            raise UnknownNameError(f"argument of {front_end}", name, known, hint)
         return cls(**options)
 
     @property
@@ -181,21 +177,11 @@ def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -
         raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
 
 
-def _unknown(front_end: str, given: str, known: Collection[str]) -> UnknownNameError:
-    nearest = difflib.get_close_matches(given, known, 1)
-    if given in {field.name for field in fields(Settings)}:
-        hint = "it is for other front ends. "
-    else:
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return UnknownNameError(f"argument of {front_end}", given, known, hint)
-
-
-def _steps_of(check_every: int | None) -> int:
+def _steps_of(every: Any) -> int:
     """Returns how often ranks compare, by the argument or by the environment."""
-    name, every = "check_every", check_every
+    name = "check_every"
     if every is None:
-        name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip()
-        every = whole_number(text) if text else _EVERY
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise ArgumentError(name, os.environ.get(name, check_every), "a number of steps, or 0 for never")
-    return every
+        name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip() or str(_EVERY)
+        every = text if whole_number(text) < 0 else whole_number(text)
+    check_count(name, every, "a number of steps, or 0 for never", low=0)
+    return int(every)

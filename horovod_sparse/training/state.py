@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.checks import MOST_STEPS, out_of_range
 from horovod_sparse.errors import ArgumentError, StateMismatchError
 from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe
 from horovod_sparse.plans import Plan
@@ -50,10 +49,6 @@ class _Head:
     hosts: tuple[int, ...] = ()
     #: True if residuals are those of another number of ranks already, which no state fits
     resized: bool = False
-
-    def flaw(self, _fresh: _Head) -> str:
-        limits = {"size": (1, 2**31 - 1), "rank": (0, self.size - 1), "step": (0, MOST_STEPS)}
-        return out_of_range(self, **limits)
 
 
 def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:

@@ -13,7 +13,9 @@ no part of ``u`` is applied with the mean, so that every rank applies the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +23,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from horovod_sparse import errors
 from horovod_sparse.collectives import AllReduce, Synchronization
-from horovod_sparse.errors import (
-    HorovodSparseError,
-    NonFiniteGradientError,
-    StateMismatchError,
-    UnsupportedError,
-)
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine, Starter, Task
-from horovod_sparse.training.moves import Facts, OwnMoves, heard, present_in
+from horovod_sparse.training.moves import Facts, OwnMoves, present_in
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -121,7 +118,7 @@ class Steps(Training):
         self.agree()
         if self.schedule.moves_alone:
             if any(part.moves.was_edited() for part in self.parts):
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     "parameters were changed between two steps while moves of this rank stand in them "
                     "(every > 1 or delay > 0): change them on all ranks within `with sync.common():`"
                 )
@@ -155,14 +152,28 @@ class Steps(Training):
 
     def _heard(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
         """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
-        self.refuse_other_exchanges([number for number, *_ in facts.task.value()])
-        return heard(facts.task.value(), self.parts)
+        numbers, marks, finishing, present, shrink, leans = zip(*facts.task.value(), strict=True)
+        self.refuse_other_exchanges(numbers)
+        names = [name for part in self.parts for name in part.names]
+        if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
+            raise errors.NonFiniteGradientError(next(iter(bad.values())), bad)
+        for of_ranks in zip(*leans, strict=False):  # a rank that has had fewer batches ends earlier
+            for part, told in zip(self.parts, zip(*of_ranks, strict=True), strict=True):
+                part.bucket.learn(np.array(told))
+        somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
+        shrunk: list[dict[float, list[int]]] = []
+        for part, factors in zip(self.parts, zip(*shrink, strict=True), strict=True):
+            factor = min(factors)  # a rank that has had fewer batches shrinks as often as the others
+            here = [number for number in range(len(part.names)) if somewhere >> first + number & 1]
+            shrunk.append({factor: here} if factor != 1.0 and here else {})
+            first += len(part.names)
+        return shrunk, all(finishing)
 
     def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
         """Refuses ranks that are not at the same exchange, by their numbers."""
         if len(set(numbers)) > 1:
             told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
-            raise StateMismatchError(
+            raise errors.StateMismatchError(
                 f"ranks are not at the same exchange: {told}. Each rank has to call optimizer.step() equally "
                 "often, and end its training with finish()"
             )
@@ -254,16 +265,16 @@ class Steps(Training):
                 raise
             try:
                 shrunk, all_finishing = self._heard(facts)
-            except HorovodSparseError as error:
+            except errors.HorovodSparseError as error:
                 failures.append(error)
             for part in self.parts if not failures else ():
                 try:
                     totals.append(part.moves.received(scale))
-                except HorovodSparseError as error:
+                except errors.HorovodSparseError as error:
                     failures.append(error)
             if failures := self.of_all(failures):
                 all_finishing, failure = False, worst(failures)  # ranks that failed alone do not know
-                if not isinstance(failure, NonFiniteGradientError):
+                if not isinstance(failure, errors.NonFiniteGradientError):
                     self.roll_back()
                     raise failure
                 self._in_flight.popleft()
@@ -322,7 +333,7 @@ class Steps(Training):
         if entry is not None and passes is not None:
             plan = Plan.from_dict(entry["plan"])
             if plan != self.plan and set(plan.names()) == set(self.facts):
-                raise StateMismatchError(
+                raise errors.StateMismatchError(
                     f"the saved state has moves of a rank (every > 1 or delay > 0) by the plan {plan}: train "
                     f"by that one, not by {self.plan}, or save behind finish()"
                 )

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import Synchronization
+from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.topology import Topology, agreed_topology, own_place
+from horovod_sparse.topology import Topology, own_place
 from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import NonFinitePolicy
 from horovod_sparse.training.drift import DriftCheck
@@ -61,6 +61,8 @@ class Training:
         self.label, self._own_label = "", label
         #: the rank and size that states are made for, and all sizes that there have been
         self.made_for, self.sizes = (0, 1), set[int]()
+        #: measures backward together with other ranks, where a plan by times was asked for
+        self.warmup: Any = None
         #: parameters that have come since the training began
         self.joined: set[str] = set()
         #: the start of the collectives under which ranks have agreed; None where they have to
@@ -105,17 +107,9 @@ class Training:
         yield from ()
 
     @property
-    def _measured(self) -> str:
-        """Returns how far this rank is in what all ranks measure together, as text."""
-        return ""
-
-    @property
     def _is_fresh(self) -> bool:
         """True if this rank has nothing of a training yet."""
         return self.step == 0
-
-    def _stop_measuring(self) -> None:
-        """Stops measuring, because some rank has not measured what the others have."""
 
     def _entered(self, parts: Sequence[Any]) -> None:
         """Called with parts that were made."""
@@ -244,8 +238,8 @@ class Training:
             self._together(gather_shards(self.parts, *self.held()))
         self._loose, self._agreed_under = None, under
         self.drift.restart(self.step)
-        if not start.measures:
-            self._stop_measuring()
+        if not start.measures and self.warmup is not None:  # some rank has not measured what the others have
+            self.warmup.stop_measuring()
 
     def _together(self, coroutine: Synchronization[Any]) -> Any:
         return self.engine.carry_out(coroutine, self.topology)
@@ -260,7 +254,7 @@ class Training:
         yield from self._compare_plans()
         if self.settings.levels == "host":
             before, place = self.topology, own_place(self.engine.ranks())
-            topology = (yield from agreed_topology(place)) if self.size > 1 else None
+            topology = Topology.of((yield from shared_lines(place))) if self.size > 1 else None
             self._set_topology(topology)
             # a rank that was another one has parts of its old place: then all start anew, with other ones
             if topology != before and self.made_for == self.rank_and_size:
@@ -273,7 +267,7 @@ class Training:
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
             self.made_for,
             self.plan,
-            measuring=self._measured,
+            measuring="" if self.warmup is None else self.warmup.position,
             label=self._own_label,
             told={name: to_plain(one) for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
@@ -292,7 +286,7 @@ class Training:
         held, known = self.held()
         progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
-        self.put(shared_out(held, agreement.kept_share(old_size, self.size), self.recipe.feedback), progress)
+        self.put(shared_out(held, self.size / old_size, self.recipe.feedback), progress)
 
     # checkpoints
 
@@ -331,7 +325,7 @@ class Training:
         """Returns the factor of an entry's residual at this number of ranks."""
         # in elastic training a worker takes back what it saved when there were more or fewer: its own alone
         if entry["size"] in self.sizes:
-            return agreement.kept_share(entry["size"], self.size)
+            return self.size / int(entry["size"])
         return share_factor(entry["rank"], entry["size"], self.size)
 
 

@@ -1,4 +1,4 @@
 """Writes selections as messages, and reads them back."""
 
 from horovod_sparse.wire.format import HEADER_WORDS, WireFormat
-from horovod_sparse.wire.message import Gathered, Notes, note, pack, unpack_sum
+from horovod_sparse.wire.message import Notes, SparseSum, note, pack, unpack_sum

@@ -23,7 +23,7 @@ class WireFormat:
     """How a selection is written into a message; the same on all ranks.
 
     Args:
-        values: "exact" (or None; as the accumulator has them), "float64", "float32", "float16",
+        values: "exact" (as the accumulator has them), "float64", "float32", "float16",
             "bfloat16", or "2bit" (with two magnitudes per 64 values).
         indices: "int32" (any order), or for ascending ones "gaps" (bit-packed).
         quantum: elements that the payload is rounded up to. A length that repeats from step to step
@@ -35,14 +35,12 @@ class WireFormat:
         3.495...
     """
 
-    values: str | None = "exact"
+    values: str = "exact"
     indices: str = "int32"
     quantum: int = 1
     capacity: int = 0
 
     def __post_init__(self) -> None:
-        if self.values is None:
-            object.__setattr__(self, "values", "exact")
         if self.values not in ("exact", *VALUE_CODECS):
             raise UnknownNameError("way to write values", str(self.values), ["exact", *VALUE_CODECS])
         if self.indices not in INDEX_CODECS:
@@ -115,7 +113,7 @@ class WireFormat:
         name = _name_of(dtype)
         if name not in ("float32", "float64"):
             raise ArgumentError("values", name, "float32 or float64, as accumulators have them")
-        return VALUE_CODECS[name if self.values in (None, "exact") else self.values]
+        return VALUE_CODECS[name if self.values == "exact" else self.values]
 
 
 class Sections(NamedTuple):
@@ -150,26 +148,16 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
     value_codec = None if dtype is None else format.value_codec(dtype)
 
     def words(count: int) -> tuple[int, int]:
-        return (
-            index_codec.num_words(count, num_elements),
-            0 if value_codec is None else value_codec.num_words(count),
-        )
+        of_values = 0 if value_codec is None else value_codec.num_words(count)
+        return index_codec.num_words(count, num_elements), of_values
 
     tag, header = None, HEADER_WORDS
     if not format.is_plain(dtype):
         code = 1 + (0 if value_codec is None else value_codec.code) + 8 * index_codec.code
         tag, header = tagged(code, num_elements), HEADER_WORDS + 1
     index_words, value_words = words(count)
-    length = header + sum(words(format.padded(count)))
-    return Sections(
-        tag,
-        header,
-        header + index_words,
-        header + index_words + value_words,
-        length,
-        index_codec,
-        value_codec,
-    )
+    ends = header + index_words, header + index_words + value_words, header + sum(words(format.padded(count)))
+    return Sections(tag, header, *ends, index_codec, value_codec)
 
 
 @functools.lru_cache(maxsize=32)

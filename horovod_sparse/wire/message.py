@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,28 +90,19 @@ def note(report: FoldReport) -> NDArray[np.int32]:
 
 
 def pack(
-    indices: Indices,
-    values: Values | None,
-    report: FoldReport,
-    *,
-    format: WireFormat | None = None,
-    num_elements: int | None = None,
+    indices: Indices, values: Values | None, report: FoldReport, format: WireFormat, num_elements: int
 ) -> NDArray[np.int32]:
-    """Puts a selection into one fresh buffer.
+    """Puts a selection from a bucket of so many elements into one fresh buffer.
 
     Example:
-        >>> message = pack(np.array([2, 5], np.int32), np.array([1.0, -2.0], np.float32), FoldReport())
-        >>> unpack_sum(message, 1, WireFormat(), 9, np.float32).values
+        >>> some = np.array([2, 5], np.int32), np.array([1.0, -2.0], np.float32)
+        >>> unpack_sum(pack(*some, FoldReport(), WireFormat(), 9), 1, WireFormat(), 9, np.float32).values
         array([ 1., -2.], dtype=float32)
     """
-    format = format or WireFormat()
     dtype, count = None if values is None else values.dtype, indices.size
     if values is not None and values.shape != indices.shape:
         raise ArgumentError("values", f"shape {values.shape}", f"as many values as indices, {indices.shape}")
-    if num_elements is None and not format.is_plain(dtype):
-        raise ArgumentError("num_elements", None, f"the bucket's number of elements, which {format} needs")
-    n = num_elements or 0
-    at = sections(format, count, n, dtype)
+    at = sections(format, count, num_elements, dtype)
     buffer = begun(at.length, count, report, at.tag)
     if at.tag is None:  # as they are
         buffer[at.header : at.indices] = indices
@@ -119,7 +110,7 @@ def pack(
             buffer[at.indices : at.values].view(values.dtype)[:] = values
     else:
         words = buffer.view(np.uint32)
-        at.index_codec.encode(indices, n, words[at.header : at.indices])
+        at.index_codec.encode(indices, num_elements, words[at.header : at.indices])
         if values is not None and at.value_codec is not None:
             at.value_codec.encode(np.ascontiguousarray(values), words[at.indices : at.values])
     buffer[at.values :] = 0
@@ -136,26 +127,31 @@ def begun(length: int, count: int, report: FoldReport, tag: int | None) -> NDArr
     return buffer
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The decoded messages of an allgather.
+@dataclass
+class SparseSum:
+    """The decoded messages of all ranks, one behind the other: a sum over ranks, the same on every rank.
 
     Attributes:
-        indices: int32, the selections of all ranks one behind the other, in rank order.
-        values: float32 or float64, as long; None where only indices were sent.
+        indices: int32; an index may stand more than once (its values add up).
+        values: as long, float32 or float64; None where only indices were sent.
         counts: int64 [P], elements selected by each rank.
         notes: facts that every rank has sent about itself.
+        facts: the algorithm's own telemetry (threshold, imbalance, ...).
     """
 
+    #: whether the values are those of all elements, in their order (`WholeSum`)
+    whole: ClassVar[bool] = False
+
     indices: Indices
-    values: Values | None
-    counts: NDArray[np.int64]
-    notes: Notes
+    values: Any
+    counts: NDArray[Any]
+    notes: Notes = field(default_factory=Notes)
+    facts: dict[str, float] = field(default_factory=dict)
 
 
 def unpack_sum(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
-) -> Gathered:
+) -> SparseSum:
     """Decodes an allgathered buffer into one array of indices and one of values.
 
     Every index and every value is written once, to where the sum needs it.
@@ -163,7 +159,7 @@ def unpack_sum(
     Example:
         >>> from horovod_sparse.arrays import FoldReport
         >>> gaps = WireFormat(indices="gaps")
-        >>> one = pack(np.array([2, 5], np.int32), None, FoldReport(), format=gaps, num_elements=9)
+        >>> one = pack(np.array([2, 5], np.int32), None, FoldReport(), gaps, 9)
         >>> unpack_sum(np.concatenate([one, one]), 2, gaps, 9, None).indices
         array([2, 5, 2, 5], dtype=int32)
     """
@@ -195,7 +191,7 @@ def unpack_sum(
         if values is not None and at.tag is not None and at.value_codec is not None:
             at.value_codec.decode(rest, values[here])
         begin += count
-    return Gathered(
+    return SparseSum(
         indices=indices,
         values=values,
         counts=np.array([count for _, count, _, _ in heads], np.int64),

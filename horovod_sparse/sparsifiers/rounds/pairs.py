@@ -43,7 +43,7 @@ class Mail:
     def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
         """Writes a vector, whose values have been rounded, and the notes of some ranks."""
         n = self._info.num_elements
-        words = pack(vector.indices, vector.values, FoldReport(), format=self._wire, num_elements=n)
+        words = pack(vector.indices, vector.values, FoldReport(), self._wire, n)
         return np.concatenate([words, self._notes[list(ranks)].reshape(-1)])
 
     def read(self, words: Words, ranks: Sequence[int] = ()) -> SparseVector:
@@ -52,8 +52,6 @@ class Mail:
         if end < 0:
             raise MessageError(f"a message of {words.size} words is too short: mixed versions?")
         gathered = unpack_sum(words[:end], 1, self._wire, self._info.num_elements, self._info.value_dtype)
-        if gathered.values is None:
-            raise MessageError("a message without values")
         self._notes[list(ranks)] = words[end:].reshape(-1, _WORDS_PER_NOTE)
         return SparseVector(gathered.indices, gathered.values)
 

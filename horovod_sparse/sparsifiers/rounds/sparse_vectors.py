@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from horovod_sparse.kernels.host.kth import kth_of
 from horovod_sparse.kernels.host.sparse_vectors import absent, merge_add
 from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
-from horovod_sparse.wire import Gathered, WireFormat, pack, unpack_sum
+from horovod_sparse.wire import SparseSum, WireFormat, pack, unpack_sum
 
 #: bits of a value that survive when it is shared out among ranks whose number is no power of two
 _SHARE_BITS = {"float32": 12, "float64": 26}
@@ -37,54 +37,45 @@ class SparseVector:
     def __len__(self) -> int:
         return self.indices.size
 
+    def __getitem__(self, some: Any) -> SparseVector:
+        """Returns the elements at some places of the vector: a slice, or a mask."""
+        return SparseVector(self.indices[some], self.values[some])
 
-def empty(dtype: np.dtype) -> SparseVector:
-    return SparseVector(np.empty(0, np.int32), np.empty(0, dtype))
+    def __add__(self, other: SparseVector) -> SparseVector:
+        """Adds two vectors by index; their order does not matter to any bit."""
+        if not len(other):
+            return self
+        if not len(self):
+            return other
+        room = len(self) + len(other)
+        indices, values = np.empty(room, np.int32), np.empty(room, self.values.dtype)
+        pieces = (np.ascontiguousarray(part) for one in (self, other) for part in (one.indices, one.values))
+        count = merge_add(*pieces, indices, values)
+        return SparseVector(indices[:count], values[:count])
 
+    def split_largest(self, k: int) -> tuple[SparseVector, SparseVector]:
+        """Splits off the k largest magnitudes. Ties go to the lowest index."""
+        if len(self) <= k:
+            return self, self[:0]
+        if k == 0:
+            return self[:0], self
+        values = np.ascontiguousarray(self.values)
+        keys = np.abs(values).view(bits_dtype(values.dtype))
+        smallest, larger = kth_of(keys, k, values.itemsize * 8 - 1)
+        kept = keys > smallest
+        kept[np.flatnonzero(keys == smallest)[: k - larger]] = True
+        return self[kept], self[~kept]
 
-def added(first: SparseVector, second: SparseVector) -> SparseVector:
-    """Adds two vectors by index; their order does not matter to any bit."""
-    if not len(second):
-        return first
-    if not len(first):
-        return second
-    room = len(first) + len(second)
-    indices, values = np.empty(room, np.int32), np.empty(room, first.values.dtype)
-    pieces = (np.ascontiguousarray(part) for one in (first, second) for part in (one.indices, one.values))
-    count = merge_add(*pieces, indices, values)
-    return SparseVector(indices[:count], values[:count])
+    def cut(self, start: int, stop: int) -> SparseVector:
+        """Returns views of the elements whose index is in [start, stop)."""
+        return self[slice(*np.searchsorted(self.indices, (start, stop)))]
 
-
-def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Splits off the k largest magnitudes. Ties go to the lowest index."""
-    if len(vector) <= k:
-        return vector, empty(vector.values.dtype)
-    if k == 0:
-        return empty(vector.values.dtype), vector
-    values = np.ascontiguousarray(vector.values)
-    keys = np.abs(values).view(bits_dtype(values.dtype))
-    smallest, larger = kth_of(keys, k, values.itemsize * 8 - 1)
-    kept = keys > smallest
-    kept[np.flatnonzero(keys == smallest)[: k - larger]] = True
-    largest, rest = (SparseVector(vector.indices[some], values[some]) for some in (kept, ~kept))
-    return largest, rest
-
-
-def cut(vector: SparseVector, start: int, stop: int) -> SparseVector:
-    """Returns views of the elements whose index is in [start, stop)."""
-    low, high = np.searchsorted(vector.indices, (start, stop))
-    return SparseVector(vector.indices[low:high], vector.values[low:high])
-
-
-def joined(parts: Sequence[SparseVector], dtype: np.dtype) -> SparseVector:
-    """Joins vectors; every index of a part lies above those of the part before."""
-    if not parts:
-        return empty(dtype)
-    if len(parts) == 1:
-        return parts[0]
-    return SparseVector(
-        np.concatenate([part.indices for part in parts]), np.concatenate([part.values for part in parts])
-    )
+    def rounded(self, wire: WireFormat) -> tuple[SparseVector, Values | None]:
+        """Rounds the values as receivers will see them; returns the rounding error, too, or None."""
+        values = wire.round(self.values)
+        if values is self.values:
+            return self, None
+        return SparseVector(self.indices, values), self.values - values
 
 
 def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
@@ -111,17 +102,9 @@ def shared_out(values: Values, num_parts: int, part: int) -> Values:
     return values - values.dtype.type(num_parts - 1) * equal if part == 0 else equal
 
 
-def rounded(vector: SparseVector, wire: WireFormat) -> tuple[SparseVector, Values | None]:
-    """Rounds a vector as receivers will see it; returns the rounding error, too, or None."""
-    values = wire.round(vector.values)
-    if values is vector.values:
-        return vector, None
-    return SparseVector(vector.indices, values), vector.values - values
-
-
 def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) -> SparseVector:
     """Rounds a vector as receivers will see it; the error stays at this rank."""
-    seen, error = rounded(vector, wire)
+    seen, error = vector.rounded(wire)
     if error is not None:
         accumulator.add(vector.indices, error)
     return seen
@@ -143,24 +126,22 @@ def cut_and_pack(
     """Returns messages of consecutive parts of a vector, each rounded by itself, and the rounding error."""
     messages, errors = [], []
     for part in parts:
-        seen, error = rounded(part, wire)
-        messages.append(pack(seen.indices, seen.values, report, format=wire, num_elements=info.num_elements))
+        seen, error = part.rounded(wire)
+        messages.append(pack(seen.indices, seen.values, report, wire, info.num_elements))
         errors.append(np.zeros_like(part.values) if error is None else error)
     return tuple(messages), None if wire.exact else np.concatenate(errors)
 
 
 def reduce_in_regions(
     vector: SparseVector, regions: Sequence[Window], report: FoldReport, info: BucketInfo, wire: WireFormat
-) -> Synchronization[tuple[SparseVector, Gathered, Values | None]]:
+) -> Synchronization[tuple[SparseVector, SparseSum, Values | None]]:
     """Sums up all ranks' vectors, each rank in its own region, by one all-to-all."""
-    messages, error = cut_and_pack([cut(vector, *region) for region in regions], report, info, wire)
+    messages, error = cut_and_pack([vector.cut(*region) for region in regions], report, info, wire)
     arrived = yield AllToAll(messages)
     gathered = unpack_sum(np.concatenate(arrived), info.size, wire, info.num_elements, info.value_dtype)
-    total, begin = empty(info.value_dtype), 0
+    total, begin = SparseVector(np.empty(0, np.int32), np.empty(0, info.value_dtype)), 0
     for count in gathered.counts:
-        if gathered.values is not None:
-            here = slice(begin, begin + count)
-            total = added(total, SparseVector(gathered.indices[here], gathered.values[here]))
+        total += SparseVector(gathered.indices, gathered.values)[begin : begin + count]
         begin += int(count)
     return total, gathered, error
 

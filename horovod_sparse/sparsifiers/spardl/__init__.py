@@ -14,16 +14,7 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
 from horovod_sparse.sparsifiers.spardl.phases import RESIDUAL_MODES, Phases
-from horovod_sparse.sparsifiers.spardl.teams import (
-    SparDLState,
-    TeamLayout,
-    adjusted,
-    fresh_state,
-    is_power_of_two,
-    num_between_teams,
-    spardl_traffic,
-    teams_by_cost,
-)
+from horovod_sparse.sparsifiers.spardl.teams import SparDLState, TeamLayout, is_power_of_two, teams_by_cost
 
 _BETWEEN = ("auto", "recursive", "bruck")
 _GATHER = ("auto", "allgather", "bruck")
@@ -82,7 +73,7 @@ class SparDL(Sparsifier):
                 raise UnknownNameError(f"{argument} of spardl", str(getattr(self, argument)), known)
         for argument in ("latency_seconds", "seconds_per_byte"):
             value = getattr(self, argument)
-            check_number(argument, value, "a time in seconds", low=0.0, high=1e9, include_low=True)
+            check_number(argument, value, "a time in seconds", "[0, 1e9]")
 
     def resolved(self, info: BucketInfo) -> SparDL:
         """Decides the number of teams, which divides P, and the way between them."""
@@ -106,7 +97,7 @@ class SparDL(Sparsifier):
         return replace(self, teams=teams, between=between, gather=gather)
 
     def init(self, info: BucketInfo) -> SparDLState:
-        return fresh_state(int(self.resolved(info).teams))
+        return SparDLState.first(int(self.resolved(info).teams))
 
     def layout(self, info: BucketInfo, num_selected: int, step: int) -> TeamLayout:
         """Teams, blocks and quotas of a step, once teams are resolved."""
@@ -128,11 +119,11 @@ class SparDL(Sparsifier):
         elif layout.teams > 1:
             start, stop = layout.window(layout.team_and_position(info.rank)[1])
             keeps_all = quota == stop - start  # a union cannot be longer than the block: no need to send less
-            num_sent = quota if keeps_all else num_between_teams(state, quota, layout.teams)
+            num_sent = quota if keeps_all else state.num_sent(quota, layout.teams)
             block, num_after = yield from phases.bruck(block, num_sent)
             facts |= {"num_between_teams": float(num_sent), "num_after_teams": float(num_after)}
             if not keeps_all:
-                after = adjusted(state, num_after, quota, layout.teams)
+                after = state.adjusted(num_after, quota, layout.teams)
         if plan.gather == "bruck":
             sum_ = yield from phases.gather_within_team(block)
         else:
@@ -146,4 +137,4 @@ class SparDL(Sparsifier):
         """Exact but for B-SAG, where it is between that of h = L / d and of h = L."""
         plan = self.resolved(info)
         layout = plan.layout(info, int(counts[info.rank]), step)
-        return spardl_traffic(info, layout, self.wire, plan.between == "recursive", plan.gather == "bruck")
+        return layout.traffic(info, self.wire, plan.between == "recursive", plan.gather == "bruck")

@@ -8,15 +8,7 @@ from horovod_sparse.arrays import Accumulator, Indices, Values
 from horovod_sparse.collectives import Exchange, Synchronization, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, bruck_all_gather
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
-    SparseVector,
-    added,
-    joined,
-    missing_in,
-    rounded,
-    shared_out,
-    split_largest,
-)
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, missing_in, shared_out
 from horovod_sparse.sparsifiers.spardl.teams import TeamLayout
 from horovod_sparse.wire import WireFormat
 
@@ -57,7 +49,7 @@ class Ledger:
 
     def round(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> SparseVector:
         """Rounds a vector as receivers will see it; keeps this rank's share of the error."""
-        seen, error = rounded(vector, self._wire)
+        seen, error = vector.rounded(self._wire)
         if error is not None:
             share = SparseVector(vector.indices, shared_out(error, num_holders, holder))
             self._rounding.append(share)
@@ -149,9 +141,9 @@ class Phases:
             arriving = self._ranks_of(range(theirs, theirs + num_alike))
             other = layout.rank(team ^ num_alike, self._position)
             arrived = yield Exchange({other: self._mail.write(block, known)}, (other,))
-            total = added(block, self._mail.read(arrived[other], arriving))
+            total = block + self._mail.read(arrived[other], arriving)
             num_alike *= 2
-            block, dropped = split_largest(total, quota)
+            block, dropped = total.split_largest(quota)
             self.ledger.discard(dropped, num_alike, team % num_alike)
         return block
 
@@ -159,14 +151,14 @@ class Phases:
         """B-SAG: the sum over any number of teams of the `num_sent` largest elements of each."""
         layout, team = self._layout, self._team
         column = layout.column(self._position)
-        block, dropped = split_largest(block, num_sent)
+        block, dropped = block.split_largest(num_sent)
         self.ledger.discard(dropped)
         message = self._mail.write(self.ledger.round(block), self._ranks_of([team]))
         messages = yield from bruck_all_gather(message, column, team)
         total = self._mail.read(messages[0], self._ranks_of([0]))
         for other in range(1, layout.teams):
-            total = added(total, self._mail.read(messages[other], self._ranks_of([other])))
-        kept, dropped = split_largest(total, layout.quota(self._position))
+            total += self._mail.read(messages[other], self._ranks_of([other]))
+        kept, dropped = total.split_largest(layout.quota(self._position))
         self.ledger.discard(dropped, layout.teams, team)
         return kept, len(total)
 
@@ -182,20 +174,16 @@ class Phases:
         message = mail.write(block, layout.column(self._position))
         messages = yield from bruck_all_gather(message, team, self._position)
         blocks = [mail.read(words, layout.column(position)) for position, words in enumerate(messages)]
-        return mail.sum_of(joined(blocks, block.values.dtype), layout.num_selected)
+        pairs = zip(*[(block.indices, block.values) for block in blocks], strict=True)
+        return mail.sum_of(SparseVector(*map(np.concatenate, pairs)), layout.num_selected)
 
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
         """Gathers all blocks on all ranks by one allgather: every team gives its d-th part of each block."""
         layout = self._layout
         start, stop = part(len(block), self._team, layout.teams)
-        mine = self.ledger.round(SparseVector(block.indices[start:stop], block.values[start:stop]))
-        sum_ = SparseSum.of(
-            (
-                yield from exchange_selections(
-                    self._accumulator, mine.indices, mine.values, self._info, self._wire
-                )
-            )
-        )
+        mine = self.ledger.round(block[start:stop])
+        sent = self._accumulator, mine.indices, mine.values, self._info, self._wire
+        sum_ = yield from exchange_selections(*sent)
         if layout.teams > 1:
             ends = np.cumsum(sum_.counts)
             order = [rank for position in range(layout.team_size) for rank in layout.column(position)]

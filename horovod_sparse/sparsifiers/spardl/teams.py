@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from horovod_sparse.checks import LARGEST, out_of_range
 from horovod_sparse.collectives import AllGather, Exchange, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_bags, ceil_log2, mail_words
@@ -68,50 +67,49 @@ class TeamLayout:
         stop = min(2 * first, self.team_size)
         return [(position + offset) % self.team_size for offset in range(first, stop)]
 
+    def traffic(
+        self, info: BucketInfo, wire: WireFormat, recursive: bool, notes_travel: bool
+    ) -> tuple[Traffic, ...]:
+        """Returns all rounds of a step for one rank."""
+        team, position = self.team_and_position(info.rank)
+        d, quota = self.teams, self.quota(position)
+        # of a block, B-SAG may leave as few elements as one team gives
+        exact = d == 1 or recursive
 
-def spardl_traffic(
-    info: BucketInfo, layout: TeamLayout, wire: WireFormat, recursive: bool, notes_travel: bool
-) -> tuple[Traffic, ...]:
-    """Returns all rounds of a step for one rank."""
-    team, position = layout.team_and_position(info.rank)
-    d, quota = layout.teams, layout.quota(position)
-    # of a block, B-SAG may leave as few elements as one team gives
-    exact = d == 1 or recursive
+        def ends(words_of: Callable[[int], int], count: int) -> tuple[int, int]:
+            return words_of(count if exact else -(-count // d)), words_of(count)
 
-    def ends(words_of: Callable[[int], int], count: int) -> tuple[int, int]:
-        return words_of(count if exact else -(-count // d)), words_of(count)
+        def declared(kind: type, ranges: list[tuple[int, int]]) -> Traffic:
+            low, high = 4 * sum(low for low, _ in ranges), 4 * sum(high for _, high in ranges)
+            return Traffic(kind, low, None if exact else high)
 
-    def declared(kind: type, ranges: list[tuple[int, int]]) -> Traffic:
-        low, high = 4 * sum(low for low, _ in ranges), 4 * sum(high for _, high in ranges)
-        return Traffic(kind, low, None if exact else high)
+        rounds = []
+        for stage in reversed(range(self.num_stages)):
+            count = sum(self.quota(block) for block in self.bag(position, stage))
+            rounds.append(Traffic(Exchange, 4 * mail_words(count, 0, info, wire)))
+        if recursive:
+            rounds += [
+                Traffic(Exchange, 4 * mail_words(quota, (1 << stage) * notes_travel, info, wire))
+                for stage in range(d.bit_length() - 1)
+            ]
+        else:
+            given = ends(lambda count: 1 + mail_words(count, int(notes_travel), info, wire), quota)
+            rounds += [declared(Exchange, [given] * num_sent) for num_sent in bruck_bags(d)]
+        if not notes_travel:
 
-    rounds = []
-    for stage in reversed(range(layout.num_stages)):
-        count = sum(layout.quota(block) for block in layout.bag(position, stage))
-        rounds.append(Traffic(Exchange, 4 * mail_words(count, 0, info, wire)))
-    if recursive:
-        rounds += [
-            Traffic(Exchange, 4 * mail_words(quota, (1 << stage) * notes_travel, info, wire))
-            for stage in range(d.bit_length() - 1)
-        ]
-    else:
-        given = ends(lambda count: 1 + mail_words(count, int(notes_travel), info, wire), quota)
-        rounds += [declared(Exchange, [given] * num_sent) for num_sent in bruck_bags(d)]
-    if not notes_travel:
+            def part_words(count: int) -> int:
+                start, stop = part(count, team, d)
+                return mail_words(stop - start, 0, info, wire)
 
-        def part_words(count: int) -> int:
-            start, stop = part(count, team, d)
-            return mail_words(stop - start, 0, info, wire)
+            return (*rounds, declared(AllGather, [ends(part_words, quota)]))
 
-        return (*rounds, declared(AllGather, [ends(part_words, quota)]))
+        def block_words(count: int) -> int:
+            return 1 + mail_words(count, d, info, wire)
 
-    def block_words(count: int) -> int:
-        return 1 + mail_words(count, d, info, wire)
-
-    for num_sent in bruck_bags(layout.team_size):
-        blocks = [(position + offset) % layout.team_size for offset in range(num_sent)]
-        rounds.append(declared(Exchange, [ends(block_words, layout.quota(block)) for block in blocks]))
-    return tuple(rounds)
+        for num_sent in bruck_bags(self.team_size):
+            blocks = [(position + offset) % self.team_size for offset in range(num_sent)]
+            rounds.append(declared(Exchange, [ends(block_words, self.quota(block)) for block in blocks]))
+        return tuple(rounds)
 
 
 def is_power_of_two(number: int) -> bool:
@@ -170,45 +168,40 @@ class SparDLState(SparsifierState):
     #: whether the direction was right the last time, too
     confirmed: bool = False
 
-    def flaw(self, _fresh: SparDLState) -> str:
-        return out_of_range(self, share=(0, 1), stride=(-LARGEST, LARGEST))
+    @classmethod
+    def first(cls, teams: int) -> SparDLState:
+        """Returns the paper's first state: h = k / P, the stride 0.01 k (d - 1) / P."""
+        return cls(share=1.0 / teams, stride=_FIRST_STRIDE * (teams - 1) / teams)
 
+    def num_sent(self, quota: int, teams: int) -> int:
+        """h: elements of a block that a rank sends to the other teams, from L / d to L."""
+        return min(quota, max(-(-quota // teams), round(self.share * quota)))
 
-def fresh_state(teams: int) -> SparDLState:
-    """Returns the paper's first state: h = k / P, the stride 0.01 k (d - 1) / P."""
-    return SparDLState(share=1.0 / teams, stride=_FIRST_STRIDE * (teams - 1) / teams)
+    def adjusted(self, num_after: int, quota: int, teams: int) -> SparDLState:
+        """One step of Algorithm 2: more if the teams' union was short of L, less if it was above.
 
+        Twice in the right direction doubles the stride, the wrong direction turns and halves it. Shares
+        instead of counts (h / L, stride / L) mean the same, and hold when the density changes.
 
-def num_between_teams(state: SparDLState, quota: int, teams: int) -> int:
-    """h: elements of a block that a rank sends to the other teams, from L / d to L."""
-    return min(quota, max(-(-quota // teams), round(state.share * quota)))
+        Source: SparDL, Algorithm 2, as printed (its text has the signs the other way round). Departures:
+        the stride never falls below one element, or it could not recover (in the public program it is
+        a whole number, and stays 0 for ever); it never exceeds the range, and h stays within it.
 
-
-def adjusted(state: SparDLState, num_after: int, quota: int, teams: int) -> SparDLState:
-    """One step of Algorithm 2: more if the teams' union was short of L, less if it was above.
-
-    Twice in the right direction doubles the stride, the wrong direction turns and halves it. Shares
-    instead of counts (h / L, stride / L) mean the same, and hold when the density changes.
-
-    Source: SparDL, Algorithm 2, as printed (its text has the signs the other way round). Departures:
-    the stride never falls below one element, or it could not recover (in the public program it is
-    a whole number, and stays 0 for ever); it never exceeds the range, and h stays within it.
-
-    Example:
-        >>> state = fresh_state(teams=4)
-        >>> for _ in range(3): state = adjusted(state, num_after=50, quota=100, teams=4)
-        >>> round(state.share, 4), round(state.stride, 4)
-        (0.2875, 0.015)
-    """
-    lowest, room = 1.0 / teams, (teams - 1) / teams
-    if teams == 1 or quota == 0:
-        return state
-    stride, confirmed = state.stride, False
-    if (num_after > quota) != (stride > 0.0):
-        stride, confirmed = stride * (2.0 if state.confirmed else 1.0), not state.confirmed
-    else:
-        stride *= -0.5
-    least = min(1.0 / quota, _FIRST_STRIDE * room)
-    stride = math.copysign(min(room, max(least, abs(stride))), quota - num_after)
-    share = min(1.0, max(lowest, state.share + stride))
-    return replace(state, share=share, stride=stride, confirmed=confirmed)
+        Example:
+            >>> state = SparDLState.first(teams=4)
+            >>> for _ in range(3): state = state.adjusted(num_after=50, quota=100, teams=4)
+            >>> round(state.share, 4), round(state.stride, 4)
+            (0.2875, 0.015)
+        """
+        lowest, room = 1.0 / teams, (teams - 1) / teams
+        if teams == 1 or quota == 0:
+            return self
+        stride, confirmed = self.stride, False
+        if (num_after > quota) != (stride > 0.0):
+            stride, confirmed = stride * (2.0 if self.confirmed else 1.0), not self.confirmed
+        else:
+            stride *= -0.5
+        least = min(1.0 / quota, _FIRST_STRIDE * room)
+        stride = math.copysign(min(room, max(least, abs(stride))), quota - num_after)
+        share = min(1.0, max(lowest, self.share + stride))
+        return replace(self, share=share, stride=stride, confirmed=confirmed)

@@ -165,7 +165,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.rounds is not None:
-            self.rounds.before_step()
+            self.rounds.agree()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         before, self._counted = self._counted, self._iterations()

@@ -239,8 +239,8 @@ class KerasSteps(OverKeras, Steps):
     def rescale(self, factor: float) -> None:
         """Multiplies velocities, which hold past learning rates."""
         for part in self.parts if self._rule.keras_moment == "momentums" else ():
-            residual, *velocities = (np.array(one) for one in part.held())
-            part.assign([residual, *(one * factor for one in velocities)])
+            residual, *velocities = (np.array(one) for one in part.bucket.held())
+            part.bucket.load([residual, *(one * factor for one in velocities)])
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Saves as `Training.save` does, and fills Keras' slots, which may be saved beside."""

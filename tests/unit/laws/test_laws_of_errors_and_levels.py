@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.errors import EditedGradientError, NonFiniteGradientError, NonFiniteSumError
-from horovod_sparse.feedback import ErrorFeedback, Member, recipe
+from horovod_sparse.feedback import ErrorFeedback, recipe
 from horovod_sparse.simulation import SimulatedCluster, run_lockstep
 from horovod_sparse.topology import Topology
 from support import laws
@@ -20,7 +20,7 @@ from support.sampling import rows_by
 rows = pytest.mark.parametrize("case", CASES, ids=case_id)
 
 _SCENARIO = Scenario(3, 120, num_steps=6)
-_MEMBERS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("head.weight", 50, 120))
+_MEMBERS = {"conv.weight": (0, 40), "conv.bias": (40, 50), "head.weight": (50, 120)}
 _SICK_STEP = 3
 
 
@@ -48,7 +48,7 @@ def test_every_rank_names_the_parameter_that_is_not_finite(case: Case, dtype: st
     history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario))
 
     wanted = {
-        rank: next(m.name for m in _MEMBERS if m.start <= min(positions) < m.stop)
+        rank: next(name for name, (start, stop) in _MEMBERS.items() if start <= min(positions) < stop)
         for rank, positions in sick.items()
     }
     for result in history.steps[_SICK_STEP].results:
@@ -166,7 +166,7 @@ def test_two_levels_are_hosts_of_one_rank_with_sums_and_shards(case: Case) -> No
             np.testing.assert_array_equal(found, wanted)
 
 
-_OF_HOSTS = (Member("conv.weight", 0, 40), Member("conv.bias", 40, 50), Member("head.weight", 50, 121))
+_OF_HOSTS = {"conv.weight": (0, 40), "conv.bias": (40, 50), "head.weight": (50, 121)}
 _SICK_AT = 2
 
 
@@ -186,7 +186,7 @@ def test_every_rank_of_every_host_names_the_parameter_that_is_not_finite(case: C
     gradients = random_gradients(scenario_of(3, 2, 121, num_steps=5))
     gradients[_SICK_AT, 3, position] = np.nan
     history, results = sick_run(case, gradients)
-    wanted = next(member.name for member in _OF_HOSTS if member.start <= position < member.stop)
+    wanted = next(name for name, (start, stop) in _OF_HOSTS.items() if start <= position < stop)
     for result in results:
         assert isinstance(result, NonFiniteGradientError)
         assert result.where == {2: wanted, 3: wanted}, "the ranks of the host whose sum is not finite"

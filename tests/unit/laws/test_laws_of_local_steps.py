@@ -126,11 +126,11 @@ def test_resume_in_the_middle_of_a_round_is_invisible(given):
         if one.rank == 0:  # one that goes on from an older entry takes what is common
             again.model.load_state_dict(saved[0])
         again.local.load_state_dict(again.local.state_dict() if one.rank else saved[2])
-        again.local.before_step()
+        again.local.agree()
         assert one.rank or torch.equal(again.vector(), one.kept("start"))
         again.local.finish()
         again.local.load_state_dict(None)
-        again.local.before_step()
+        again.local.agree()
         assert not again.kept("velocity").any()
 
     on_ranks(body, **given)
@@ -178,7 +178,7 @@ def test_who_is_lost_in_an_exchange_or_an_agreement_harms_nobody(number, given, 
         for start in starts:
             one.local.engine.meeting = one.local.engine.start_of = start
             with contextlib.suppress(ConnectionError):
-                one.local.before_step()
+                one.local.agree()
         one.local.finish()
         return one.vector(), moved + one.kept("residuals")
 

@@ -18,7 +18,7 @@ from horovod_sparse.collectives import (
     part,
 )
 from horovod_sparse.errors import CollectiveMismatchError
-from horovod_sparse.simulation import Recorder, run_lockstep
+from horovod_sparse.simulation import AlphaBeta, Recorder, run_lockstep
 
 
 def words(*numbers: int) -> np.ndarray:
@@ -123,9 +123,7 @@ def test_the_recorder_counts_rounds_bytes_and_time() -> None:
     ]
     total = recorder.total(0)
     assert (total.rounds, total.bytes_received) == (8, 132.0)
-    # each round takes as long as its slowest rank: (2 + 4 + 2) alpha + (24 + 96 + 12) beta
-    network = recorder.network
-    assert recorder.seconds == pytest.approx(8 * network.alpha_seconds + 132 * network.beta_seconds)
+    assert AlphaBeta(1e-4, 1e-8).seconds(total) == pytest.approx(8e-4 + 132e-8)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -17,7 +17,6 @@ from horovod_sparse.sparsifiers import BucketInfo, SparsifierState
 from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold, HardThresholdState
 from horovod_sparse.sparsifiers.sidco import FITS, Excess, SIDCo
-from horovod_sparse.thresholds import SampledThreshold
 from support.sampling import rows_by
 
 
@@ -69,7 +68,7 @@ def test_dgc_selects_hierarchically(guess: float, asked: list[float], sent: Any)
 
 
 def test_dgc_samples_with_a_stride_and_a_random_start() -> None:
-    rule = SampledThreshold(0.01)
+    rule = DGC(sample_fraction=0.01)
     # k = 10 000 of a million: 1 % are 10 000, the quantile of 100 hits among them: stride 100.
     assert rule.stride(1_000_000, 10_000) == 100
     # k = 1000: 1 % would hold 10 hits; 64 hits need 64 000 samples: stride 15.
@@ -79,7 +78,7 @@ def test_dgc_samples_with_a_stride_and_a_random_start() -> None:
     for seed in range(40):
         # n = 10 000, k = 2000: 320 samples give 64 hits, stride 31. Sampled is every 31st of 1 ... 10 000,
         # so the order statistic is off by less than a stride.
-        found = rule.find(accumulator, 2000, np.random.default_rng(seed))
+        found = rule.sampled_threshold(accumulator, 2000, np.random.default_rng(seed))
         assert abs(found - 8001) <= 2 * 31
         starts.add(found % 31)
     assert len(starts) > 15

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from horovod_sparse import errors
-from horovod_sparse.feedback import Bucket, Member, recipe
+from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.device_memory import DeviceMemory
@@ -45,7 +45,7 @@ def test_what_a_dense_parameter_carries_joins_its_sum(memory):
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
 def test_the_bad_one_of_several_dense_parameters_is_named(memory):
-    info, members = BucketInfo("all", 5, 1, 3), [Member("a", 0, 2), Member("b", 2, 3), Member("c", 3, 5)]
+    info, members = BucketInfo("all", 5, 1, 3), {"a": (0, 2), "b": (2, 3), "c": (3, 5)}
     bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True), members)
     for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
         gradient = torch.ones(5)

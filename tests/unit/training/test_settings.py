@@ -31,11 +31,7 @@ def test_a_front_end_refuses_what_it_does_not_take(option: str, words: str) -> N
     assert words in str(caught.value)
 
 
-def test_an_argument_that_is_gone_says_what_to_write() -> None:
-    with pytest.raises(errors.ArgumentError, match=r"network_share=0\.05.*give a density such as 0\.01"):
-        settings.Settings.of({"network_share": 0.05}, "a front end", settings.SettingsOptions)
-    with pytest.raises(errors.ArgumentError, match=r"on_drift='resync'.*ranks that differ raise DriftError"):
-        settings.Settings.of({"on_drift": "resync"}, "a front end", settings.SettingsOptions)
+def test_what_only_a_sparsifier_needs_is_refused_without_one() -> None:
     settings.refuse_without_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
     with pytest.raises(errors.ArgumentError, match="a sparsifier, or leave levels, check_every out"):
         settings.refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
