@@ -115,7 +115,7 @@ def test_density_one_equals_dense_training(text, times, mesh, rank):
     assert same_on_all_replicas(*sparse.weights())
 
 
-@pytest.mark.parametrize("case", on_ranks())
+@pytest.mark.parametrize("case", on_ranks("topk", "exdyna", "oktopk", "qsgd"))
 def test_equals_the_simulator_bit_for_bit(case, mesh, rank):
     """Hosts are its ranks, and it is given the means of theirs: so every law that holds there holds here."""
     host = _Host(mesh, case.at(0.1))

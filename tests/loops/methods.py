@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from loops.way import loop
+from loops.way import fitted, loop
 from support.passes import backward, net_of
 
 SGD = torch.optim.SGD
@@ -79,19 +79,6 @@ def stochastic_weight_averaging(on):
     return averaged(on)
 
 
-@loop()
-def distillation(on):
-    teacher = net_of(7).eval()
-
-    def loss(model, inputs, targets):
-        with torch.no_grad():
-            taught = teacher(inputs)
-        outputs = model(inputs)
-        return mse_loss(outputs, targets) + mse_loss(outputs, taught)
-
-    on.fit(loss=loss)
-
-
 class ActorCritic(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -131,28 +118,6 @@ def one_optimizer_over_two_models(on):
         optimizer.step()
 
 
-@loop(without=("FSDP2",))
-def gradient_penalty(on):
-    def loss(model, inputs, targets):
-        outputs = model(inputs.requires_grad_())
-        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
-        return mse_loss(outputs, targets) + (slope.norm(dim=1) - 1).square().mean()
-
-    on.fit(loss=loss)
-
-
-@loop()
-def adversarial_inputs(on):
-    def loss(model, inputs, targets):
-        for _ in range(2):
-            inputs = inputs.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(mse_loss(model(inputs), targets), inputs)
-            inputs = inputs + 0.1 * slope.sign()
-        return mse_loss(model(inputs.detach()), targets)
-
-    on.fit(loss=loss)
-
-
 @loop(refused=THROWN)
 def adversarial_inputs_by_backward(on):
     model, optimizer = on.both(net_of())
@@ -173,15 +138,6 @@ def two_losses_of_one_graph(on):
         mse_loss(outputs, targets).backward(retain_graph=True)
         (0.1 * outputs.square().mean()).backward()
         optimizer.step()
-
-
-@loop()
-def a_model_that_is_called_twice(on):
-    def loss(model, inputs, targets):
-        one, other = model(inputs), model(inputs.flip(0))
-        return mse_loss(one, targets) + mse_loss(one, other.detach()) + mse_loss(other, targets.flip(0))
-
-    on.fit(loss=loss)
 
 
 @loop(refused={"DDP": "create_graph", "Horovod": "create_graph"})
@@ -238,3 +194,35 @@ def ranks_with_fewer_batches_that_join(on):
         for batch in on.batches(5 - on.rank):
             backward(model, batch)
             optimizer.step()
+
+
+def distilled(model, inputs, targets):
+    with torch.no_grad():
+        taught = net_of(7).eval()(inputs)
+    outputs = model(inputs)
+    return mse_loss(outputs, targets) + mse_loss(outputs, taught)
+
+
+def penalized(model, inputs, targets):
+    outputs = model(inputs.requires_grad_())
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return mse_loss(outputs, targets) + (slope.norm(dim=1) - 1).square().mean()
+
+
+def attacked(model, inputs, targets):
+    for _ in range(2):
+        inputs = inputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(mse_loss(model(inputs), targets), inputs)
+        inputs = inputs + 0.1 * slope.sign()
+    return mse_loss(model(inputs.detach()), targets)
+
+
+def called_twice(model, inputs, targets):
+    one, other = model(inputs), model(inputs.flip(0))
+    return mse_loss(one, targets) + mse_loss(one, other.detach()) + mse_loss(other, targets.flip(0))
+
+
+fitted("distillation", loss=distilled)
+fitted("gradient_penalty", loss=penalized, without=("FSDP2",))
+fitted("adversarial_inputs", loss=attacked)
+fitted("a_model_that_is_called_twice", loss=called_twice)

@@ -12,7 +12,7 @@ hvd = pytest.importorskip("horovod_sparse.torch")
 from horovod_sparse.errors import UnsupportedError  # noqa: E402
 from horovod_sparse.feedback import parse_recipe  # noqa: E402
 from horovod_sparse.simulation import SimulatedCluster  # noqa: E402
-from support.cases import CASES, case_id  # noqa: E402
+from support.cases import on_ranks  # noqa: E402
 from support.linear import LinearModel, dyadic  # noqa: E402
 from support.optimizers import flat, in_bucket_order, make, train_step, wrapped  # noqa: E402
 
@@ -30,12 +30,12 @@ def gradients(step: int) -> dict[str, np.ndarray]:
 
 
 FEEDBACKS = ["momentum(momentum=0.9)", "momentum(momentum=0.5,clip_norm=1.0)", "error(clip_norm=0.5)"]
-RECIPES = {case_id(case): case.at(0.1) for case in CASES}
-RECIPES |= {text: parse_recipe(f"topk:density=0.1,feedback={text}") for text in FEEDBACKS}
+CASES = [*on_ranks(), *(pytest.param(text, id=text) for text in FEEDBACKS)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_algorithm_equals_the_simulator_with_one_rank(recipe, memory):
+@pytest.mark.parametrize("case", CASES)
+def test_every_algorithm_equals_the_simulator_with_one_rank(case, memory):
+    recipe = parse_recipe(f"topk:density=0.1,feedback={case}") if isinstance(case, str) else case.at(0.1)
     model = LinearModel(SHAPES)
     optimizer = make(model, hvd.SparseCompressor(recipe))
     cluster = SimulatedCluster(recipe, 1372, 1, number=0)
