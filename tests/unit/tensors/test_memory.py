@@ -111,6 +111,11 @@ def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, mo
         assert parameter.grad is old
         found = parameter.grad.as_strided((stop - start,), (1,)).double().numpy()
         np.testing.assert_array_equal(found, expected[start:stop])
+    whole = np.arange(expected.size, dtype=kind)  # a sum of all elements
+    assert gradient.scatter(None, whole, scale) == whole.size
+    for parameter, (start, stop) in zip(made, gradient.places, strict=True):
+        found = parameter.grad.as_strided((stop - start,), (1,)).double().numpy()
+        np.testing.assert_array_equal(found, (whole * scale)[start:stop])
 
 
 def test_gradients_that_are_missing_or_lie_otherwise_are_replaced():
