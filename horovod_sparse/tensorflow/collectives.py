@@ -168,7 +168,7 @@ def carry_out_together(
     topology: Topology | None = None,
     *,
     looks: bool = False,
-    deadline_seconds: float | None = None,
+    watch: Watch | None = None,
     graphs: dict[Any, Any] | None = None,
 ) -> Any:
     """Runs a coroutine on all ranks; with `looks`, ranks that cannot make their optimizer are looked for.
@@ -198,7 +198,7 @@ def carry_out_together(
         return from_wire(request, output.numpy(), received.numpy())
 
     # out of a graph that is being traced; a host function's thread has none
-    with tf.init_scope(), tf.device("/cpu:0"), Watch(deadline_seconds, process_set).together(name):
+    with tf.init_scope(), tf.device("/cpu:0"), (watch or Watch(None, process_set)).together(name):
         return engine.carry_out(coroutine, execute)
 
 
@@ -234,12 +234,12 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
     return given[0]
 
 
-def together(coroutine: Synchronization[Any], process_set: Any) -> Any:
+def together(coroutine: Synchronization[Any], process_set: Any, watch: Watch | None = None) -> Any:
     """Runs a coroutine when ranks see gradients first; alone in elastic training, and with one rank."""
     if process_set.size() == 1 or is_elastic():
         return engine.carry_out(coroutine, answer_alone)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
-    return carry_out_together(coroutine, process_set, name, looks=True)
+    return carry_out_together(coroutine, process_set, name, looks=True, watch=watch)
 
 
 def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:

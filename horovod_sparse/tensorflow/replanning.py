@@ -107,5 +107,6 @@ class PlannedTraining(VariablesTraining):
         dtype = max(self.parameters, key=lambda parameter: parameter.num_elements).dtype
         name = f"{self.engine.label}.planning"
         coroutine: Any = decide(cluster, dtype=dtype)
-        decision: Decision = carry_out_together(coroutine, self.process_set, name, self.topology)
+        given = self.process_set, name, self.topology
+        decision: Decision = carry_out_together(coroutine, *given, watch=self.engine.watch)
         return decision

@@ -53,10 +53,10 @@ class GradientSynchronizer(PlannedTraining):
         engine = VariablesEngine(process_set, settings.levels, op=op, sparse_as_dense=sparse_as_dense)
         super().__init__(engine, recipe, settings, groups)
         self._averages, self.sparse_as_dense = average, sparse_as_dense
-        self.watch = Watch(settings.deadline_seconds, process_set, self)
+        self.watch = engine.watch = Watch(settings.deadline_seconds, process_set, self)
         self._driver, self._order, self._ending = Driver(self), graph.Order(), threading.Lock()
         self.host = self._driver.host
-        self._replicas = Replicas(self, self.host, self.watch)
+        self._replicas = Replicas(self, self.host)
         self._eagerly, self._agreeing = graph.EagerCalls(self._build), threading.Lock()
         #: gives further variables that have to be equal on all ranks, in one order: the optimizer's
         self.also_equal: Callable[[], Sequence[Any]] = lambda: ()
@@ -101,8 +101,7 @@ class GradientSynchronizer(PlannedTraining):
             if not self.is_agreed:
                 for part in self.parts:
                     part.close()
-                with self.watch.together(f"{self.engine.label}.start"):
-                    super().agree()
+                super().agree()
                 self._replicas.restart()
 
     @tf.autograph.experimental.do_not_convert
@@ -247,9 +246,7 @@ class GradientSynchronizer(PlannedTraining):
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
         """Starts all rounds; returns gradients, positions by name of those in buckets, parts and tokens."""
-        with self.watch.together(f"{self.engine.label or 'horovod_sparse'}.plan"):
-            added = self.add(gradients, variables)
-        if added:
+        if self.add(gradients, variables):
             self.measure()
             if self.on_planned is not None:
                 self.on_planned()
@@ -289,8 +286,8 @@ class GradientSynchronizer(PlannedTraining):
 class Replicas:
     """Compares variables with those of the other ranks, within the graph of a step."""
 
-    def __init__(self, training: VariablesTraining, host: graph.HostFunctions, watch: Watch) -> None:
-        self._training, self._host, self._watch = training, host, watch
+    def __init__(self, training: VariablesTraining, host: graph.HostFunctions) -> None:
+        self._training, self._host = training, host
         #: by names of the variables that are synchronized together: others may be changed meanwhile
         self._checks: dict[frozenset[str], DriftCheck] = {}
 
@@ -322,10 +319,11 @@ class Replicas:
         def compare(*arrays: np.ndarray) -> np.ndarray:
             entries = [HostEntry(*one) for one in zip(named, arrays, strict=True)]
             check_them = check.run(self._training.step - 1, entries)
-            name = f"{self._training.engine.label}.drift"
+            engine = self._training.engine
             try:
-                with self._watch.together(name):
-                    carry_out_together(check_them, self._training.process_set, name)
+                carry_out_together(
+                    check_them, engine.process_set, f"{engine.label}.drift", watch=engine.watch
+                )
             except Exception as error:
                 self._training.last_error = error
                 raise

@@ -44,6 +44,8 @@ class VariablesEngine:
         self.given: Mapping[str, object] = {}
         #: of collectives, known with the first gradients
         self.label = ""
+        #: has the deadline of collectives in which ranks agree
+        self.watch: Any = None
 
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
@@ -77,7 +79,8 @@ class VariablesEngine:
         """Does nothing: parts are made for their hosts."""
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        return carry_out_together(coroutine, self.process_set, f"{self.label}.start", topology, looks=True)
+        given = self.process_set, f"{self.label}.start", topology
+        return carry_out_together(coroutine, *given, looks=True, watch=self.watch)
 
     def to_array(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
@@ -164,7 +167,7 @@ class VariablesTraining(Training):
         ]
         if not new:
             return False
-        facts, plan = together(self._agreed(new), self.process_set)
+        facts, plan = together(self._agreed(new), self.process_set, self.engine.watch)
         self._names.update({variable.ref(): name for name, variable in zip(facts, new, strict=True)})
         if not self.facts:
             self.begin(facts, plan)

@@ -23,6 +23,7 @@ from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.tensors import LentArrays, as_variable, unique_names
 from horovod_sparse.tensorflow.training import VariablesEngine
+from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec, Task
 from horovod_sparse.training.parameters import Parameters
@@ -41,18 +42,13 @@ class KerasEngine(VariablesEngine):
         self, make: Callable[[PartSpec, Facts, tuple[int, int]], Any], process_set: Any, seconds: float | None
     ) -> None:
         super().__init__(process_set, "flat")
-        self.name, self._make, self._seconds = "horovod_sparse.tensorflow.keras", make, seconds
-        self.exchanges = Exchanges(process_set, seconds)
+        self.name, self.label, self._make = "horovod_sparse.tensorflow.keras", "horovod_sparse.keras", make
+        self.watch, self.exchanges = Watch(seconds, process_set), Exchanges(process_set, seconds)
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Any]:
         return [self._make(spec, facts, place) for spec in specs]
-
-    def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        name = "horovod_sparse.keras.agreement"
-        how: dict[str, Any] = {"looks": True, "deadline_seconds": self._seconds}
-        return carry_out_together(coroutine, self.process_set, name, topology, **how)
 
 
 class OverKeras:
@@ -74,7 +70,7 @@ class Exchanges:
 
     def __init__(self, process_set: Any, seconds: float | None) -> None:
         self.idle_seconds, self.label, self._ended = 0.0, "", threading.Condition()
-        self._given = {"process_set": process_set, "deadline_seconds": seconds}
+        self._given = {"process_set": process_set, "watch": Watch(seconds, process_set)}
         self._graphs: dict[Any, Any] = {}
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_thread = False

@@ -53,6 +53,7 @@ class KerasSteps(OverKeras, Steps):
     """
 
     decision = None
+    engine: KerasEngine
 
     def __init__(
         self,
@@ -133,8 +134,8 @@ class KerasSteps(OverKeras, Steps):
         self.meet()
         if scaled:
             bad = shared_lines(any(not np.isfinite(one).all() for one in gradients.values()))
-            name, seconds = f"{self.label}.finite", self.settings.deadline_seconds
-            if any(carry_out_together(bad, self.process_set, name, deadline_seconds=seconds)):
+            given = self.process_set, f"{self.label}.finite"
+            if any(carry_out_together(bad, *given, watch=self.engine.watch)):
                 return [np.bool_(True), *values]
         self._rate = rate
         numbers = {name: number for number, name in enumerate(self.facts)}

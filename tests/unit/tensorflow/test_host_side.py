@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import time
 from types import ModuleType
 
 import horovod.tensorflow as stock
@@ -22,6 +23,7 @@ from horovod_sparse.errors import (
 from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.tensorflow import waiting
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
 from support.sampling import rows_by
@@ -282,6 +284,20 @@ def test_messages_between_pairs_are_refused(monkeypatch):
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
     with pytest.raises(UnsupportedError, match="PyTorch"):
         made("error").bind()
+
+
+def test_the_deadline_of_a_training_counts_where_ranks_agree(monkeypatch):
+    errors = []
+    monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "0.2")
+    monkeypatch.setattr(waiting, "_give_up", lambda watch, error, watches: errors.append(error))
+
+    def late():
+        time.sleep(1)
+        yield from ()
+        return 7
+
+    assert made("error").bind(deadline_seconds=60).engine.carry_out(late(), None) == 7
+    assert not errors
 
 
 def test_a_step_that_failed_does_not_touch_what_is_loaded_afterwards():
