@@ -12,7 +12,7 @@ from horovod.tensorflow.functions import broadcast_object_fn as broadcast_object
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.tensorflow.tensors import as_variable, is_comparable
 
 
 def broadcast_variables(
@@ -35,7 +35,7 @@ def broadcast_variables(
     if not tf.executing_eagerly():
         return hvd.broadcast_variables(every, root_rank, process_set, inplace)
     for variable in every:
-        if not (variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool):
+        if not is_comparable(variable):
             raise UnsupportedError(f"{variable.name}: {variable.dtype.name} cannot be broadcast")
 
     def assign() -> None:

@@ -14,13 +14,7 @@ from horovod_sparse.tensorflow.elastic import run as run
 
 
 class KerasState(TensorFlowKerasState):
-    """Holds a model and its optimizer: see `TensorFlowKerasState`.
-
-    Args:
-        model: of Keras, built.
-        optimizer: the model's if left out.
-        **attributes: more that is saved and synchronized, as attributes of this object.
-    """
+    """Holds a model and its optimizer: `TensorFlowKerasState`, without `backend`."""
 
     def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:
         super().__init__(model, optimizer, backend=tf.keras.backend, **attributes)

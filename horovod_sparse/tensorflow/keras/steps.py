@@ -40,11 +40,6 @@ class _Part(StepPart):
         self.bind(self.variables, moves_alone)
 
 
-def _decays(optimizer: Any, variable: Any) -> bool:
-    """Returns whether Keras' weight decay takes a variable."""
-    return bool(optimizer.weight_decay and optimizer._use_weight_decay(variable))
-
-
 class KerasSteps(OverKeras, Steps):
     """Binds one optimizer of Keras to passes over Horovod, in the place of a reduction of gradients.
 
@@ -180,7 +175,8 @@ class KerasSteps(OverKeras, Steps):
                     f"{name} is {one.dtype.name}: own steps are for float32 and float64, which mixed "
                     "precision keeps; feedback='error' takes others"
                 )
-        decays = [_decays(self.optimizer, one) for one in self._variables]
+        given, takes = self.optimizer.weight_decay, self.optimizer._use_weight_decay
+        decays = [bool(given and takes(one)) for one in self._variables]
         facts = facts_of(list(named), list(named.values()), self.recipe.rules)
         return {
             name: (dataclasses.replace(fact, group=int(decay)), variable)
