@@ -1,4 +1,4 @@
-"""What happened in a step: density, bytes, residual norm, time per phase; by bucket, and over steps."""
+"""Reports of a step: density, bytes, residual norm, time per phase; by bucket, and over steps."""
 
 from __future__ import annotations
 

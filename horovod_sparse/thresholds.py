@@ -1,4 +1,4 @@
-"""How a threshold is found, and steered by how many elements it let pass."""
+"""Finds thresholds, and steers them by how many elements passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks for trainers that wrap the model and run its loop: one line where the trainer is made.
+"""Callbacks for the trainers of transformers and Lightning.
 
 Accelerate needs none: ``horovod_sparse.ddp.attach(model, "best", optimizer)`` stands behind its ``prepare``.
 """

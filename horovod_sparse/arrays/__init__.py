@@ -1,4 +1,4 @@
-"""The few tensor primitives a sparsifier needs, and the host memory that has them."""
+"""The accumulator, residual plus gradient, and the primitives that sparsifiers call."""
 
 from __future__ import annotations
 

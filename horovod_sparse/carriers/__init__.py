@@ -1,1 +1,1 @@
-"""Carries requests beside an engine: by messages between pairs of ranks, over MPI if every rank can."""
+"""Carries messages between pairs of ranks: over MPI if every rank can, else by all-to-all."""

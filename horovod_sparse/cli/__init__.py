@@ -1,1 +1,1 @@
-"""Commands of the shell."""
+"""The commands: worth-it, calibrate, doctor."""

@@ -1,4 +1,4 @@
-"""Sparsification behind torch.distributed: for DistributedDataParallel, FSDP2, and plain modules.
+"""Front end for torch.distributed: DistributedDataParallel, FSDP2 and plain modules.
 
 Needs no Horovod. `attach` does it.
 """

@@ -1,4 +1,4 @@
-"""Error feedback, momentum correction and optimizers' own steps; the bucket that holds all of it."""
+"""Feedbacks, optimizers' rules and recipes; the bucket that joins them with a sparsifier."""
 
 from horovod_sparse.feedback.adam import AdamFeedback
 from horovod_sparse.feedback.bucket import Bucket, Progress

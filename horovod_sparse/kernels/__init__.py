@@ -1,4 +1,4 @@
-"""The fast bodies of the primitives on the host.
+"""Fast bodies of the array primitives on the host, compiled by numba.
 
 Importing this package compiles nothing: every kernel is compiled at its first call and kept on disk.
 """

@@ -1,4 +1,4 @@
-"""Plans by times. Most trainings ask for none, and load no other module of this package."""
+"""Plans by measured times: calibration, profiles, the model of a step. Most trainings load none of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P ranks in one process: the same coroutines, counted."""
+"""Simulates P ranks in one process: the same coroutines, whose messages are counted."""
 
 from horovod_sparse.simulation.cluster import SimulatedCluster as SimulatedCluster
 from horovod_sparse.simulation.lockstep import AlphaBeta as AlphaBeta

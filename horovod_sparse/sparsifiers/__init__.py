@@ -1,4 +1,4 @@
-"""One file per algorithm, loaded when somebody asks for it by name.
+"""The algorithms, one a file: coroutines that yield collectives. A file is loaded by its name.
 
 To add one: write its file, name it here, add a test row and a docs entry.
 """

@@ -1,1 +1,1 @@
-"""Gradients, residuals and buckets in tensors of PyTorch: what any front end of PyTorch needs; no Horovod."""
+"""PyTorch without Horovod: hooks, buckets and residuals in tensors, for `torch` and `ddp`."""

@@ -1,1 +1,1 @@
-"""What the front ends have in common, free of frameworks and of Horovod."""
+"""One training for all frameworks: settings, agreement, steps, checkpoints, errors."""
