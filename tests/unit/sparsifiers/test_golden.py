@@ -42,7 +42,9 @@ def found(case: Case) -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_sums_are_those_of_the_recorded_run(case: Case) -> None:
-    steps = json.loads(RECORDED.read_text())[case_id(case)]
+    recorded = json.loads(RECORDED.read_text())
+    assert case_id(case) in recorded, "a new row: record its run by the command above"
+    steps = recorded[case_id(case)]
     for (indices, *numbers), (wanted, *expected) in zip(found(case), steps, strict=True):
         assert indices == wanted
         for one, other in zip(numbers, expected, strict=True):
