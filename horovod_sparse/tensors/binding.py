@@ -216,11 +216,11 @@ class Binding(Steps):
     ) -> dict[Any, dict[str, Any]]:
         """Returns copies of states that an optimizer goes on from without this package.
 
-        The first moment is zeros, and second moments are as old as their own parameter. The residual of
-        common parameters has what this rank has moved.
+        The first moment is zeros, and second moments are as old as their own parameter. The residual is that
+        of common parameters, which has what this rank has moved: who loads it takes moves back.
         """
         found = {key: dict(state) for key, state in states.items()}
-        hidden = self.hidden or [[] for _ in self.parts]
+        hidden = self.moved() if self.hidden is None else self.hidden
         for part, moved in zip(self.parts, hidden, strict=True):
             residual = torch.as_tensor(part.bucket.accumulator.memory()[0])
             residual = residual.clone() if moved else residual

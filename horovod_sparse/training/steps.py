@@ -393,9 +393,10 @@ class Steps(Training):
         self.agree()
         while True:
             self._land(0)  # statistics that are averaged next are the last then
-            if self._begin_exchange(finishing=True) or self._land(0):
-                return
+            all_finish = self._begin_exchange(finishing=True) or self._land(0)
             self._compare()
+            if all_finish:
+                return
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:

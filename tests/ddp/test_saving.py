@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
+from horovod_sparse.errors import DriftError
 from support.passes import adamw, backward, batches, begun, flat, net_of, train
 from support.replicas import same_on_all_replicas
 from support.sampling import rows_by
@@ -166,6 +167,32 @@ def test_common_parameters_are_saved_with_all_that_is_not_in_them(every, delay, 
     for number, one in enumerate(net.parameters()):
         held = optimizer.state[one]["horovod_sparse_residual"]
         torch.testing.assert_close(saved["state"][number]["horovod_sparse_residual"], held)
+
+
+@schedules
+def test_an_optimizers_state_that_is_loaded_again_changes_nothing(every, delay, rank):
+    net, optimizer, sync = begun(every, delay)
+    train(net, optimizer, rank, 6)
+    ends = []
+    for _ in range(2):
+        with sync.common():
+            states = copy.deepcopy(optimizer.state_dict())["state"].values()
+            ends.append([flat(net), *(one["horovod_sparse_residual"] for one in states)])
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for before, after in zip(*ends, strict=True):
+        torch.testing.assert_close(after, before)
+
+
+def test_replicas_of_a_short_training_are_compared_in_the_end(rank):
+    net, optimizer, _ = begun(3, 2)
+    train(net, optimizer, rank, 5)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))  # not of common parameters
+    net, optimizer, sync = begun(3, 2)
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(net, optimizer, rank, 5)
+    with pytest.raises(DriftError):
+        sync.finish()
 
 
 @schedules
