@@ -154,7 +154,7 @@ def _horovod(facts: Facts, asked: str | None) -> Iterator[Finding]:
 
 
 def _settings(settings: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields what Horovod takes without a word."""
+    """Yields settings of Horovod's that it accepts silently, and that cost time or do nothing."""
 
     def number(name: str, default: float) -> float:
         try:

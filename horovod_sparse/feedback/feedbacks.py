@@ -234,7 +234,7 @@ class OwnStep:
 
 
 class Rule(Feedback):
-    """Makes an optimizer's own step of each rank's gradient: what waits and is sent is a step, with its rate.
+    """Makes an optimizer's own step of each rank's gradient; residuals and messages hold steps.
 
     A new one is a copy of `sgd.py` (a line of the fold) or `muon.py` (anything else), and a name in
     `rules.RULES`.

@@ -69,7 +69,7 @@ class SparseCompressor(WithState, Compressor):
         self._optimizer, self._served = weakref.ref(optimizer), recipe
 
     def refuse_optimizer(self) -> None:
-        """Refuses a tape, where an optimizer has it."""
+        """Refuses a tape where an optimizer uses this compressor."""
         if self._optimizer is not None and self._optimizer() is not None:
             raise _not_its_own(self)
 

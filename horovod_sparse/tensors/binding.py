@@ -309,7 +309,7 @@ class Binding(Steps):
         return self._told_by_scaler[0] is not None
 
     def meet(self) -> None:
-        """Makes the first parts, and parts for parameters that have come since."""
+        """Makes the first parts, and parts for parameters added since."""
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))

@@ -88,7 +88,7 @@ class _StockOwner:
         self._optimizer = weakref.ref(optimizer)
 
     def retire(self) -> None:
-        """Its hooks begin nothing any more: they wait for passes that do not come."""
+        """Silences the hooks of Horovod's optimizer: they wait for passes that never come."""
         if (optimizer := self._optimizer()) is not None:
             optimizer._grad_accs.clear()
             optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, sys.maxsize)
