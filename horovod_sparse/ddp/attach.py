@@ -107,8 +107,7 @@ def _attached_gradients(
         allowed = 'one per attach(model, text), without optimizer=; or "best", which takes several'
         raise ArgumentError("model", f"one of {len(wrappers)} DistributedDataParallel", allowed)
     model = wrappers[0] if wrappers else model
-    of_ddp = bool(wrappers)
-    if not isinstance(optimizer, torch.optim.Optimizer) and not (of_ddp and optimizer is None):
+    if not isinstance(optimizer, torch.optim.Optimizer) and not (wrappers and optimizer is None):
         allowed = "the one that trains the model; None with a DistributedDataParallel alone"
         raise ArgumentError("optimizer", optimizer, allowed)
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -124,23 +123,19 @@ def _attached_gradients(
         allowed = "the one that trains the model: residuals follow its learning rate (scale_residual)"
         raise ArgumentError("optimizer", None, allowed)
     group = group_of(model, wrappers, replicas)
-    if of_ddp:
-        _check_ddp(model)
+    if isinstance(model, DistributedDataParallel):
+        if model.mixed_precision is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel(mixed_precision=...) has a communication hook of its own: leave "
+                "it out and use torch.autocast, or a wire format (values=float16) for smaller messages"
+            )
+        if not model.require_backward_grad_sync:
+            raise UnsupportedError(
+                "the model does not synchronize: end LocalSteps, another attach or no_sync() first"
+            )
+        refuse_hooks(model)
     if settings.levels != "flat" and any(hasattr(one, "device_mesh") for one in model.parameters()):
         raise ArgumentError("levels", settings.levels, "'flat' with shards: FSDP sums within hosts already")
     made = GradientSynchronizer(model, recipe, optimizer, group, settings)
     claim(made, model.parameters())
     return made
-
-
-def _check_ddp(model: Any) -> None:
-    if model.mixed_precision is not None:
-        raise UnsupportedError(
-            "DistributedDataParallel(mixed_precision=...) has a communication hook of its own: leave "
-            "it out and use torch.autocast, or a wire format (values=float16) for smaller messages"
-        )
-    if not model.require_backward_grad_sync:
-        raise UnsupportedError(
-            "the model does not synchronize: end LocalSteps, another attach or no_sync() first"
-        )
-    refuse_hooks(model)
