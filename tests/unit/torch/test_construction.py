@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,3 +167,23 @@ def test_hooks_measure_the_backward_of_every_parameter(monkeypatch):
     assert found["0.bias"] <= 4 * tick
     assert optimizer.decision.profile.forward_seconds > 0.0
     assert optimizer.plan == optimizer.decision.plan
+
+
+@pytest.mark.parametrize("compression", ["topk:density=0.5", "best:density=0.5"])
+def test_a_rank_that_the_process_set_leaves_out_trains_alone(compression):
+    net, others = model(), SimpleNamespace(process_set_id=7, included=lambda: False)
+    clips = {"max_grad_norm": 0.25} if "topk" in compression else {}
+    optimizer = wrap(net, compression, process_set=others, **clips)
+    net(torch.ones(3, 8)).square().sum().backward()
+    own = [parameter.grad.clone() for parameter in net.parameters()]
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    optimizer.step()
+    if clips:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.25)
+        assert torch.linalg.vector_norm(torch.cat([one.reshape(-1) for one in own])) > 0.25
+    for parameter, start in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), start - 0.1 * parameter.grad)
+    assert clips or all(torch.equal(one, p.grad) for one, p in zip(own, net.parameters(), strict=True))
+    optimizer.replan()
+    assert (optimizer.plan, optimizer.telemetry.num_steps) == (None, 0)
+    optimizer.load_state_dict(optimizer.state_dict())

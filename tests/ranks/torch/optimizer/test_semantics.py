@@ -202,18 +202,3 @@ def test_two_networks_of_the_same_names_are_under_way_at_once(named, rank, size)
             expected = sum(gradients(r, 10 * which + step)["first"] for r in range(size))
             np.testing.assert_array_equal(models[which].first.grad.numpy(), expected)
             optimizers[which].zero_grad()
-
-
-def test_a_rank_that_the_process_set_leaves_out_trains_alone(rank, process_set):
-    model, given = LinearModel(SHAPES), gradients(rank, 0)
-    options = {"process_set": process_set([0]), "max_grad_norm": 0.5, "op": stock.Sum}
-    optimizer = make(model, "topk:density=1.0", **options)
-    model.backward(given)
-    optimizer.step()
-    norm = np.sqrt(sum(float(np.square(one).sum()) for one in given.values()))
-    for name, one in gradients_of(model).items():
-        np.testing.assert_allclose(one.numpy(), given[name] * min(1.0, 0.5 / norm), rtol=1e-4)
-    optimizer.replan(None if rank else optimizer.plan)
-    assert (optimizer.plan is None) == (rank > 0)
-    assert optimizer.telemetry.num_steps == (rank == 0)
-    optimizer.load_state_dict(optimizer.state_dict())
