@@ -99,9 +99,6 @@ class Topology:
         host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
         return host, self.hosts[host].index(rank)
 
-    def __str__(self) -> str:
-        return f"{self.num_hosts} hosts of {self.per_host} ranks"
-
 
 @dataclass(frozen=True)
 class ClusterFacts:

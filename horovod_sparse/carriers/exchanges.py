@@ -120,11 +120,9 @@ def answer_alone(request: Request) -> Any:
 
 def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
     """Returns the kinds of request that `over_hosts` yields for a bucket of two levels."""
-    inside = 2 if topology.per_host > 1 else 0
-    between = (
-        sum(2 if kind is collectives.AllReduce else 1 for kind in rounds) if topology.num_hosts > 1 else 0
-    )
-    return (collectives.Exchange,) * (inside + between)
+    inside, between = 2, sum(2 if kind is collectives.AllReduce else 1 for kind in rounds)
+    number = inside * (topology.per_host > 1) + between * (topology.num_hosts > 1)
+    return (collectives.Exchange,) * number
 
 
 def as_alltoall(request: collectives.Exchange, size: int) -> list[np.ndarray]:

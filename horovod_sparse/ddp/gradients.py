@@ -27,7 +27,7 @@ from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.models import ENTRY, checked_entry
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.moves import present_in
+from horovod_sparse.training.facts import present_in
 from horovod_sparse.training.settings import Settings
 
 _log = logging.getLogger("horovod_sparse")

@@ -129,9 +129,8 @@ class Bucket:
         """Resets the sparsifier's state; the residual stays."""
         self._progress = progress = progress or Progress(summed=self.summed)
         if progress.summed != self.summed:  # companions of other gradients
-            self._progress = dataclasses.replace(
-                progress, since=progress.step, summed=self.summed, leans=(0.0, 0.0)
-            )
+            anew = {"since": progress.step, "summed": self.summed, "leans": (0.0, 0.0)}
+            self._progress = dataclasses.replace(progress, **anew)  # type: ignore[arg-type]
         fresh = self.recipe.sparsifier.init(self.info)
         self.state = rescaled(dataclasses.replace(fresh, step=self._progress.step), self._progress.scale)
         self._before = None

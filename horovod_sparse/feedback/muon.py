@@ -47,9 +47,8 @@ class MuonFeedback(Rule):
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
         rate, (sign, decay) = float(group["lr"]), weights_of(group)
         if group["adjust_lr_fn"] not in _ADJUSTED:
-            raise ArgumentError(
-                "adjust_lr_fn", group["adjust_lr_fn"], "None, 'original' or 'match_rms_adamw'"
-            )
+            allowed = "None, 'original' or 'match_rms_adamw'"
+            raise ArgumentError("adjust_lr_fn", group["adjust_lr_fn"], allowed)
         return OwnStep(self, (sign, 0.0), 1.0 - rate * decay, rate, Matrices(group))
 
 

@@ -149,9 +149,6 @@ class ParameterRules:
             check_density(f"densities[{pair[0]!r}]", pair[1], "a kept fraction in (0, 1]")
         object.__setattr__(self, "densities", pairs)
 
-    def __bool__(self) -> bool:
-        return self != ParameterRules()
-
     def density_of(self, name: str, num_elements: int) -> float | None:
         """Returns a parameter's density: 1 if it is sent whole, None if the sparsifier's own holds."""
         for pattern, density in self.densities:

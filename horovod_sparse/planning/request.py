@@ -197,6 +197,5 @@ def _name_of(rule: Any) -> str:
     """Returns a rule's name without memory addresses, so that ranks can compare it."""
     if isinstance(rule, str):
         return rule
-    return (
-        repr(rule) if dataclasses.is_dataclass(rule) else str(getattr(rule, "__name__", type(rule).__name__))
-    )
+    name = getattr(rule, "__name__", type(rule).__name__)
+    return repr(rule) if dataclasses.is_dataclass(rule) else str(name)

@@ -140,9 +140,8 @@ class Sparsifier(abc.ABC):
         check_density("density", self.density, "a kept fraction in (0, 1]")
         WireFormat(self.values, self.indices, self.quantum)
         if self.schedule is not None and not hasattr(self.schedule, "density_at"):
-            raise ArgumentError(
-                "schedule", self.schedule, "a schedule, such as exponential(steps=400), or None"
-            )
+            allowed = "a schedule, such as exponential(steps=400), or None"
+            raise ArgumentError("schedule", self.schedule, allowed)
 
     @final
     @property

@@ -69,12 +69,8 @@ class QSGD(Quantizer):
     def diverges(self) -> str:
         if self.norm == "max":
             # rounding to 0 or the largest leaves errors of up to that, which shrink by 1 / sqrt(n) a step
-            unbounded = self.levels == 1 and not self.group
-            return (
-                "one level of the largest of all elements keeps errors of sqrt(n) gradients"
-                if unbounded
-                else ""
-            )
+            words = "one level of the largest of all elements keeps errors of sqrt(n) gradients"
+            return words if self.levels == 1 and not self.group else ""
         elements = self.group or math.inf
         if min(elements / self.levels**2, math.sqrt(elements) / self.levels) < 1.0:
             return ""

@@ -64,12 +64,9 @@ class TopkDSA(Sparsifier):
 
     def _is_dense(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
         """True if all regions together are shorter without indices."""
-        sparse = sum(
-            self.wire.message_words(int(size), info.num_elements, info.value_dtype) for size in sizes
-        )
-        return (
-            sum(self.wire.num_value_words(stop - start, info.value_dtype) for start, stop in regions) < sparse
-        )
+        n, dtype = info.num_elements, info.value_dtype
+        sparse = sum(self.wire.message_words(int(size), n, dtype) for size in sizes)
+        return sum(self.wire.num_value_words(stop - start, dtype) for start, stop in regions) < sparse
 
     def _gather_dense(
         self, total: SparseVector, accumulator: Accumulator, regions: list[Window], info: BucketInfo
@@ -84,12 +81,11 @@ class TopkDSA(Sparsifier):
         return indices, dense[indices]
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        start, stop = part(info.num_elements, info.rank, info.size)
+        n, dtype = info.num_elements, info.value_dtype
+        start, stop = part(n, info.rank, info.size)
         longest = min(stop - start, int(counts.sum()))
-        sparse = [
-            self.wire.message_bytes(count, info.num_elements, info.value_dtype) for count in (0, longest)
-        ]
-        dense = 4 * self.wire.num_value_words(stop - start, info.value_dtype)
+        sparse = [self.wire.message_bytes(count, n, dtype) for count in (0, longest)]
+        dense = 4 * self.wire.num_value_words(stop - start, dtype)
         return (
             split_traffic(int(counts[info.rank]), info, self.wire),
             Traffic(AllGather, 4),

@@ -23,11 +23,12 @@ from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training import agreement
 from horovod_sparse.training.drift import Entry, HostEntry
 from horovod_sparse.training.engine import Engine, Facts, Starter, Task
+from horovod_sparse.training.facts import Averaged, mean_of_finite
 from horovod_sparse.training.parameters import Parameters, scaled
 from horovod_sparse.training.parts import BucketPart, assign_residuals, shared_out
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.steps import Averaged, Steps, mean_of_finite
+from horovod_sparse.training.steps import Steps
 from horovod_sparse.training.training import Training
 
 _log = logging.getLogger("horovod_sparse")
@@ -56,7 +57,7 @@ class Displacement:
 
     def __init__(self, part: BucketPart, schedule: LocalSchedule, common: Parameters) -> None:
         self.bucket, self.places, self.schedule, self._common = part.bucket, part.places, schedule, common
-        self.task: Task | None = None
+        self.task: Any = None
 
     def displacement(self) -> Any:
         """Returns ``start - parameters``, as the accumulator folds it."""
@@ -93,7 +94,6 @@ class Displacement:
 
     def received(self, scale: float) -> SparseSum:
         """Returns the exchange's sum; raises what ranks find wrong with it, all alike."""
-        assert self.task is not None
         total: SparseSum = self.task.value()
         return total
 

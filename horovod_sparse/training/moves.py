@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from horovod_sparse.arrays import Indices, Values
-from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
+from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.feedback import OwnStep
 from horovod_sparse.kernels.host.scatter import added_up
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
@@ -323,38 +323,6 @@ class StepPart(BucketPart):
     def abandon(self, *, drop: bool = False) -> None:
         """Takes the pass back, as `Bucket.abandon` does."""
         self.bucket.abandon(drop=drop)
-
-
-@dataclass
-class Facts:
-    """Facts that a rank sends beside the moves of an exchange."""
-
-    #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
-    bad: int = 0
-    finishing: bool = False
-    #: which parameters had a gradient: a bit for each, by number
-    present: int = 0
-    #: factor of weight decay, by part
-    shrink: list[float] = field(default_factory=list)
-    #: how far gradients lean, by pass and part
-    leans: list[list[float]] = field(default_factory=list)
-    task: Any = None
-    averaged: tuple[np.ndarray, Any] | None = None
-
-    def told(self, number: int) -> Synchronization[list[Any]]:
-        """Returns all ranks' facts of the exchange with this number."""
-        facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.leans
-        return shared_lines(facts)
-
-
-def present_in(parts: Sequence[Any]) -> int:
-    """Returns which parameters have a gradient, as `Facts.present`."""
-    present, first = 0, 0
-    for part in parts:
-        here = set(range(len(part.names))).difference(part.absent)
-        present |= sum(1 << first + number for number in here)
-        first += len(part.names)
-    return present
 
 
 def _gathered(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchronization[SparseSum]:

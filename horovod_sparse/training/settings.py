@@ -170,9 +170,7 @@ class Settings:
 
 def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:
     """Refuses options that a dense reduction has no use for."""
-    given = [
-        name for name, value in options.items() if value is not None and value not in _HARMLESS.get(name, ())
-    ]
+    given = [one for one, value in options.items() if value not in (None, *_HARMLESS.get(one, ()))]
     if given:
         raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
 

@@ -13,40 +13,28 @@ no part of ``u`` is applied with the mean, so that every rank applies the same.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from horovod_sparse import errors
-from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine, Starter, Task
-from horovod_sparse.training.moves import Facts, OwnMoves, present_in
+from horovod_sparse.training.facts import Averaged, Facts, heard, mean_of_finite, present_in
+from horovod_sparse.training.moves import OwnMoves
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
 #: go before the names of collectives: a process may train several models
 _labels = map("steps{}.".format, itertools.count())
-
-
-class Averaged(Protocol):
-    """Numbers of a model that no gradient moves, averaged with every exchange: statistics of batches."""
-
-    def read(self) -> np.ndarray:
-        """Returns all of them, in one float64 array of the same length on all ranks."""
-
-    def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
-        """Replaces what was sent by the mean; what was learned since stays."""
 
 
 class Steps(Training):
@@ -152,22 +140,9 @@ class Steps(Training):
 
     def _heard(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
         """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
-        numbers, marks, finishing, present, shrink, leans = zip(*facts.task.value(), strict=True)
+        numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
-        names = [name for part in self.parts for name in part.names]
-        if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
-            raise errors.NonFiniteGradientError(next(iter(bad.values())), bad)
-        for of_ranks in zip(*leans, strict=False):  # a rank that has had fewer batches ends earlier
-            for part, told in zip(self.parts, zip(*of_ranks, strict=True), strict=True):
-                part.bucket.learn(np.array(told))
-        somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
-        shrunk: list[dict[float, list[int]]] = []
-        for part, factors in zip(self.parts, zip(*shrink, strict=True), strict=True):
-            factor = min(factors)  # a rank that has had fewer batches shrinks as often as the others
-            here = [number for number in range(len(part.names)) if somewhere >> first + number & 1]
-            shrunk.append({factor: here} if factor != 1.0 and here else {})
-            first += len(part.names)
-        return shrunk, all(finishing)
+        return heard(self.parts, *of_ranks)
 
     def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
         """Refuses ranks that are not at the same exchange, by their numbers."""
@@ -410,10 +385,3 @@ class Steps(Training):
                 yield
         finally:
             self.hidden = before
-
-
-def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
-    """Averages over the ranks whose numbers are finite."""
-    sent = np.append(own, 1.0) if np.isfinite(own).all() else np.zeros(own.size + 1)
-    total = np.asarray((yield AllReduce(sent)))
-    return total[:-1] / total[-1] if total[-1] else own

@@ -87,9 +87,8 @@ class SparDL(Sparsifier):
             divisors = [number for number in range(1, size + 1) if size % number == 0]
             raise ArgumentError("teams", teams, f'a divisor of {size} ranks ({divisors}), or "auto"')
         if between == "recursive" and not is_power_of_two(teams):
-            raise ArgumentError(
-                "between", between, f'"bruck" or "auto": {teams} teams are not a power of two'
-            )
+            allowed = f'"bruck" or "auto": {teams} teams are not a power of two'
+            raise ArgumentError("between", between, allowed)
         if between == "auto":
             between = "recursive" if is_power_of_two(teams) else "bruck"
         if gather == "auto":

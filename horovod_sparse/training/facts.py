@@ -1,0 +1,80 @@
+"""What ranks tell each other beside an exchange of steps, and what they average with it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
+from horovod_sparse.errors import NonFiniteGradientError
+
+
+class Averaged(Protocol):
+    """Numbers of a model that no gradient moves, averaged with every exchange: statistics of batches."""
+
+    def read(self) -> np.ndarray:
+        """Returns all of them, in one float64 array of the same length on all ranks."""
+
+    def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
+        """Replaces what was sent by the mean; what was learned since stays."""
+
+
+def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
+    """Averages over the ranks whose numbers are finite."""
+    sent = np.append(own, 1.0) if np.isfinite(own).all() else np.zeros(own.size + 1)
+    total = np.asarray((yield AllReduce(sent)))
+    return total[:-1] / total[-1] if total[-1] else own
+
+
+@dataclass
+class Facts:
+    """Facts that a rank sends beside the moves of an exchange."""
+
+    #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
+    bad: int = 0
+    finishing: bool = False
+    #: which parameters had a gradient: a bit for each, by number
+    present: int = 0
+    #: factor of weight decay, by part
+    shrink: list[float] = field(default_factory=list)
+    #: how far gradients lean, by pass and part
+    leans: list[list[float]] = field(default_factory=list)
+    task: Any = None
+    averaged: tuple[np.ndarray, Any] | None = None
+
+    def told(self, number: int) -> Synchronization[list[Any]]:
+        """Returns all ranks' facts of the exchange with this number."""
+        facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.leans
+        return shared_lines(facts)
+
+
+def present_in(parts: Sequence[Any]) -> int:
+    """Returns which parameters have a gradient, as `Facts.present`."""
+    pairs = [(range(len(part.names)), set(part.absent)) for part in parts]
+    here = [number not in absent for numbers, absent in pairs for number in numbers]
+    return sum(1 << number for number, is_here in enumerate(here) if is_here)
+
+
+def heard(
+    parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, leans: Any
+) -> tuple[list[dict[float, list[int]]], bool]:
+    """Reads the facts of all ranks: returns the parameters that shrink, by part, and whether all finish."""
+    names = [name for part in parts for name in part.names]
+    if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
+        raise NonFiniteGradientError(next(iter(bad.values())), bad)
+    for of_ranks in zip(*leans, strict=False):  # a rank that has had fewer batches ends earlier
+        for part, told in zip(parts, zip(*of_ranks, strict=True), strict=True):
+            part.bucket.learn(np.array(told))
+    somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
+    shrunk: list[dict[float, list[int]]] = []
+    for part, factors in zip(parts, zip(*shrink, strict=True), strict=True):
+        factor = min(factors)  # a rank that has had fewer batches shrinks as often as the others
+        here = [number for number in range(len(part.names)) if somewhere >> first + number & 1]
+        shrunk.append({factor: here} if factor != 1.0 and here else {})
+        first += len(part.names)
+    return shrunk, all(finishing)
