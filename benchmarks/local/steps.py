@@ -14,23 +14,26 @@ from benchmarks.local.works import Works
 from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
 from horovod_sparse.collectives import AllGather, Request, part
 from horovod_sparse.feedback import Bucket, recipe
-from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.kernels.quantization import encode
-from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.dragonn import DRAGONN
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
 from horovod_sparse.sparsifiers.rounds.quantized import HEADER, Quantizer, blank
+from horovod_sparse.training.parameters import Parameters
+from horovod_sparse.training.schedules import mean_over_senders
 from horovod_sparse.wire import WireFormat, pack
 from horovod_sparse.wire.message import unpack_sum
 
 #: largest time of a step by that of one copy of the gradient
-BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0, "adam": 2.2}
+BUDGETS = {"topk": 3.5, "micro": 2.5, "exdyna": 2.5, "randomk": 2.0, "adam": 2.2, "sparseloco": 8.0}
 _BUDGET = 4.0
 #: share of DRAGONN's slots that something falls into: 1 - 1 / e
 _FILLED = 0.63
 #: messages that are decoded, of one total length
 _COUNTS = (2, 4, 8, 16)
+#: what local steps send
+_LOCAL = recipe("sparseloco").sparsifier
 
 
 class StepWorks:
@@ -47,7 +50,7 @@ class StepWorks:
         generator = np.random.default_rng(0)
         self._whole = [self._message(generator, self._k, True) for _ in range(self._ranks - 1)]
         self._slots = [
-            self._message(generator, round(_FILLED * self._k), True, quantum=self._k)
+            self._message(generator, round(_FILLED * self._k), True, wire=WireFormat(quantum=self._k))
             for _ in range(self._ranks - 1)
         ]
         self._windowed = [
@@ -59,8 +62,10 @@ class StepWorks:
         self._decoded = {
             count: [self._message(generator, total // count, True) for _ in range(count)] for count in _COUNTS
         }
-        #: their memory is made when they are measured
-        self._one = np.zeros(0, np.float32)
+        sent = max(1, round(_LOCAL.density * self._n))
+        moves = [self._message(generator, sent, True, wire=_LOCAL.wire) for _ in range(self._ranks)]
+        self._local = np.concatenate(moves)
+        #: its memory is made when it is measured
         self._adam: Bucket | None = None
 
     def _message(
@@ -69,14 +74,14 @@ class StepWorks:
         count: int,
         values: bool,
         window: tuple[int, int] | None = None,
-        quantum: int = 1,
+        wire: WireFormat | None = None,
     ) -> NDArray[np.int32]:
         start, stop = window or (0, self._n)
         if window is not None:  # parts of real ranks begin at a block
             start, stop = start + (stop - start) // 4, stop - (stop - start) // 4
         drawn = np.unique(generator.integers(start, stop, min(count, stop - start), np.int32))
         numbers = generator.standard_normal(drawn.size, np.float32) if values else None
-        return pack(drawn, numbers, FoldReport(), WireFormat(quantum=quantum), self._n)
+        return pack(drawn, numbers, FoldReport(), wire or WireFormat(), self._n)
 
     def _threshold(self) -> float:
         """Returns what a user of a hard threshold would have found by trying."""
@@ -146,14 +151,10 @@ class StepWorks:
         sum_ = unpack_sum(np.concatenate(self._decoded[count]), count, *self._kind)
         self._works.apply(sum_.indices, sum_.values)
 
-    def _decode_densely(self, count: int) -> None:
-        """Scatters every message into n elements and adds these up, as one writes it first."""
-        if not self._one.size:
-            self._one = np.zeros(self._n, np.float32)
-        for message in self._decoded[count]:
-            sum_ = unpack_sum(message, 1, *self._kind)
-            apply_scaled_sum(self._one, sum_.indices, np.asarray(sum_.values), 1.0)
-            np.add(self._works.gradient, self._one, out=self._works.gradient)
+    def _exchange_local_steps(self) -> None:
+        """Decodes a message of `sparseloco` from each rank, and moves parameters by the mean over senders."""
+        sum_ = SparseSum.of(unpack_sum(self._local, self._ranks, _LOCAL.wire, self._n, np.float32))
+        Parameters([(0, self._n)], [self._works.gradient]).replace(total=mean_over_senders(sum_))
 
     @property
     def _kind(self) -> tuple[WireFormat, int, Any]:
@@ -172,15 +173,13 @@ class StepWorks:
         return [*(self._step(name) for name in names), adam]
 
     def decoding(self) -> list[Work]:
-        """Decoding of few and of many messages of the same total length: all at once, and each densely."""
+        """Decoding of few and of many messages of the same total length; and an exchange of local steps."""
         elements, refill = f"{self._k * 8} elements", self._works.refill
-        sparse = [
-            Work(f"decode {count} messages, {elements}", partial(self._decode, count), refill)
-            for count in _COUNTS
-        ]
-        return sparse + [
-            Work(
-                f"decode {count} messages densely", partial(self._decode_densely, count), refill, every=count
-            )
-            for count in _COUNTS
+        exchange = f"decode {self._ranks} messages of local steps, move by their mean"
+        return [
+            *(
+                Work(f"decode {count} messages, {elements}", partial(self._decode, count), refill)
+                for count in _COUNTS
+            ),
+            Work(exchange, self._exchange_local_steps, refill, BUDGETS["sparseloco"]),
         ]

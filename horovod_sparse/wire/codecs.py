@@ -42,7 +42,7 @@ class Int32:
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
         """Fills `out`, as long as the count; False if the words cannot be that many indices."""
         out[:] = words.view(np.int32)
-        return int(find_outside(out, num_elements)) < 0
+        return find_outside(out, num_elements) < 0
 
 
 class Gaps:

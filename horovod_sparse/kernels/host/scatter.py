@@ -30,21 +30,6 @@ TILE, _MOST_RUNS, _LARGE, _LINE = 4096, 256, 1 << 22, 64
 
 
 @kernel
-def find_outside(indices, num_elements):  # type: ignore[no-untyped-def]
-    """Returns the position of an index outside [0, num_elements), or -1."""
-    low, high = 0, 0
-    for i in range(indices.size):
-        low = min(low, indices[i])
-        high = max(high, indices[i])
-    if low >= 0 and (high < num_elements or indices.size == 0):
-        return -1
-    for i in range(indices.size):
-        if indices[i] < 0 or indices[i] >= num_elements:
-            return i
-    return -1
-
-
-@kernel
 def take_at(values, indices, out):  # type: ignore[no-untyped-def]
     """out = values[indices]."""
     m = indices.size
@@ -76,26 +61,21 @@ def zero_at(values, indices):  # type: ignore[no-untyped-def]
 
 @kernel
 def add_at(values, indices, new):  # type: ignore[no-untyped-def]
-    """values[indices] += new, in order; returns how many different elements held +0.0 before.
-
-    A sum that comes out as +0.0 is stored as -0.0, which is the same number and tells that it was
-    touched: the count stays right where values cancel.
-    """
+    """values[indices] += new, in order."""
     m = indices.size
-    first_touches = 0
     for i in range(m):
         if i + AHEAD < m:
             v.prefetch(values, indices[i + AHEAD])
-        old = values[indices[i]]
-        first_touches += raw_bits(old) == 0
-        total = old + new[i]
-        values[indices[i]] = total if raw_bits(total) != 0 else -total
-    return first_touches
+        values[indices[i]] += new[i]
 
 
 @kernel
 def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
-    """Adds to a tile of [start, stop) what the runs have for it; returns what `add_at` does."""
+    """Adds to a tile of [start, stop) what the runs have for it; returns how many elements held +0.0 before.
+
+    A sum that comes out as +0.0 is stored as -0.0, which is the same number and tells that it was touched:
+    the count stays right where values cancel.
+    """
     first_touches = 0
     for run in range(at.size):
         i, last = at[run], stops[run]
@@ -114,7 +94,7 @@ def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no
 def write_runs(  # type: ignore[no-untyped-def]
     dense, indices, values, at, stops, scale, tile, head, past_caches, first
 ):
-    """dense = scale * (0, and values at the indices, in order); returns what `add_at` does.
+    """dense = scale * (0, and values at the indices, in order); returns what `fill_tile` does.
 
     Indices count from `first` elements before `dense`. Run r of them, [at[r], stops[r]), ascends; at[r] is
     moved behind those of `dense`. A tile of zeros that stays
@@ -175,6 +155,15 @@ def add_runs(indices, values, at, stops, tile, counts, where, totals, numbers): 
             found = append_keys(summands, mask, numbers, found)
             v.store(tile, j, zeros)
             v.store(counts, j, zeros)
+
+
+def find_outside(indices: NDArray[np.int32], num_elements: int) -> int:
+    """Returns the position of an index outside [0, num_elements), or -1."""
+    unsigned = indices.view(np.uint32)  # below 0 is above all
+    if unsigned.max(initial=0) < num_elements:
+        return -1
+    outside = np.flatnonzero(unsigned >= num_elements)
+    return int(outside[0]) if outside.size else -1
 
 
 def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Sparse vectors, as ascending indices with a value each: merged, looked up, written as bits, moved by."""
+"""Sparse vectors, as ascending indices with a value each: written as bits, and moved by."""
 
 from __future__ import annotations
 
@@ -22,47 +22,6 @@ Vector = tuple[NDArray[np.int32], Array]
 _SPARSE = 16
 #: elements of a tile that stays in the first-level cache beside its sums
 _TILE = 1024
-
-
-@kernel
-def merge_add(first, first_values, second, second_values, indices, values):  # type: ignore[no-untyped-def]
-    """Adds two sparse vectors by index.
-
-    No branch depends on the data but the end: which side an index comes from is a coin toss.
-    """
-    a, b = first.size, second.size
-    i, j, count = 0, 0, 0
-    while i < a and j < b:
-        left, right = first[i], second[j]
-        from_first, from_second = left <= right, right <= left
-        indices[count] = left if from_first else right
-        one = first_values[i] if from_first else first_values.dtype.type(0)
-        other = second_values[j] if from_second else second_values.dtype.type(0)
-        # adding 0 to a lone value changes nothing, but -0.0, which is as good
-        values[count] = one + other
-        i += from_first
-        j += from_second
-        count += 1
-    while i < a:
-        indices[count], values[count] = first[i], first_values[i]
-        i += 1
-        count += 1
-    while j < b:
-        indices[count], values[count] = second[j], second_values[j]
-        j += 1
-        count += 1
-    return count
-
-
-@kernel
-def absent(indices, others, out):  # type: ignore[no-untyped-def]
-    """out[i] = whether indices[i] is not among the others; both ascending."""
-    j, m = 0, others.size
-    for i in range(indices.size):
-        index = indices[i]
-        while j < m and others[j] < index:
-            j += 1
-        out[i] = j == m or others[j] != index
 
 
 @kernel

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.kernels.host.kth import kth_of
-from horovod_sparse.kernels.host.sparse_vectors import absent, merge_add
+from horovod_sparse.kernels.host.scatter import added_up
 from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.wire import SparseSum, WireFormat, pack, unpack_sum
@@ -47,11 +47,8 @@ class SparseVector:
             return self
         if not len(self):
             return other
-        room = len(self) + len(other)
-        indices, values = np.empty(room, np.int32), np.empty(room, self.values.dtype)
-        pieces = (np.ascontiguousarray(part) for one in (self, other) for part in (one.indices, one.values))
-        count = merge_add(*pieces, indices, values)
-        return SparseVector(indices[:count], values[:count])
+        indices = np.concatenate([self.indices, other.indices])
+        return SparseVector(*added_up(indices, np.concatenate([self.values, other.values]))[:2])
 
     def split_largest(self, k: int) -> tuple[SparseVector, SparseVector]:
         """Splits off the k largest magnitudes. Ties go to the lowest index."""
@@ -85,9 +82,7 @@ def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
         >>> missing_in(np.array([1, 3, 5], np.int32), np.array([3, 4], np.int32))
         array([ True, False,  True])
     """
-    out = np.empty(indices.size, np.bool_)
-    absent(np.ascontiguousarray(indices), np.ascontiguousarray(others), out)
-    return out
+    return np.append(others, -1)[np.searchsorted(others, indices)] != indices
 
 
 def shared_out(values: Values, num_parts: int, part: int) -> Values:
