@@ -186,7 +186,7 @@ class TensorKernels(Kernels):
         return torch.empty(self.layout.num_blocks, dtype=kind, device=self._device)
 
     def scan_maxima(self, values: Tensor, maxima: Tensor) -> None:
-        self._bodies.scan_maxima(values, maxima, self.layout)
+        plain_kernels.scan_maxima(values, maxima, self.layout)
 
     def refresh_maxima(self, values: Tensor, maxima: Tensor, where: Tensor) -> None:
         self._bodies.refresh_maxima(values, maxima, self.layout, where)

@@ -107,19 +107,6 @@ def kth_of_values(values, maxima, k, num_bits, start, stop):  # type: ignore[no-
 
 
 @kernel
-def sample(values, start, stop, keys):  # type: ignore[no-untyped-def]
-    """Magnitude bits of one element out of each of keys.size equal stretches of [start, stop).
-
-    Which one of a stretch varies, since layers repeat with strides of their own; it is the same in every run.
-    """
-    stretch = (stop - start) // keys.size
-    for i in range(keys.size):
-        # Knuth's multiplicative hash
-        jitter = ((i * 2654435761) & 0xFFFFFFFF) * stretch >> 32
-        keys[i] = v.magnitude(values[start + i * stretch + jitter])
-
-
-@kernel
 def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-def]
     """Collects the keys of values[start:stop] within [low, high] and counts those above."""
     lows, highs = v.splat(low), v.splat(high)
@@ -183,11 +170,13 @@ def _kth_of(words, count, k, bound, num_bits, width):  # type: ignore[no-untyped
 
 
 @kernel
-def _pick(places, words, count, smallest, ties, out, found):  # type: ignore[no-untyped-def]
-    """Keeps those of count candidates that are above `smallest`, and the first `ties` equal to it."""
-    v.store(words, count, v.splat(v.as_key(smallest, 0)))
-    limits, kept = v.splat(smallest), 0
-    for i in range(0, count, v.LANES):
+def keep(places, words, count, smallest, ties, out, found):  # type: ignore[no-untyped-def]
+    """Keeps those of count elements that are above `smallest`, and the first `ties` equal to it.
+
+    `out` and `found` may be `places` and `words` themselves: what is overwritten was read before.
+    """
+    limits, kept, i = v.splat(smallest), 0, 0
+    while i + v.LANES <= count:
         lanes, where = v.load(words, i), v.load(places, i)
         sizes = v.magnitude(lanes)
         mask = v.mask_at_least(sizes, limits)
@@ -200,6 +189,14 @@ def _pick(places, words, count, smallest, ties, out, found):  # type: ignore[no-
             ties -= here
         append_keys(where, mask, out, kept)
         kept = append_keys(lanes, mask, found, kept)
+        i += v.LANES
+    while i < count:
+        tie = v.magnitude(words[i]) == smallest
+        if v.magnitude(words[i]) > smallest or (tie and ties > 0):
+            out[kept], found[kept] = places[i], words[i]
+            ties -= tie
+            kept += 1
+        i += 1
 
 
 class Candidates:
@@ -248,7 +245,7 @@ class Candidates:
         if (known := self.kth(k)) is None:
             return None
         out, found = np.empty(k + v.LANES, np.int32), np.empty(k + v.LANES, self._bits)
-        _pick(self._places, self._words, self._count[0], known[0], k - known[1], out, found)
+        keep(self._places, self._words, self._count[0], known[0], k - known[1], out, found)
         self.learn(k, known[0])
         return out[:k], found[:k].view(self._dtype)
 

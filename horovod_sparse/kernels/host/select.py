@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.host.kth import between, kth_of, kth_of_values, sample
+from horovod_sparse.kernels.host.kth import between, keep, kth_of, kth_of_values
 from horovod_sparse.kernels.layout import Layout, bits_dtype
-from horovod_sparse.kernels.packing import append, append_keys, append_positions
+from horovod_sparse.kernels.packing import append, append_positions
 
 Array = NDArray[Any]
 Indices = NDArray[np.int32]
@@ -78,44 +78,11 @@ def _prefetch_blocks(values, block, passing, size):  # type: ignore[no-untyped-d
 
 
 @kernel
-def _drop_last_ties(indices, keys, count, smallest, surplus):  # type: ignore[no-untyped-def]
-    """Takes the last `surplus` keys equal to the smallest out of the buffers."""
-    first = count
-    while surplus > 0:
-        first -= 1
-        surplus -= keys[first] == smallest
-    kept = first
-    for i in range(first, count):
-        if keys[i] != smallest:
-            indices[kept], keys[kept] = indices[i], keys[i]
-            kept += 1
-
-
-@kernel
 def _keep_largest(indices, keys, count, k, num_bits):  # type: ignore[no-untyped-def]
     """Keeps exactly the k largest of count candidates, ties by position; returns the smallest key."""
-    smallest, _ = kth_of(keys[:count], k, num_bits)
-    _keep_at_least(indices, keys, count, k, smallest)
+    smallest, larger = kth_of(keys[:count], k, num_bits)
+    keep(indices, keys, count, smallest, k - larger, indices, keys)
     return smallest
-
-
-@kernel
-def _keep_at_least(indices, keys, count, k, smallest):  # type: ignore[no-untyped-def]
-    """Keeps those of count candidates that reach this key, the last ties aside: k."""
-    limits = v.splat(smallest)
-    kept, i = 0, 0
-    while i + v.LANES <= count:  # in place: what is overwritten was read before
-        sizes, where = v.load(keys, i), v.load(indices, i)
-        mask = v.mask_at_least(sizes, limits)
-        append_keys(where, mask, indices, kept)
-        kept = append_keys(sizes, mask, keys, kept)
-        i += v.LANES
-    while i < count:
-        if keys[i] >= smallest:
-            indices[kept], keys[kept] = indices[i], keys[i]
-            kept += 1
-        i += 1
-    _drop_last_ties(indices, keys, kept, smallest, kept - k)
 
 
 @kernel
@@ -212,25 +179,28 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
 
 
 @kernel
-def _kth_of_few(keys, count, k, low):  # type: ignore[no-untyped-def]
-    """A key from `low` on that exactly k of count keys reach, or else the k-th largest, by halving.
+def _num_at_least(keys, count, low):  # type: ignore[no-untyped-def]
+    """Counts the keys from `low` on, above 0. Behind them there is room for a vector, which is 0."""
+    limits, reached = v.splat(v.as_key(keys[0], low)), 0
+    for i in range(0, count, v.LANES):
+        reached += v.count_bits(v.mask_at_least(v.load(keys, i), limits))
+    return reached
 
-    Behind the keys there is room for a vector, which is cleared.
-    """
-    v.store(keys, count, v.splat(v.as_key(keys[0], 0)))
+
+@kernel
+def _kth_of_few(keys, count, k, low):  # type: ignore[no-untyped-def]
+    """A key from `low` on that exactly k of count keys reach, or else the k-th largest, by halving."""
     tops = v.load(keys, 0)
     for i in range(v.LANES, count, v.LANES):
         tops = v.larger(tops, v.load(keys, i))
     high = np.int64(v.top_of(tops))
     while low < high:
         middle = low + (high - low + 1) // 2
-        limits, reached = v.splat(v.as_key(keys[0], middle)), 0
-        for i in range(0, count, v.LANES):
-            reached += v.count_bits(v.mask_at_least(v.load(keys, i), limits))
+        reached = _num_at_least(keys, count, middle)
         if reached == k:
-            return v.as_key(keys[0], middle)
+            return middle
         low, high = (middle, high) if reached > k else (low, middle - 1)
-    return v.as_key(keys[0], low)
+    return low
 
 
 @kernel
@@ -266,14 +236,16 @@ def _select_of_each(values, chunk, quotas, step, exponent, keys, indices, out, f
             step, guess = min(2 * step, most), max(guess - further, np.int64(0))
             count = _list_at_least(values, start, stop, v.as_key(keys[0], guess), indices, keys)
             further *= 2
+        v.store(keys, count, v.splat(v.as_key(keys[0], 0)))
         smallest = _kth_of_few(keys, count, k, guess)
-        _keep_at_least(indices, keys, count, k, smallest)
+        larger = _num_at_least(keys, count, smallest + 1)
+        keep(indices, keys, count, v.as_key(keys[0], smallest), k - larger, indices, keys)
         for i in range(k):
             out[at + i] = indices[i]
             found[at + i] = values[indices[i]]
         at += k
         step -= step // 8 if count > 2 * k else 0
-        guess = max(np.int64(smallest) - step, np.int64(0))
+        guess = max(smallest - step, np.int64(0))
 
 
 #: in 1024ths of an exponent: between 0.85 and 0.93 of a magnitude, which often twice as many elements reach
@@ -310,10 +282,17 @@ def _candidates(
 
 
 def _smallest(values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int) -> tuple[Any, int]:
-    """Bits of the k-th largest of the window, and how many are larger: from a sample, and mostly one pass."""
+    """Bits of the k-th largest of the window, and how many are larger: from a sample, and mostly one pass.
+
+    The sample has one element of each of many equal stretches. Which one varies, since layers repeat with
+    strides of their own; it is the same in every run.
+    """
     size, bits, num_bits = stop - start, maxima.dtype.type, _num_bits(values)
-    sampled = np.empty(min(size // 8 + 1, 65536), maxima.dtype)
-    sample(values, start, stop, sampled)
+    numbers = np.arange(min(size // 8 + 1, 65536))
+    stretch = size // numbers.size
+    # Knuth's multiplicative hash
+    jitter = ((numbers * 2654435761) & 0xFFFFFFFF) * stretch >> 32
+    sampled = np.abs(values[start + numbers * stretch + jitter]).view(maxima.dtype)
     rank = k / size * sampled.size
     doubt = 4.0 * np.sqrt(rank * (1.0 - rank / sampled.size)) + 4.0
     below, above = int(np.ceil(rank + doubt)), int(rank - doubt)

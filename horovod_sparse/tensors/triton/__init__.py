@@ -26,7 +26,6 @@ def _there(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 fold, add, add_sum = _there(_fold.fold), _there(_fold.add), _there(_fold.add_sum)
-scan_maxima, refresh_maxima = _there(_fold.scan_maxima), _there(_fold.refresh_maxima)
-put, zero = _there(_fold.put), _there(_fold.zero)
+refresh_maxima, put, zero = _there(_fold.refresh_maxima), _there(_fold.put), _there(_fold.zero)
 at_least, largest = _there(_select.at_least), _there(_select.largest)
 kth, find_kth = _there(_select.kth), _there(_select.find_kth)

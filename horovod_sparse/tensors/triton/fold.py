@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.tensors.triton.blocks import OPTIONS, TILE, is_finite, magnitude, programs, quotient, root
+from horovod_sparse.tensors.triton.blocks import OPTIONS, is_finite, magnitude, programs, quotient, root
 
 # Elements per program of 4 warps: a thread has four 16-byte loads per array in flight, and few enough
 # registers that five programs share a multiprocessor, so that some load while others compute.
@@ -156,21 +156,6 @@ def fold(
 
 # Elements whose blocks one program looks at.
 _REFRESHED = 32
-
-
-@triton.jit(do_not_specialize=["n"])
-def _scan_kernel(values, maxima, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    first = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK)
-    rows = tl.arange(0, ROWS)
-    local = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    new = tl.load(values + first + local, mask=local < n - first, other=0.0)
-    blocks = first // BLOCK + rows
-    tl.store(maxima + blocks, tl.max(magnitude(new), axis=1), mask=blocks * BLOCK < n)
-
-
-def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
-    n, block = layout.num_elements, layout.block
-    _scan_kernel[(programs(n),)](values, maxima, n, ROWS=TILE // block, BLOCK=block, **OPTIONS)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
