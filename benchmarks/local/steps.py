@@ -15,7 +15,7 @@ from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
 from horovod_sparse.collectives import AllGather, Request, part
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.kernels.quantization import encode
-from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, SparseSum
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 from horovod_sparse.sparsifiers.dragonn import DRAGONN
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
@@ -153,7 +153,7 @@ class StepWorks:
 
     def _exchange_local_steps(self) -> None:
         """Decodes a message of `sparseloco` from each rank, and moves parameters by the mean over senders."""
-        sum_ = SparseSum.of(unpack_sum(self._local, self._ranks, _LOCAL.wire, self._n, np.float32))
+        sum_ = unpack_sum(self._local, self._ranks, _LOCAL.wire, self._n, np.float32)
         Parameters([(0, self._n)], [self._works.gradient]).replace(total=mean_over_senders(sum_))
 
     @property
