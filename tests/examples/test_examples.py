@@ -49,6 +49,17 @@ def test_an_example_learns_and_tells_its_bytes(example: str, compression: str, t
         assert run["bytes_per_step"] < dense_bytes / 2
 
 
+@pytest.mark.tensorflow
+@pytest.mark.nightly
+def test_the_keras_example_ends_within_a_point_of_dense(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    sparse, dense = (
+        launched("tensorflow2_keras_mnist", tmp_path / "run.json", *given)["accuracy"]
+        for given in ((), ("--compression", "none"))
+    )
+    assert sparse > dense - 0.01
+
+
 @pytest.mark.parametrize(
     "example",
     [
