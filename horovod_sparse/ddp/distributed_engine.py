@@ -74,7 +74,7 @@ def told_to_others(group: dist.ProcessGroup | None) -> Iterator[None]:
             _errors_of(group).tell(error, None)
         raise
     if group is not None:
-        _errors_of(group).got_over()
+        _errors_of(group).withdraw_error()
 
 
 def say_attached(group: dist.ProcessGroup | None) -> None:
@@ -91,7 +91,7 @@ def call_roll(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadl
     An error of a rank that could not attach is raised; the deadline's says which ranks have not come.
     """
     rank, size, store = dist.get_rank(group), dist.get_world_size(group), GroupStore(group)
-    number, look = _begun[group.group_name], _errors_of(group).looking(None)
+    number, look = _begun[group.group_name], _errors_of(group).watcher(None)
     deadline = Deadline(deadline_seconds, lambda: (rank, list(range(size))), store)
     store("came", f"{number}.{rank}", b"yes")
     missing, since, said = list(range(size)), time.monotonic(), False

@@ -102,12 +102,12 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
         else:
-            self.take_in()
+            self.join_new_parameters()
 
     join = meet
 
-    def _entered(self, parts: Any) -> None:
-        super()._entered(parts)
+    def _add_parts(self, parts: Any) -> None:
+        super()._add_parts(parts)
         for part in parts:
             part.told, part.keeps_sum = self._tells, self._of_ddp
         if self._of_ddp:

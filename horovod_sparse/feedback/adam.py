@@ -59,7 +59,7 @@ class Normalizing(Rule):
     def _beta2(self) -> float:
         return self.default_beta2 if self.beta2 is None else self.beta2
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         return {
             "masking": False,
             "moment": self._beta2,
@@ -133,7 +133,7 @@ class AdamFeedback(Normalizing):
             return OwnStep(own, (sign, 0.0), 1.0 - rate * decay, rate)
         return OwnStep(own, (sign, decay), 1.0, rate)
 
-    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
+    def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         # Keras adds epsilon to the root of a moment that is not corrected
         corrected = 1.0 - float(optimizer.beta_2) ** (age + 1)
         eps = float(optimizer.epsilon) / math.sqrt(corrected)

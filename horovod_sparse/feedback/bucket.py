@@ -109,7 +109,7 @@ class Bucket:
         self.state = recipe.sparsifier.init(info)
         #: of this step: where it follows the optimizer's settings, front ends put in the recipe's for them
         self.feedback = recipe.feedback
-        self._progress = Progress(summed=self.summed)
+        self._progress = Progress(summed=self.num_summed)
         self.last = BucketStep(info.name, info.num_elements)
         #: before the step that may still be given up
         self._before: tuple[SparsifierState, Progress] | None = None
@@ -127,22 +127,22 @@ class Bucket:
 
     def restart(self, progress: Progress | None = None) -> None:
         """Resets the sparsifier's state; the residual stays."""
-        self._progress = progress = progress or Progress(summed=self.summed)
-        if progress.summed != self.summed:  # companions of other gradients
-            anew = {"since": progress.step, "summed": self.summed, "leans": (0.0, 0.0)}
+        self._progress = progress = progress or Progress(summed=self.num_summed)
+        if progress.summed != self.num_summed:  # companions of other gradients
+            anew = {"since": progress.step, "summed": self.num_summed, "leans": (0.0, 0.0)}
             self._progress = dataclasses.replace(progress, **anew)  # type: ignore[arg-type]
         fresh = self.recipe.sparsifier.init(self.info)
         self.state = rescaled(dataclasses.replace(fresh, step=self._progress.step), self._progress.scale)
         self._before = None
 
-    def rescaled(self, factor: float) -> None:
-        """Called by those who multiply the residual between two steps: scales the sparsifier's state."""
+    def rescale_state(self, factor: float) -> None:
+        """Scales the sparsifier's state after the residual was multiplied by `factor` between two steps."""
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
             self.state = rescaled(self.state, factor)
 
     @property
-    def summed(self) -> int:
+    def num_summed(self) -> int:
         """Returns the number of ranks whose gradients are summed before the fold."""
         return 1
 
@@ -168,7 +168,7 @@ class Bucket:
         """Replaces residual and companions by the shard's elements of `held`, [n] each."""
         self.accumulator.assign_held(held)
 
-    def gathered(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+    def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the sum of what the ranks of this host hold, [n] each; with one level that is loaded."""
         yield from ()
 
@@ -225,7 +225,7 @@ class Bucket:
         else:
             self._alikeness.fold(self.accumulator, gradient, rule, self.state.step)
         self._progress = now
-        self.rescaled(feedback.units(rates))
+        self.rescale_state(feedback.units(rates))
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()
@@ -235,7 +235,7 @@ class Bucket:
     def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
         """Runs the sparsifier after `fold`: the second half of `step`."""
         sum_, overflow = yield from self._summed(report, scale)
-        self.check(sum_.notes.first_nonfinite, overflow)
+        self.raise_if_failed(sum_.notes.first_nonfinite, overflow)
         return sum_
 
     def _summed(
@@ -243,7 +243,7 @@ class Bucket:
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """Returns the sum, and where it overflows, if so; takes the step back if no rank may apply it."""
         self._before = self.state, self._progress
-        sum_, after = yield from self._recorded(report)
+        sum_, after = yield from self._run_sparsifier(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
         self._check_steps(sum_.notes.steps)
         self.learn(sum_.notes.leans)
@@ -281,8 +281,8 @@ class Bucket:
                 "cancelled a step that others applied, so parameters differ: resume from a checkpoint"
             )
 
-    def check(self, marks: Mapping[int, int], overflow: int | None) -> None:
-        """Raises what `marks` say by rank: where its gradient is not finite, or n if it refuses the step."""
+    def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
+        """Raises if a rank is in `marks` (position of its NaN or Inf, or n to refuse), or on overflow."""
         name, refused = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == refused]:
             raise errors.EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
@@ -293,7 +293,7 @@ class Bucket:
         if overflow is not None:
             raise errors.NonFiniteSumError(name, {}, self.member_at(overflow))
 
-    def _recorded(self, report: BucketStep) -> Synchronization[tuple[SparseSum, SparsifierState]]:
+    def _run_sparsifier(self, report: BucketStep) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         """Runs the sparsifier's coroutine; counts its bytes, and its time between collectives."""
         coroutine = self.recipe.sparsifier.synchronize(self.accumulator, self.state, self.info)
         result: Any = None

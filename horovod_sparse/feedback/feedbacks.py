@@ -75,15 +75,15 @@ class Feedback:
         """
         # of the sum over ranks; what one rank's gradient may have is less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        return _fold_rule(decay=self.units(rates) * self.decay, clip_norm=norm, **self._own(rates))
+        return _fold_rule(decay=self.units(rates) * self.decay, clip_norm=norm, **self._rule_arguments(rates))
 
     def units(self, rates: Rates) -> float:
         """Returns by what the residual is multiplied to follow the learning rate."""
         # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
         return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
-        """Returns the arguments of `FoldRule` that this feedback alone gives."""
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
+        """Returns the arguments of `FoldRule` in which this feedback differs from others."""
         return {}
 
     def moved(self, age: int, new_age: int) -> float:
@@ -159,7 +159,7 @@ class NoFeedback(Feedback):
 
     clip_norm: float | None = None
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         return {"keep_residual": False}
 
 
@@ -206,7 +206,7 @@ class MomentumCorrection(Feedback):
         check_number("momentum", self.momentum, "a number in [0, 1)", "[0, 1)")
         super().__post_init__()
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         return {"momentum": self.momentum, "nesterov": self.nesterov, "masking": self.masking}
 
     def for_dense(self) -> MomentumCorrection:
@@ -269,7 +269,7 @@ class Rule(Feedback):
         """
         raise NotImplementedError
 
-    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
+    def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         """Returns the rule of an optimizer of Keras, by its settings now; Keras shrinks variables apart."""
         raise NotImplementedError
 
@@ -297,5 +297,5 @@ class BestFeedback(Feedback):
 
     clip_norm: float | None = None
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         raise UnsupportedError("feedback='best' needs the optimizer: give it, or name a feedback ('adam')")

@@ -41,7 +41,7 @@ class MuonFeedback(Rule):
     takes_whole: ClassVar[bool] = True
     least_density: ClassVar[float] = 0.05
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         return {"masking": False}  # what is folded is the step
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:

@@ -201,8 +201,10 @@ class Recipe:
     density_given: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.sparsifier.diverges and self.feedback.keeps_residual:
-            allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.diverges}"
+        if self.sparsifier.divergence_reason and self.feedback.keeps_residual:
+            allowed = (
+                f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.divergence_reason}"
+            )
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:

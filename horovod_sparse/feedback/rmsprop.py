@@ -41,7 +41,7 @@ class RMSpropFeedback(Normalizing):
         own = self.with_settings(beta2=float(group["alpha"]), eps=float(group["eps"]))
         return OwnStep(own, weights_of(group), 1.0, float(group["lr"]))
 
-    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
+    def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         own = self.with_settings(beta2=float(optimizer.rho), eps=float(optimizer.epsilon))
         return OwnStep(_WithinRoot(**vars(own)), (1.0, 0.0), 1.0, rate)
 
@@ -49,6 +49,6 @@ class RMSpropFeedback(Normalizing):
 class _WithinRoot(RMSpropFeedback):
     """Keras' RMSprop, ``z = g / sqrt(v + eps)``."""
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
-        own = super()._own(rates)
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
+        own = super()._rule_arguments(rates)
         return {**own, "eps": 0.0, "floor": own["eps"]}

@@ -39,7 +39,7 @@ class VelocityFeedback(Rule):
         """The velocity, where there is momentum."""
         return int(bool(self.momentum))
 
-    def _own(self, rates: Rates) -> dict[str, Any]:
+    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         if not self.momentum:
             return {}  # the rate comes with the gradient
         rate = 1.0 if rates.given is None else rates.given
@@ -53,7 +53,7 @@ class VelocityFeedback(Rule):
         return replace(self, momentum=momentum, nesterov=any(group["nesterov"] for group in groups))
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
-        """See `Rule.own_step`.
+        """Returns a group's rule: velocity, weight decay and rate by its settings now.
 
         Example:
             >>> group = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.25, "nesterov": False}
@@ -71,7 +71,7 @@ class VelocityFeedback(Rule):
         damped = 1.0 - float(group["dampening"]) if age else 1.0
         return OwnStep(own, (sign * damped, decay * damped), 1.0, rate)
 
-    def keras_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
+    def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         # Keras' velocity holds the rates at which it was made
         own = replace(self, nesterov=bool(optimizer.nesterov)) if self.momentum else self
         return OwnStep(own, (rate, 0.0), 1.0, 1.0)

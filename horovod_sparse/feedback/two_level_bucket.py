@@ -115,7 +115,7 @@ class TwoLevelBucket(Bucket):
         self.host, self.local = topology.place(whole.rank)
 
     @property
-    def summed(self) -> int:
+    def num_summed(self) -> int:
         return self.topology.per_host
 
     @property
@@ -135,7 +135,7 @@ class TwoLevelBucket(Bucket):
     def load(self, held: Sequence[np.ndarray]) -> None:
         self._load([values[slice(*self.shard)] for values in held])
 
-    def gathered(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+    def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the host's sums of this rank's shard; all ranks of the host do so together."""
         shards = []
         for values in held:
@@ -155,9 +155,9 @@ class TwoLevelBucket(Bucket):
         """Checks as `Bucket._check_steps`, by default the ranks of this rank's column."""
         super()._check_steps(steps, self.topology.columns[self.local] if ranks is None else ranks)
 
-    def check(self, marks: Mapping[int, int], overflow: int | None) -> None:
+    def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
         try:
-            super().check(marks, overflow)
+            super().raise_if_failed(marks, overflow)
         except errors.NonFiniteGradientError as error:
             error.hosts = self.topology.hosts
             raise
@@ -193,7 +193,7 @@ class TwoLevelBucket(Bucket):
         report.bytes_by_round = [num_bytes, *report.bytes_by_round, message.buffer.nbytes]
         report.kinds_by_round = ["ReduceScatter", *report.kinds_by_round, "AllGather"]
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
-        self.check(marks, overflow)
+        self.raise_if_failed(marks, overflow)
         return sum_
 
     def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:

@@ -64,7 +64,7 @@ class Fit(AffineTime):
     largest_error: float = 0.0
 
     def time(self, density: float = 0.0) -> AffineTime:
-        """Returns the model as a function of one amount, with selected = density * amount."""
+        """Returns the time as a function of the amount, of which the share `density` is selected."""
         each = float(self.seconds_per_unit) + density * float(self.seconds_per_selected)
         return AffineTime(float(self.fixed_seconds), each)
 
@@ -100,7 +100,7 @@ def fit_time(
     scale = np.abs(design).max(axis=0)
     design = design / scale / medians[:, None]  # of relative times: 1 is right
     if np.linalg.matrix_rank(design) < design.shape[1]:
-        raise ArgumentError(what, sizes.tolist(), "sizes that are not all in the same proportion")
+        raise ArgumentError(what, sizes.tolist(), "sizes (amount, selected) with different ratios")
     found = _least_squares(design)
     error = np.abs(design @ found - 1.0)
     fixed, each, of_selected = [*(found / scale).tolist(), 0.0][:3]
@@ -258,7 +258,7 @@ class Timeline:
         return max((span.end for span in (*self.computation, *self.communication)), default=0.0)
 
 
-class _Message(NamedTuple):
+class _MessageCost(NamedTuple):
     kind: str
     ready: float
     seconds: float
@@ -278,7 +278,7 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     bucket_of = {name: number for number, names in enumerate(plan.buckets) for name in names}
     missing = [len(names) for names in plan.buckets]
     computation: list[Span] = []
-    messages: list[_Message] = []
+    messages: list[_MessageCost] = []
 
     def work(kind: str, seconds: float) -> float:
         start = computation[-1].end if computation else 0.0
@@ -293,17 +293,17 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
             if packing := float(cost.dense_work.seconds(parameter.num_elements)):
                 ready = work("packing", packing)
             size = parameter.num_bytes
-            messages.append(_Message("dense", ready, float(cost.dense.seconds(size)), size))
+            messages.append(_MessageCost("dense", ready, float(cost.dense.seconds(size)), size))
             continue
         missing[number] -= 1
         if missing[number] == 0:
             total = sum(elements[name] for name in plan.buckets[number])
             ready = work("selection", float(cost.selection.seconds(total)))
-            messages.append(_Message("sparse", ready, float(cost.communication.seconds(total))))
+            messages.append(_MessageCost("sparse", ready, float(cost.communication.seconds(total))))
     return Timeline(tuple(computation), tuple(_communicate(messages, cost)))
 
 
-def _communicate(messages: list[_Message], cost: CostModel) -> list[Span]:
+def _communicate(messages: list[_MessageCost], cost: CostModel) -> list[Span]:
     """Serves messages in order of readiness; fuses what may be fused and is ready when the network is."""
     startup = {"sparse": cost.communication.fixed_seconds, "dense": cost.dense.fixed_seconds}
     fused = {"sparse": cost.fuse_sparse, "dense": cost.fuse_dense}

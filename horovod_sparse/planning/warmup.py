@@ -264,7 +264,7 @@ class WarmUp:
         if self._left > 0:
             self._recorder.begin(self.stamp())
             return None
-        self._keep()
+        self._finish_recording()
         self.is_measured = True
         if self._decides:
             return self.decide_now().plan
@@ -279,21 +279,21 @@ class WarmUp:
                 "have: call replan() on all ranks to plan anew"
             )
         self.is_measured = False
-        self._keep()
+        self._finish_recording()
 
     def stop(self) -> None:
         """Stops measuring and drops the decision, because the user has given a plan."""
         self.decision, self.is_measured = None, False
-        self._keep()
+        self._finish_recording()
 
-    def given_up(self) -> None:
+    def forget_step(self) -> None:
         """Drops the stamps of a step that all ranks have cancelled."""
         if self._recorder is not None:
             self._recorder.forget()
 
     def decide_now(self) -> Decision:
         """Plans by the measured times; all ranks together, between two steps."""
-        self._keep()
+        self._finish_recording()
 
         def made(cluster: ClusterFacts, **arguments: Any) -> Synchronization[Decision]:
             return decide(self.request, cluster, self._parameters, self._sparsifier, self._own, **arguments)
@@ -306,8 +306,8 @@ class WarmUp:
         self._recorder, self._left = BackwardRecorder(names, num_warmup, self._between), num_steps
         self.is_measured, self.recording = False, True
 
-    def _keep(self) -> None:
-        """Takes the medians and stops recording."""
+    def _finish_recording(self) -> None:
+        """Stops recording, and keeps medians of what was recorded."""
         if self._recorder is not None and self._recorder.forward_seconds:
             self._own = self._recorder.times()
         self._recorder, self._left, self.recording = None, 0, False

@@ -71,22 +71,22 @@ def told_orders(k: int) -> NDArray[np.int64]:
     return np.array(orders, np.int64)
 
 
-def shares_of(
-    told: NDArray[np.floating], lengths: NDArray[np.int64], k: int
+def threshold_and_counts(
+    magnitudes: NDArray[np.floating], lengths: NDArray[np.int64], k: int
 ) -> tuple[float, NDArray[np.int64]]:
-    """Returns a threshold that about k of all ranks' sums pass, and how many each rank keeps: at most all.
+    """Returns a threshold that about k sums of all ranks pass, and how many sums pass it on each rank.
 
-    `told` are magnitudes of `told_orders` [P, orders], `lengths` the sums that each rank has. Kept are k or
+    `magnitudes` are those of `told_orders` [P, orders], `lengths` the sums that each rank has. Kept are k or
     more in all, by less than a tenth of one rank's unless magnitudes are equal.
     """
     if lengths.sum() <= k:
         return 0.0, lengths
     orders = np.minimum(told_orders(k), lengths[:, None])
     new = np.diff(orders, axis=1, prepend=0).ravel()
-    falling = np.argsort(-told, axis=None, kind="stable")
+    falling = np.argsort(-magnitudes, axis=None, kind="stable")
     enough = np.searchsorted(np.cumsum(new[falling]), k)
-    threshold = float(told.ravel()[falling[enough]])
-    return threshold, np.where(told >= threshold, orders, 0).max(axis=1)
+    threshold = float(magnitudes.ravel()[falling[enough]])
+    return threshold, np.where(magnitudes >= threshold, orders, 0).max(axis=1)
 
 
 #: the sums are spread out again if one rank has more than this many times its share of them
@@ -151,7 +151,7 @@ class OkTopk(Sparsifier):
 
         pruned = yield from self._prune(total, indices, state, info, k)
         kept, selected, sizes, threshold, bounds = pruned
-        spread, kept_error = yield from self._spread(kept, sizes, info)
+        spread, kept_error = yield from self._deal_out(kept, sizes, info)
         shared, shared_error = spread.rounded(self.wire)
         sum_ = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
 
@@ -232,7 +232,7 @@ class OkTopk(Sparsifier):
 
         threshold = state.global_threshold
         if of_every_step:
-            threshold, sizes = shares_of(np.array(theirs), sizes, k)
+            threshold, sizes = threshold_and_counts(np.array(theirs), sizes, k)
             kept = np.sort(falling[: sizes[info.rank]])
         else:
             if finds:
@@ -244,7 +244,7 @@ class OkTopk(Sparsifier):
             kept = np.flatnonzero(magnitudes >= threshold)
         return total[kept], selected, sizes, threshold, bounds
 
-    def _spread(
+    def _deal_out(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
     ) -> Synchronization[tuple[SparseVector, Values | None]]:
         """Deals out all sums equally if one rank has far more than its share; else each keeps its own."""

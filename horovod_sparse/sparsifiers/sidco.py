@@ -82,7 +82,7 @@ _NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class SIDCoState(SparsifierState):
-    """State of SIDCo on a rank."""
+    """What SIDCo has learned about the number of fits of the tail."""
 
     #: how often the tail is fitted now
     num_stages: int = field(default=1, metadata=LOCAL)

@@ -98,7 +98,7 @@ class Arguments:
             check_count("groups", groups, allowed)
         return dataclasses.replace(self, groups=groups, num_groups=0)
 
-    def refuse_sparse(self) -> None:
+    def refuse_sparsifier_options(self) -> None:
         """Refuses options that a dense reduction has no use for; the compression is no sparsifier."""
         refuse_without_sparsifier(self.options, self.compression)
 

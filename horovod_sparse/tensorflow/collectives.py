@@ -179,7 +179,7 @@ def carry_out_together(
     place = int(process_set.rank()), int(process_set.size())
     if topology is not None:
         coroutine = over_hosts(coroutine, topology, place[0])
-    look = construction_errors.looking(process_set) if looks else None
+    look = construction_errors.watcher(process_set) if looks else None
 
     def execute(request: Request) -> Any:
         kind = type(request)

@@ -65,13 +65,13 @@ class SparseCompressor(WithState, Compressor):
         """
         known = None if self._optimizer is None else self._optimizer()
         if self.synchronizer is not None and known is not optimizer:
-            raise _not_its_own(self)
+            raise _compressor_of_another(self)
         self._optimizer, self._served = weakref.ref(optimizer), recipe
 
     def refuse_optimizer(self) -> None:
         """Refuses a tape where an optimizer uses this compressor."""
         if self._optimizer is not None and self._optimizer() is not None:
-            raise _not_its_own(self)
+            raise _compressor_of_another(self)
 
     def bind(
         self,
@@ -163,7 +163,7 @@ def on_host(function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor) -> 
     return run(tensor)
 
 
-def _not_its_own(compressor: SparseCompressor) -> ArgumentError:
+def _compressor_of_another(compressor: SparseCompressor) -> ArgumentError:
     return ArgumentError(
         "compression",
         compressor,

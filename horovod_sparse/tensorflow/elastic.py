@@ -24,7 +24,7 @@ class _Kept:
     ranks, and not when a state is made, which a worker that joins does alone.
     """
 
-    def _begin(self, attributes: dict[str, Any]) -> None:
+    def _init_state(self, attributes: dict[str, Any]) -> None:
         self._save_model()
         ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
 
@@ -66,7 +66,7 @@ class TensorFlowKerasState(_Kept, _StockKerasState):
         if self.optimizer is None:
             raise ArgumentError("optimizer", None, "an optimizer, or compile the model with one")
         build(self.optimizer, model.trainable_variables)
-        self._begin(attributes)
+        self._init_state(attributes)
 
     def _every(self) -> Sequence[Any]:
         return [*self.model.weights, *variables_of(self.optimizer)]
@@ -98,7 +98,7 @@ class TensorFlowState(_Kept, _StockState):
         self.variables, self.session = list(variables or ()), session
         if not self.variables:
             raise ArgumentError("variables", variables, "a list: eager execution has no global variables")
-        self._begin(attributes)
+        self._init_state(attributes)
 
     def _every(self) -> Sequence[Any]:
         return self.variables

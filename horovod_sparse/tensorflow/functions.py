@@ -36,7 +36,9 @@ def broadcast_variables(
         return hvd.broadcast_variables(every, root_rank, process_set, inplace)
     for variable in every:
         if not is_comparable(variable):
-            raise UnsupportedError(f"{variable.name}: {variable.dtype.name} cannot be broadcast")
+            raise UnsupportedError(
+                f"{variable.name}: no collective takes {variable.dtype.name}: leave it out"
+            )
 
     def assign() -> None:
         for number, variable in enumerate(every):

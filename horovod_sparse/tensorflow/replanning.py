@@ -34,7 +34,7 @@ class PlannedTraining(VariablesTraining):
     warmup: WarmUp | None = None
 
     def measure(self) -> None:
-        """Begins to measure once variables have got buckets, where times decide and no profile has them."""
+        """Starts to measure, after buckets were made, if the plan needs times that no profile holds."""
         if self.warmup is not None:
             self.warmup.joined(self.parameters)
         elif self.request is not None and self.request.measures:
@@ -42,7 +42,7 @@ class PlannedTraining(VariablesTraining):
 
             more: Any = {"decision": self.decision, "automatic": False}
             asked = self.request, self.parameters, self.recipe.sparsifier
-            self.warmup = WarmUp(*asked, self._decided, HostStamps(), **more)
+            self.warmup = WarmUp(*asked, self._decide_with_all_ranks, HostStamps(), **more)
 
     def start_anew(self, start: AgreedStatus) -> None:
         super().start_anew(start)
@@ -100,8 +100,8 @@ class PlannedTraining(VariablesTraining):
             decision = self.warmup.decide_now()
             self.change_plan(decision.plan, decision)
 
-    def _decided(self, decide: Decide) -> Decision:
-        """Carries out what makes a plan by times, with all ranks."""
+    def _decide_with_all_ranks(self, decide: Decide) -> Decision:
+        """Runs the coroutine that `decide` makes, with all ranks."""
         facts = ClusterFacts.of(self.process_set, "tensorflow", hvd)
         cluster = dataclasses.replace(facts, topology=self.topology)
         dtype = max(self.parameters, key=lambda parameter: parameter.num_elements).dtype

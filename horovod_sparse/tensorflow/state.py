@@ -169,7 +169,7 @@ def _check(entry: Any, recipe: Recipe | None) -> None:
     check_entry(entry, recipe, advice)
     variables = entry.get("variables", {})
     if set(variables) != set(Plan.from_dict(entry["plan"]).names()):
-        raise StateMismatchError("variables in the saved state are not those of its plan, with their shapes")
+        raise StateMismatchError("the saved state is damaged: its variables are not those of its plan")
     check_shapes(entry, {name: tuple(shape) for name, shape in variables.items()})
 
 

@@ -185,7 +185,7 @@ class GradientSynchronizer(PlannedTraining):
                 arrays, outcome = self._finished(parts, found, scaled)
             finally:
                 if warmup is not None:
-                    (warmup.after_step if outcome == Outcome.APPLIED else warmup.given_up)()
+                    (warmup.after_step if outcome == Outcome.APPLIED else warmup.forget_step)()
             for part in parts:
                 if not part.dense and outcome == Outcome.APPLIED:
                     part.take_back(absent)

@@ -75,13 +75,13 @@ class Task:
         return self.kinds[self._round] if self._round < len(self.kinds) else None
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
-        self._begin(place)
+        self._reset(place)
         self._coroutine = coroutine
         return self._advance(None)
 
     def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
         """Starts a task whose coroutine could not be made."""
-        self._begin(place)
+        self._reset(place)
         self.error = error
         return self._nothing()
 
@@ -111,7 +111,7 @@ class Task:
             self._coroutine.close()
             self._coroutine = None
 
-    def _begin(self, place: tuple[int, int]) -> None:
+    def _reset(self, place: tuple[int, int]) -> None:
         self.drop()
         self.settled = False
         self.result, self.error, self.place, self._round = None, None, place, 0

@@ -176,7 +176,7 @@ class VariablesTraining(Training):
         self._join(facts, plan)
         return True
 
-    def _entered(self, parts: Sequence[Any]) -> None:
+    def _add_parts(self, parts: Sequence[Any]) -> None:
         self._by_task |= {part.task: part for part in parts}
 
     def _agreed(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:

@@ -46,10 +46,10 @@ class Watch:
     """Looks after the `tasks` of an owner, who gets an error as `last_error`, and after eager collectives."""
 
     def __init__(self, deadline_seconds: float | None, process_set: Any, owner: Any = None) -> None:
-        def place() -> tuple[int, list[int]]:
+        def rank_and_members() -> tuple[int, list[int]]:
             return int(process_set.rank()), list(process_set.ranks)
 
-        self.deadline = Deadline(deadline_seconds, place)
+        self.deadline = Deadline(deadline_seconds, rank_and_members)
         self._owner = None if owner is None else weakref.ref(owner)
         self._queue: Any = None
         #: begin, and name, of collectives that run eagerly now
@@ -81,10 +81,10 @@ class Watch:
             passed = tf.raw_ops.QueueEnqueueV2(handle=handle, components=[tf.constant("")])
             run_independently(passed, "QueueEnqueueV2")
 
-    def sound(self, error: DeadlineError) -> None:
-        """Lets a graph that runs fail with an error."""
+    def fail_graph(self, error: DeadlineError) -> None:
+        """Makes the running graph fail with an error, by its assertion."""
         self._error = error
-        if (owner := self._alive()) is not None:
+        if (owner := self._owner_or_none()) is not None:
             owner.last_error = error
         if self._queue is not None:
             with tf.device(HOST):
@@ -105,7 +105,7 @@ class Watch:
         finally:
             self._eager.remove(wait)
 
-    def _alive(self) -> Any:
+    def _owner_or_none(self) -> Any:
         return None if self._owner is None else self._owner()
 
     def look(self, now: float) -> DeadlineError | None:
@@ -113,7 +113,7 @@ class Watch:
         if not hvd.is_initialized():
             return None
         waits: list[Wait] = [(now - begun, name, 0) for begun, name in self._eager]
-        if (owner := self._alive()) is not None:
+        if (owner := self._owner_or_none()) is not None:
             waits += [wait for task in owner.tasks if (wait := task.waited(now)) is not None]
         if not waits:
             self.deadline.moved()
@@ -138,8 +138,8 @@ class Watch:
         return self._queue
 
 
-class _Thread:
-    """Looks at all watches of this process; begins with the first of them."""
+class _WatchThread:
+    """Looks at all watches of this process in a thread, which the first watch starts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,9 +157,9 @@ class _Thread:
 
     def _run(self) -> None:
         while True:
-            time.sleep(self._looked())
+            time.sleep(self._look_at_all())
 
-    def _looked(self) -> float:
+    def _look_at_all(self) -> float:
         """Looks at all watches; returns the seconds until the next look."""
         with self._lock:
             watches = list(self._watches)
@@ -179,7 +179,7 @@ class _Thread:
 
 def _give_up(watch: Watch, error: DeadlineError, watches: list[Watch]) -> None:
     _log.error("%s", error)
-    watch.sound(error)
+    watch.fail_graph(error)
     time.sleep(_SPREAD_SECONDS)
     ending = threading.Thread(target=hvd.shutdown, name="horovod_sparse.shutdown", daemon=True)
     # before Horovod's own, which must not come in between: two ends at a time never end
@@ -195,4 +195,4 @@ def _give_up(watch: Watch, error: DeadlineError, watches: list[Watch]) -> None:
         one.forget()
 
 
-_thread = _Thread()
+_thread = _WatchThread()

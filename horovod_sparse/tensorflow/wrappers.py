@@ -82,9 +82,9 @@ def DistributedGradientTape(
                 compression,
                 "Compression.parse(text), made once outside of the training loop: it keeps the residuals",
             )
-        arguments.refuse_sparse()
+        arguments.refuse_sparsifier_options()
         stock = hvd.DistributedGradientTape
-        return _comparing(stock(gradtape, **arguments.taken_by(stock)), arguments)
+        return _comparing_arguments(stock(gradtape, **arguments.taken_by(stock)), arguments)
     compression.refuse_optimizer()
     return _distributed(gradtape, arguments.checked().synchronizer(), scale_local_gradients)
 
@@ -157,7 +157,7 @@ def DistributedOptimizer(
         reduction = GradientReduction(arguments.checked().synchronizer())
         arguments = dataclasses.replace(arguments, compression=reduction)
     else:
-        arguments.refuse_sparse()
+        arguments.refuse_sparsifier_options()
     return hvd.DistributedOptimizer(optimizer, **arguments.taken_by(hvd.DistributedOptimizer))
 
 
@@ -265,8 +265,8 @@ class _Methods(tf.GradientTape):
 _compared_under: dict[Any, object] = {}
 
 
-def _comparing(tape: Any, arguments: Arguments) -> Any:
-    """Has ranks compare the arguments of Horovod's own tapes with the first of them."""
+def _comparing_arguments(tape: Any, arguments: Arguments) -> Any:
+    """Makes a tape of Horovod's own compare its arguments over ranks before its first reduction."""
     reduce = tape._allreduce_grads
 
     @tf.autograph.experimental.do_not_convert

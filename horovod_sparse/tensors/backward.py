@@ -95,7 +95,7 @@ class GradientTraining(Training):
     def join(self) -> None:
         """Takes in parameters that the optimizer has got since."""
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
-            self.take_in()
+            self.join_new_parameters()
 
     def of_all(self, failures: list[BaseException]) -> list[BaseException]:
         """Adds failures of ranks that do not exchange with this one, but have to step alike."""
@@ -109,7 +109,7 @@ class GradientTraining(Training):
         if self.drift.every:
             parameters = {name: one for name, (_, one) in self.facts.items()}
             entries = layout.shared_entries(parameters, self.optimizer) if self.size > 1 else ()
-            self._together(self.drift.run(self.step, entries))
+            self._carry_out(self.drift.run(self.step, entries))
 
     def compare_if_due(self) -> None:
         """Compares where ranks have come to the next comparison."""
@@ -138,7 +138,7 @@ class GradientTraining(Training):
         self._part_of = {}
         super().build(plan)
 
-    def _entered(self, parts: Sequence[GradientBucket]) -> None:
+    def _add_parts(self, parts: Sequence[GradientBucket]) -> None:
         for part in parts:
             part.scale = 1.0 / self.divisor
             if part.streams is not None:

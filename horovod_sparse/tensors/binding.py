@@ -316,7 +316,7 @@ class Binding(Steps):
             self._take_over()
         elif self.engine.facts(self.facts):
             self.settle()  # what is under way knows nothing of new parameters
-            self.take_in()
+            self.join_new_parameters()
 
     def _prepare(self) -> None:
         """Has parts read the optimizer's settings, and gradients, for this pass."""
@@ -330,7 +330,7 @@ class Binding(Steps):
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[StepBucket]:
-        return [StepBucket(spec, facts, place, self.schedule.moves_alone, self.ages) for spec in specs]
+        return [StepBucket(spec, facts, place, self.schedule.moves_at_once, self.ages) for spec in specs]
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = self._gradients.get(parameter)

@@ -53,7 +53,7 @@ class Displacement(local_steps.Displacement):
         self.start, self.velocity = empty(wide, n), empty(wide, n if schedule.outer.momentum else 0)
         self.sent = empty(first, n if schedule.delay else 0)
         super().__init__(part, schedule, moved_parameters([self.start], [(0, n)]))
-        self.adopt()
+        self.take_as_common()
 
     @torch.no_grad()
     def _gather(self, into: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class Displacement(local_steps.Displacement):
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
         return view_into(flat, self.places[number][0], self._layouts[number])
 
-    def adopt(self) -> None:
+    def take_as_common(self) -> None:
         self._gather(self.start)
         self.velocity.zero_()
         self.forget()
@@ -126,7 +126,7 @@ class Displacement(local_steps.Displacement):
         array: np.ndarray = getattr(self, name).cpu().to(self.start.dtype).numpy()
         return array
 
-    def from_host(self, name: str, values: np.ndarray) -> None:
+    def assign_array(self, name: str, values: np.ndarray) -> None:
         getattr(self, name).copy_(torch.from_numpy(np.array(values)))
 
 

@@ -138,7 +138,7 @@ class StepBucket(ParameterBucket, StepPart):
     """A bucket of tensors whose steps are folded, selected and applied."""
 
     def __init__(
-        self, spec: PartSpec, facts: Facts, place: tuple[int, int], moves_alone: bool, ages: dict[str, int]
+        self, spec: PartSpec, facts: Facts, place: tuple[int, int], moves_at_once: bool, ages: dict[str, int]
     ) -> None:
         super().__init__(spec, facts, place)
         #: of the optimizer
@@ -148,7 +148,7 @@ class StepBucket(ParameterBucket, StepPart):
         #: of the pass: moments that were made as old as the bucket's, and what they were before
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
-        self.bind(moved_parameters(self.given, self.places), moves_alone)
+        self.bind(moved_parameters(self.given, self.places), moves_at_once)
 
     def gradient(self) -> Any:
         """Makes moments of young parameters as old as the bucket's; returns what the accumulator folds."""

@@ -337,7 +337,7 @@ class HorovodEngine(HorovodDriver):
             return carry_out_together(
                 *(coroutine, self.process_set, f"horovod_sparse.{name}"),
                 deadline_seconds=self._deadline_seconds,
-                meanwhile=construction_errors.looking(self.process_set),
+                meanwhile=construction_errors.watcher(self.process_set),
                 topology=topology,
             )
         except errors.DeadlineError:

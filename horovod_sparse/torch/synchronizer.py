@@ -143,9 +143,9 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         claim(self, parameters)
         self.watch(parameters)
 
-    def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """See `Training.take_in`; the optimizer gets to know them as it knows those that it was made with."""
-        new = super().take_in()
+    def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
+        """Adds them to the optimizer, too, as if it had been made with them."""
+        new = super().join_new_parameters()
         if new and self.warmup is not None:
             self.warmup.joined(self.parameters)  # what was measured without them decides nothing
         for name, (_, parameter) in new.items():
@@ -239,7 +239,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     def give_up(self, *, drop: bool = False, alike: bool = False) -> None:
         super().give_up(drop=drop, alike=alike)
         if self.warmup is not None:
-            self.warmup.given_up()
+            self.warmup.forget_step()
 
     def finish_pending(self, *, drop: bool = False) -> None:
         """Cancels the pending step; if Horovod has failed, elastic training takes back an older state."""

@@ -62,7 +62,7 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
     Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
     for each other's collectives for ever, or add up what does not belong together.
     """
-    everyone = yield from shared_lines({**given, **model_of(parameters)})
+    everyone = yield from shared_lines({**given, **describe_parameters(parameters)})
     if differing := differences(everyone, "not given"):
         more = f"; so do {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         advice = " (what is trained, too)" if any(name.startswith(_TRAINED) for name in differing) else ""
@@ -141,7 +141,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
         old_rank, old_size = ranks[moved[0]]["made_for"]
         reason = f"rank {moved[0]} of {len(ranks)} was rank {old_rank} of {old_size}"
     elif len(set(steps)) > 1:
-        reason = ranks_apart("have done {} steps", steps)
+        reason = values_by_rank("have done {} steps", steps)
     elif len(set(each("plan"))) > 1:
         reason = "plans differ"
     elif len(set(zip(columns, each("digest"), strict=True))) > len(set(columns)):
@@ -161,10 +161,10 @@ def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     values = {name: [theirs.get(name, missing) for theirs in everyone] for name in names}
     apart = {name: each for name, each in values.items() if len(set(each)) > 1}
-    return {name: f"{name} differs: {ranks_apart('have {}', each)}" for name, each in apart.items()}
+    return {name: f"{name} differs: {values_by_rank('have {}', each)}" for name, each in apart.items()}
 
 
-def ranks_apart(words: str, values: Sequence[object]) -> str:
+def values_by_rank(words: str, values: Sequence[object]) -> str:
     """Returns the different values, each with its ranks: ``ranks [0, 2] have 7, ranks [1] 0``."""
     ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
@@ -178,8 +178,8 @@ def _digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def model_of(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
-    """Returns what must be equal of every parameter, in words; devices may differ."""
+def describe_parameters(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
+    """Returns what ranks compare of every parameter, in words; devices may differ."""
     return {
         f"{_TRAINED} {item.name}": f"{item.num_elements} elements of {item.dtype}, "
         f"shape {list(item.shape)}, group {item.group}, density {item.density}"

@@ -114,8 +114,8 @@ def horovod_binding(framework: str, has: str) -> Any:
     return found
 
 
-def refuse_alone(hvd: Any) -> None:
-    """Refuses one of several processes that Horovod was not told of: each would train for itself."""
+def refuse_unlinked_processes(hvd: Any) -> None:
+    """Refuses processes that a launcher started and Horovod does not connect: each would train alone."""
     if not hvd.is_initialized() or hvd.size() > 1 or "HOROVOD_RANK" in os.environ:
         return
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else ""
@@ -128,7 +128,7 @@ def refuse_alone(hvd: Any) -> None:
 
 
 class Outcome(enum.IntEnum):
-    """The end of a step; no rank applies it unless all do."""
+    """What all ranks do with a step, alike."""
 
     APPLIED = 0
     SKIPPED = 1
@@ -226,7 +226,7 @@ class ConstructionErrors:
             return (own, everyone) if own in everyone else None
 
         def check() -> None:
-            refuse_alone(hvd)
+            refuse_unlinked_processes(hvd)
             check_transport(hvd)
 
         return cls(ranks, check=check)
@@ -242,14 +242,14 @@ class ConstructionErrors:
             self._waits_at_end = True
             atexit.register(self._end)
 
-    def got_over(self) -> None:
+    def withdraw_error(self) -> None:
         if self._told is not None:
             self._put(str(self._told[0]), None)
             self._told = None
 
-    def looking(self, process_set: Any) -> Callable[[], None]:
+    def watcher(self, process_set: Any) -> Callable[[], None]:
         """Returns a function to call again and again while this rank waits for all others to agree."""
-        self.got_over()
+        self.withdraw_error()
         found = self._ranks(process_set)
         next_look = time.monotonic() + _PATIENCE_SECONDS
         read: dict[int, tuple[float, HorovodSparseError]] = {}
@@ -284,7 +284,7 @@ class ConstructionErrors:
                 self.tell(error, named.get("process_set"))
                 raise
             if is_last:
-                self.got_over()
+                self.withdraw_error()
             return made
 
         return told  # type: ignore[return-value]

@@ -47,8 +47,8 @@ class Facts:
     task: Any = None
     averaged: tuple[np.ndarray, Any] | None = None
 
-    def told(self, number: int) -> Synchronization[list[Any]]:
-        """Returns all ranks' facts of the exchange with this number."""
+    def share(self, number: int) -> Synchronization[list[Any]]:
+        """Sends this rank's facts of exchange `number`; returns those of all ranks."""
         facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.leans
         return shared_lines(facts)
 
@@ -60,10 +60,10 @@ def present_in(parts: Sequence[Any]) -> int:
     return sum(1 << number for number, is_here in enumerate(here) if is_here)
 
 
-def heard(
+def read_facts(
     parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, leans: Any
 ) -> tuple[list[dict[float, list[int]]], bool]:
-    """Reads the facts of all ranks: returns the parameters that shrink, by part, and whether all finish."""
+    """Returns, by part, factors of weight decay and their parameters' numbers; then whether all finish."""
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
         raise NonFiniteGradientError(next(iter(bad.values())), bad)

@@ -62,8 +62,8 @@ class Displacement:
     def displacement(self) -> Any:
         """Returns ``start - parameters``, as the accumulator folds it."""
 
-    def adopt(self) -> None:
-        """Makes the parameters as they are now the common ones."""
+    def take_as_common(self) -> None:
+        """Copies this rank's parameters to `start`: all ranks have the same now."""
 
     def return_to_start(self) -> None:
         """Puts the parameters to `start`, plus what this rank has learned since the exchange began.
@@ -82,8 +82,8 @@ class Displacement:
         """Returns `start`, `velocity` or `sent`, [n]."""
         return np.asarray(getattr(self, name))
 
-    def from_host(self, name: str, values: np.ndarray) -> None:
-        """Replaces `start`, `velocity` or `sent`."""
+    def assign_array(self, name: str, values: np.ndarray) -> None:
+        """Copies values into `start`, `velocity` or `sent`, by this name."""
         getattr(self, name)[...] = values
 
     def begin(self, starter: Starter, name: str) -> None:
@@ -100,7 +100,9 @@ class Displacement:
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
         """Applies the outer step by a sum over ranks; returns the size of the union."""
         self.task, outer = None, self.schedule.outer
-        total, scale = self.schedule.combined(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
+        total, scale = self.schedule.mean_displacement(
+            total, self.bucket.recipe.sparsifier, self.bucket.info.size
+        )
         if outer.momentum:  # all is sent
             num_union = len(total.values)
             self.push(scaled(total, scale))
@@ -162,11 +164,11 @@ class LocalTraining(Steps):
         return fixed_bytes(parameters)
 
     def build(self, plan: Plan) -> None:
-        kept = self._kept(*_SAVED, "sent")
+        kept = self._arrays_by_parameter(*_SAVED, "sent")
         super().build(plan)
-        self._assign_kept(kept)
+        self._assign_arrays(kept)
 
-    def _kept(self, *names: str) -> dict[str, dict[str, Any]]:
+    def _arrays_by_parameter(self, *names: str) -> dict[str, dict[str, Any]]:
         """Returns these arrays of the displacements, by parameter."""
         kept: dict[str, dict[str, Any]] = {name: {} for name in names}
         for part, what in itertools.product(self.parts, kept):
@@ -174,11 +176,11 @@ class LocalTraining(Steps):
             kept[what] |= part.by_name(values) if values.size else {}
         return kept
 
-    def _assign_kept(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
+    def _assign_arrays(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
         for part, what in itertools.product(self.parts, kept):
             if kept[what].keys() >= set(part.names):
                 flat = [part.flat(number, kept[what][name]) for number, name in enumerate(part.names)]
-                part.moves.from_host(what, np.concatenate(flat))
+                part.moves.assign_array(what, np.concatenate(flat))
 
     # what ranks agree upon
 
@@ -192,14 +194,14 @@ class LocalTraining(Steps):
         self.roll_back()  # what was in flight when the collectives ended
         for part in self.parts:
             if not self._has_begun:
-                part.moves.adopt()
+                part.moves.take_as_common()
             elif self._if_completed is None:  # parameters may have been loaded since something was sent
                 part.moves.forget()
         before, old_size, self._num_begun = self.step, self.made_for[1], 0
         Training.agree(self)
         if self.size > 1:
             try:
-                self._together(self._follow_furthest(before, old_size, as_first))
+                self._carry_out(self._copy_from_furthest(before, old_size, as_first))
             except BaseException:
                 self.step = before  # what is common at the agreed step has not come
                 raise
@@ -209,7 +211,7 @@ class LocalTraining(Steps):
     def _is_fresh(self) -> bool:
         return not self._has_begun
 
-    def _follow_furthest(self, own_step: int, old_size: int, as_first: bool) -> Synchronization[None]:
+    def _copy_from_furthest(self, own_step: int, old_size: int, as_first: bool) -> Synchronization[None]:
         """Brings common parameters, velocity, buffers and the place in its round from the furthest rank."""
         own = [self._has_begun, own_step]
         told = yield from shared_lines([*own, self.taken])
@@ -221,7 +223,7 @@ class LocalTraining(Steps):
                 values = part.moves.to_host(what)
                 if values.size:
                     received = yield Broadcast(np.ascontiguousarray(values).view(np.int32), root)
-                    part.moves.from_host(what, np.ascontiguousarray(received).view(values.dtype))
+                    part.moves.assign_array(what, np.ascontiguousarray(received).view(values.dtype))
             if own != furthest or not self._has_begun:
                 for part in self.parts:
                     part.moves.return_to_start()
@@ -273,12 +275,12 @@ class LocalTraining(Steps):
             self.taken = taken
             raise
 
-    def _begin_facts(self, facts: Any, name: str) -> None:
+    def _send_facts(self, facts: Any, name: str) -> None:
         told = [self.step, facts.finishing, self._replaced, self._statistics.read().size]
         facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
         self._num_begun, self._replaced = self._num_begun + 1, False
 
-    def _heard(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
+    def _read_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
         numbers, finishing, replaced, sizes = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
         if len(set(replaced)) > 1:
@@ -288,7 +290,7 @@ class LocalTraining(Steps):
                 "model.load_state_dict on all ranks"
             )
         if len(set(sizes)) > 1:
-            told = agreement.ranks_apart("have {} elements", sizes)
+            told = agreement.values_by_rank("have {} elements", sizes)
             raise StateMismatchError(f"the model's buffers differ: {told}. Keep them out of register_buffer")
         return [{}] * len(self.parts), all(finishing)
 
@@ -301,7 +303,7 @@ class LocalTraining(Steps):
     def _land(self, most: int) -> bool:
         all_finishing = super()._land(most)
         if self.step >= self.drift.next_step:
-            self._together(self.drift.run(self.step, self.shared_entries()))
+            self._carry_out(self.drift.run(self.step, self.shared_entries()))
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:
@@ -336,7 +338,7 @@ class LocalTraining(Steps):
         """Goes on from parameters that all ranks have loaded: these are the common ones."""
         for part in self.parts:
             part.restart(part.bucket.progress)
-            part.moves.adopt()
+            part.moves.take_as_common()
         self.taken, self._replaced = 0, True
         self.drift.restart(self.step)
 
@@ -349,7 +351,7 @@ class LocalTraining(Steps):
                 "local steps are saved outside of `with local.common():`, with this rank's own parameters"
             )
         self._land(0)
-        local = {"taken": self.taken, "has_begun": self._has_begun, **self._kept(*_SAVED)}
+        local = {"taken": self.taken, "has_begun": self._has_begun, **self._arrays_by_parameter(*_SAVED)}
         return Training.save(self, local=local, **more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
@@ -359,7 +361,7 @@ class LocalTraining(Steps):
         Training.load(self, entry)
         self._has_begun, self._if_completed = bool(local.get("has_begun")), None
         self.taken, self._replaced = int(local.get("taken", 0)), False
-        self._assign_kept({what: local.get(what, {}) for what in _SAVED})
+        self._assign_arrays({what: local.get(what, {}) for what in _SAVED})
 
     def _checked_local(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         local = entry.get("local")

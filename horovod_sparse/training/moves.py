@@ -27,7 +27,7 @@ from horovod_sparse.training.parameters import Parameters
 from horovod_sparse.training.parts import BucketPart
 from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
-#: positions that `OwnMoves.note` reads, at most
+#: positions that `OwnMoves.remember_parameters` reads, at most
 _NUM_NOTED = 4096
 
 
@@ -91,15 +91,15 @@ class OwnMoves:
         report.facts.update(facts)
         self._report = report
 
-    def note(self) -> None:
-        """Reads what `was_edited` compares; called after a pass."""
+    def remember_parameters(self) -> None:
+        """Keeps some of the parameters' values after a pass, for `was_edited` to compare."""
         if self.moves:
             indices = self.moves[-1].indices
             indices = indices[:: 1 + len(indices) // _NUM_NOTED]
             self._left = indices, self._parameters.take(indices)
 
     def was_edited(self) -> bool:
-        """True if somebody else has changed parameters since: putting back would undo that in part."""
+        """True if a remembered parameter has changed: to undo moves would overwrite some of the change."""
         if self._left is None:
             return False
         indices, before = self._left
@@ -151,7 +151,7 @@ class OwnMoves:
         exchange = self.in_flight[0]
         total: SparseSum = exchange.task.value()
         overflow = self._bucket.received(total, exchange.report, scale)
-        self._bucket.check({}, overflow)
+        self._bucket.raise_if_failed({}, overflow)
         return total
 
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
@@ -209,7 +209,7 @@ class OwnMoves:
         finally:
             self._move([(move.indices, move.values) for move in moves])
             if noted:
-                self.note()
+                self.remember_parameters()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
         """Returns moves and messages in flight for a checkpoint."""
@@ -229,8 +229,8 @@ class OwnMoves:
         ]
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
 
-    def hold_back(self, saved: Mapping[str, Any], factor: float) -> None:
-        """Adds what a checkpoint of some rank had moved, times a factor, to the residual."""
+    def add_to_residual(self, saved: Mapping[str, Any], factor: float) -> None:
+        """Adds the pending moves of some rank's checkpoint, times a factor, to the residual."""
         other = OwnMoves(self._part)
         other.load(saved)
         for indices, values in other.pending():
@@ -282,10 +282,10 @@ class StepPart(BucketPart):
     num_bytes: int
     gradients: list[Any]
 
-    def bind(self, parameters: Parameters, moves_alone: bool) -> None:
+    def bind(self, parameters: Parameters, moves_at_once: bool) -> None:
         """Ends the construction."""
         self.parameters = parameters
-        self.moves = OwnMoves(self) if moves_alone else JointMoves(self)
+        self.moves = OwnMoves(self) if moves_at_once else JointMoves(self)
         self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)
         self.release()
 

@@ -31,7 +31,7 @@ class Parameters:
         """Returns the parameters' own memory, flat."""
         return self._memory
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         """Called after the arrays have been changed."""
 
     def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Indices]]:
@@ -79,7 +79,7 @@ class Parameters:
             for (array, *_), place in zip(placed, self.places, strict=True):
                 array -= values[slice(*place)]
             replaced = len(values), sparse_vectors.replace(plain, again=again)[1]
-        self.written()
+        self.after_write()
         return replaced
 
     def to_save(self, before: Any, array: Callable[[np.ndarray], Any]) -> Any:

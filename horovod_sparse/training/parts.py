@@ -137,7 +137,7 @@ def assign_residuals(
     for part in parts:
         part.restart(progress_of(part.names, progress))
         if any(name in by_name for by_name in arrays for name in part.names):
-            part.bucket.load(_filled(part, arrays, progress))
+            part.bucket.load(_part_arrays(part, arrays, progress))
 
 
 def gather_shards(
@@ -145,10 +145,10 @@ def gather_shards(
 ) -> Synchronization[None]:
     """Brings what the ranks of a host hold of each other's shards to the ranks whose shards they are."""
     for part in parts:
-        yield from part.bucket.gathered(_filled(part, arrays, progress))
+        yield from part.bucket.sum_over_host(_part_arrays(part, arrays, progress))
 
 
-def _filled(
+def _part_arrays(
     part: BucketPart, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> list[np.ndarray]:
     """Returns a part's residual and companions, [n] each, from those of its parameters."""
@@ -159,7 +159,7 @@ def _filled(
                 into[slice(*place)] = part.flat(number, by_name[name])
                 if by_name is not arrays[0] and name in progress:
                     before, bucket = progress[name], part.bucket  # which may be of another age
-                    age = before.age if before.summed == bucket.summed else 0
+                    age = before.age if before.summed == bucket.num_summed else 0
                     into[slice(*place)] *= bucket.feedback.moved(age, bucket.progress.age)
     return filled
 

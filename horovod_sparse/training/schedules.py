@@ -31,7 +31,7 @@ class Schedule:
         delay: D, how many exchanges later a mean is applied.
 
     Example:
-        >>> Schedule(every=4).moves_alone, Schedule().moves_alone
+        >>> Schedule(every=4).moves_at_once, Schedule().moves_at_once
         (True, False)
     """
 
@@ -43,13 +43,13 @@ class Schedule:
         check_count("delay", self.delay, "a number of exchanges, 0 or more", low=0)
 
     @property
-    def moves_alone(self) -> bool:
+    def moves_at_once(self) -> bool:
         """True if a rank moves before it hears of others."""
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
         """Refuses what a rank that moves alone cannot do."""
-        if not self.moves_alone:
+        if not self.moves_at_once:
             return
         if not isinstance(recipe.sparsifier, (SelectAndGather, Dense)):
             name, given = ("every", self.every) if self.every > 1 else ("delay", self.delay)
@@ -213,7 +213,7 @@ class LocalSchedule(Schedule):
         return cls(every=every, **{name: options[name] for name in own & options.keys()}), settings
 
     @property
-    def moves_alone(self) -> bool:
+    def moves_at_once(self) -> bool:
         return True
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
@@ -222,8 +222,8 @@ class LocalSchedule(Schedule):
     def describe(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay", "clip")}
 
-    def combined(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
-        """Returns a sum over ranks, and the factor that makes it the mean displacement."""
+    def mean_displacement(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
+        """Returns a sparse sum and its factor, whose product is the mean displacement."""
         if isinstance(sparsifier, SelectAndGather):
             sum_ = clipped_to_median(sum_) if self.clip else sum_
             if self.combine == "senders":

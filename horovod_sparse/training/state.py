@@ -52,7 +52,7 @@ class _Head:
 
 
 def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
-    """Returns the entry of this rank: numbers, strings, and arrays as the engine's parts give them."""
+    """Returns this rank's entry of a checkpoint; `array` copies arrays of sparsifier states."""
     (rank, size), recipe = training.rank_and_size, training.recipe
     (residuals, *companions), topology = training.held()[0], training.topology_for(None)
     names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
@@ -169,7 +169,7 @@ def topology_of(entry: Mapping[str, Any]) -> Topology | None:
 
 
 def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
-    """Continues from an entry that fits, without a collective."""
+    """Loads an entry that `check_entry` has passed; `factor` multiplies its residuals. No collective."""
     size, plan = training.rank_and_size[1], Plan.from_dict(entry["plan"])
     states = checked_states(training, entry)
     forgotten = {"leans": (0.0, 0.0)} if entry["size"] != size or entry["resized"] else {}
@@ -181,7 +181,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
     # of what is dense nothing but the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
     held = shared_out([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
-    training.put(held, progress)
+    training.load_held(held, progress)
     training.step = int(entry["step"])
     if states is not None:
         for part, state in zip(training.sparse, states, strict=True):

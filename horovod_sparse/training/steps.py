@@ -27,7 +27,7 @@ from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine, Starter, Task
-from horovod_sparse.training.facts import Averaged, Facts, heard, mean_of_finite, present_in
+from horovod_sparse.training.facts import Averaged, Facts, mean_of_finite, present_in, read_facts
 from horovod_sparse.training.moves import OwnMoves
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
@@ -84,7 +84,7 @@ class Steps(Training):
         self._resume()
 
     def start_anew(self, start: Any) -> None:
-        """Resets states as `Training.start_anew` does, and notes that moves of a checkpoint are void."""
+        """Resets states as `Training.start_anew` does, and has `_resume` take a checkpoint's moves back."""
         self.started_anew = True
         super().start_anew(start)
 
@@ -104,15 +104,15 @@ class Steps(Training):
                 finite on one of them. Nothing of that exchange is left.
         """
         self.agree()
-        if self.schedule.moves_alone:
+        if self.schedule.moves_at_once:
             if any(part.moves.was_edited() for part in self.parts):
                 raise errors.UnsupportedError(
                     "parameters were changed between two steps while moves of this rank stand in them "
                     "(every > 1 or delay > 0): change them on all ranks within `with sync.common():`"
                 )
-            self._move_alone(overflowed)
+            self._move_at_once(overflowed)
             for part in self.parts:
-                part.moves.note()
+                part.moves.remember_parameters()
         else:
             self._begin_exchange()
             self._land(0)
@@ -121,28 +121,28 @@ class Steps(Training):
     def _compare(self) -> None:
         if self.step >= self.drift.next_step:
             with self.common():
-                self._together(self.drift.run(self.step, self.shared_entries()))
+                self._carry_out(self.drift.run(self.step, self.shared_entries()))
 
     def shared_entries(self) -> Sequence[Any]:
         """Returns the entries that ranks compare from time to time."""
         raise NotImplementedError
 
-    def _begin_facts(self, facts: Facts, name: str) -> None:
-        """Begins to tell all ranks the facts of an exchange, and to average what no gradient moves."""
+    def _send_facts(self, facts: Facts, name: str) -> None:
+        """Starts to share this rank's facts with all, and to average numbers that no gradient moves."""
         # exchanges applied and in flight: a rank that alone has given one up is told apart
         number = self.step + len(self._in_flight)
-        facts.task = self.starter.start(f"{name}.facts", facts.told(number))
+        facts.task = self.starter.start(f"{name}.facts", facts.share(number))
         if self._averaged is not None:
             own = self._averaged.read() if facts.averaged is None else facts.averaged[0]
             if own.size:
                 facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
         self._num_begun += 1
 
-    def _heard(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
+    def _read_facts(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
         """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
-        return heard(self.parts, *of_ranks)
+        return read_facts(self.parts, *of_ranks)
 
     def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
         """Refuses ranks that are not at the same exchange, by their numbers."""
@@ -168,7 +168,7 @@ class Steps(Training):
         """True if a loss scaler looks after gradients that are not finite."""
         return False
 
-    def _move_alone(self, overflowed: bool) -> None:
+    def _move_at_once(self, overflowed: bool) -> None:
         """Moves at once by what this rank selects; begins and lands exchanges that are due."""
         facts = self._facts
         reports = [] if overflowed else [part.fold() for part in self.parts]
@@ -202,15 +202,15 @@ class Steps(Training):
         """Begins an exchange; true if none is needed, since all ranks finish and none has moved alone."""
         facts, self._facts, self.taken = self._facts, Facts(), 0
         facts.finishing = finishing
-        if not self.schedule.moves_alone:
+        if not self.schedule.moves_at_once:
             facts.present, facts.shrink = present_in(self.parts), [part.now.shrink for part in self.parts]
         facts.shrink = facts.shrink or [1.0] * len(self.parts)
         # names that are under way must differ
         name = f"pass{self._num_begun % (self.schedule.delay + 2)}"
-        self._begin_facts(facts, name)
-        if finishing and not self.schedule.moves_alone:
+        self._send_facts(facts, name)
+        if finishing and not self.schedule.moves_at_once:
             self._wait(facts, [])
-            if self._heard(facts)[1]:
+            if self._read_facts(facts)[1]:
                 self._average(facts)
                 return True
         for part in self.parts:
@@ -220,7 +220,7 @@ class Steps(Training):
 
     def settle(self) -> None:
         """Exchanges what has been moved, and waits until nothing is under way; all ranks do it."""
-        if self.schedule.moves_alone:
+        if self.schedule.moves_at_once:
             self.agree()
             if self.taken:
                 self._begin_exchange()
@@ -239,7 +239,7 @@ class Steps(Training):
                 self.roll_back()
                 raise
             try:
-                shrunk, all_finishing = self._heard(facts)
+                shrunk, all_finishing = self._read_facts(facts)
             except errors.HorovodSparseError as error:
                 failures.append(error)
             for part in self.parts if not failures else ():
@@ -292,7 +292,7 @@ class Steps(Training):
             return saved
         if self._to_resume is not None:
             more["passes"] = self._to_resume
-        elif self.schedule.moves_alone and self.parts:
+        elif self.schedule.moves_at_once and self.parts:
             array, known = self.engine.to_array, [*self._in_flight, self._facts]
             facts = [
                 [one.bad, hex(one.present), one.shrink, one.leans, one.averaged and array(one.averaged[0])]
@@ -334,12 +334,12 @@ class Steps(Training):
             return
         self._load_moves()
         passes, self._to_resume = self._to_resume, None
-        if self.started_anew or "shares" in passes or not self.schedule.moves_alone:
+        if self.started_anew or "shares" in passes or not self.schedule.moves_at_once:
             for part in self.parts:
                 OwnMoves.roll_back(part.moves)  # those of the rank whose parameters these are
             for number, (share, moves) in enumerate(passes.get("shares", ())):
                 for part, one in zip(self.parts, moves, strict=True):
-                    part.moves.hold_back(one, share - (number == 0))
+                    part.moves.add_to_residual(one, share - (number == 0))
             return
         known = []
         for bad, bits, shrink, leans, own in passes["facts"]:

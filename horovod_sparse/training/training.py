@@ -111,8 +111,8 @@ class Training:
         """True if this rank has nothing of a training yet."""
         return self.step == 0
 
-    def _entered(self, parts: Sequence[Any]) -> None:
-        """Called with parts that were made."""
+    def _add_parts(self, parts: Sequence[Any]) -> None:
+        """Called with new parts after they were made, for a front end to connect to gradients."""
 
     # parts and plans
 
@@ -144,11 +144,11 @@ class Training:
     def build(self, plan: Plan) -> None:
         """Makes fresh parts for a plan of all parameters. Gradients stay what they are."""
         plan.check(self.parameters)
-        parts = self._made(plan, self.facts)
+        parts = self._make_plan_parts(plan, self.facts)
         self.plan, self.parts = plan, list(parts)
-        self._entered(parts)
+        self._add_parts(parts)
 
-    def _made(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
+    def _make_plan_parts(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
         """Returns the parts of a plan: buckets, numbered from `first` on, then what stays dense."""
         recipe, specs = self.recipe, []
         for number, names in enumerate(plan.buckets, first):
@@ -184,8 +184,8 @@ class Training:
             return self._loose
         return held_residuals(self.parts, self.recipe.feedback.num_companions), self._progress()
 
-    def put(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
-        """Replaces what `held` gives, in fresh states; with two levels ranks have to agree again."""
+    def load_held(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
+        """Loads residuals, companions and progress into fresh states; with two levels ranks agree again."""
         assign_residuals(self.parts, held, progress)
         if self.settings.levels == "host" and self.size > 1:
             is_any = any(np.any(np.asarray(values)) for by_name in held for values in by_name.values())
@@ -196,9 +196,9 @@ class Training:
         plan.check(self.parameters)
         held = self.held()
         self.build(plan)
-        self.put(*held)
+        self.load_held(*held)
 
-    def take_in(self) -> dict[str, tuple[ParameterFacts, Any]]:
+    def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
         """Makes parts for parameters that have come since, on all ranks alike, and returns their facts."""
         new = dict(self.engine.facts(self.facts))
         if not new:
@@ -209,19 +209,19 @@ class Training:
         if together and self.size > 1:
             words = "%s joined the optimizer: waiting for all ranks to have the same parameters join"
             _log.warning(words, ", ".join(new))
-            plan = self._together(agreement.plan_of_first_rank(plan, parameters))
+            plan = self._carry_out(agreement.plan_of_first_rank(plan, parameters))
         self._join(new, plan)
         self.joined |= set(new)
         return new
 
     def _join(self, new: Facts, plan: Plan) -> None:
         """Puts parameters that have come, by the plan on which ranks have agreed, beside the others."""
-        parts, before = self._made(plan, new, first=len(self.plan.buckets)), self.plan
+        parts, before = self._make_plan_parts(plan, new, first=len(self.plan.buckets)), self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
         self.facts |= new
         self.parts += parts
-        self._entered(parts)
+        self._add_parts(parts)
 
     # what ranks agree upon
 
@@ -230,18 +230,18 @@ class Training:
         if self.is_agreed:
             return
         under = self.engine.start_token()
-        start = self._together(self._agreement())
+        start = self._carry_out(self._agreement())
         self.label = start.label
         if start.anew:
             self.start_anew(start)
         if self.topology is not None and start.loose:
-            self._together(gather_shards(self.parts, *self.held()))
+            self._carry_out(gather_shards(self.parts, *self.held()))
         self._loose, self._agreed_under = None, under
         self.drift.restart(self.step)
         if not start.measures and self.warmup is not None:  # some rank has not measured what the others have
             self.warmup.stop_measuring()
 
-    def _together(self, coroutine: Synchronization[Any]) -> Any:
+    def _carry_out(self, coroutine: Synchronization[Any]) -> Any:
         return self.engine.carry_out(coroutine, self.topology)
 
     def declared(self) -> dict[str, str]:
@@ -286,7 +286,7 @@ class Training:
         held, known = self.held()
         progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
-        self.put(shared_out(held, self.size / old_size, self.recipe.feedback), progress)
+        self.load_held(shared_out(held, self.size / old_size, self.recipe.feedback), progress)
 
     # checkpoints
 
@@ -301,7 +301,7 @@ class Training:
         if unknown or lacking:
             raise StateMismatchError(
                 f"the saved state is of another model: it has {sorted(unknown) or 'nothing'} that this one "
-                f"has not, and lacks {sorted(lacking) or 'nothing'}{_of_compiled(unknown | lacking)}"
+                f"has not, and lacks {sorted(lacking) or 'nothing'}{_advice_if_compiled(unknown | lacking)}"
             )
         if known:
             check_shapes(entry, {name: tuple(parameter.shape) for name, parameter in known.items()})
@@ -314,11 +314,11 @@ class Training:
             self.build(self.plan)
         self._agreed_under = None
         if entry is None:
-            self.put((), {})
+            self.load_held((), {})
             self.step = 0
             return
         if not set(Plan.from_dict(entry["plan"]).names()) <= set(self.facts):
-            self.take_in()
+            self.join_new_parameters()
         load_entry(self, entry, self.share_of(entry))
 
     def share_of(self, entry: Mapping[str, Any]) -> float:
@@ -329,7 +329,7 @@ class Training:
         return share_factor(entry["rank"], entry["size"], self.size)
 
 
-def _of_compiled(names: Iterable[str]) -> str:
+def _advice_if_compiled(names: Iterable[str]) -> str:
     """Returns a remedy where names differ because one of two models was compiled."""
     found = any(name.startswith("_orig_mod.") for name in names)
     remedy = "named_parameters of the module that it was given (model._orig_mod.named_parameters())"

@@ -122,7 +122,7 @@ class SparDL(Sparsifier):
             block, num_after = yield from phases.bruck(block, num_sent)
             facts |= {"num_between_teams": float(num_sent), "num_after_teams": float(num_after)}
             if not keeps_all:
-                after = state.adjusted(num_after, quota, layout.teams)
+                after = state.with_adjusted_share(num_after, quota, layout.teams)
         if plan.gather == "bruck":
             sum_ = yield from phases.gather_within_team(block)
         else:

@@ -136,9 +136,9 @@ class Phases:
         while num_alike < layout.teams:
             block = self.ledger.round(block, num_alike, team % num_alike)
             ours = team - team % num_alike
-            known = self._ranks_of(range(ours, ours + num_alike))
+            known = self._ranks_with_notes(range(ours, ours + num_alike))
             theirs = ours ^ num_alike
-            arriving = self._ranks_of(range(theirs, theirs + num_alike))
+            arriving = self._ranks_with_notes(range(theirs, theirs + num_alike))
             other = layout.rank(team ^ num_alike, self._position)
             arrived = yield Exchange({other: self._mail.write(block, known)}, (other,))
             total = block + self._mail.read(arrived[other], arriving)
@@ -153,17 +153,17 @@ class Phases:
         column = layout.column(self._position)
         block, dropped = block.split_largest(num_sent)
         self.ledger.discard(dropped)
-        message = self._mail.write(self.ledger.round(block), self._ranks_of([team]))
+        message = self._mail.write(self.ledger.round(block), self._ranks_with_notes([team]))
         messages = yield from bruck_all_gather(message, column, team)
-        total = self._mail.read(messages[0], self._ranks_of([0]))
+        total = self._mail.read(messages[0], self._ranks_with_notes([0]))
         for other in range(1, layout.teams):
-            total += self._mail.read(messages[other], self._ranks_of([other]))
+            total += self._mail.read(messages[other], self._ranks_with_notes([other]))
         kept, dropped = total.split_largest(layout.quota(self._position))
         self.ledger.discard(dropped, layout.teams, team)
         return kept, len(total)
 
-    def _ranks_of(self, teams: range | list[int]) -> list[int]:
-        """Returns the ranks whose notes go with a message between teams."""
+    def _ranks_with_notes(self, teams: range | list[int]) -> list[int]:
+        """Returns the ranks of these teams at this position; none if messages carry no notes."""
         return [self._layout.rank(team, self._position) for team in teams] if self._notes_travel else []
 
     def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:
@@ -178,7 +178,7 @@ class Phases:
         return mail.sum_of(SparseVector(*map(np.concatenate, pairs)), layout.num_selected)
 
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """Gathers all blocks on all ranks by one allgather: every team gives its d-th part of each block."""
+        """Gathers all blocks on all ranks by one allgather: each of d teams sends 1/d of a block."""
         layout = self._layout
         start, stop = part(len(block), self._team, layout.teams)
         mine = self.ledger.round(block[start:stop])

@@ -177,8 +177,8 @@ class SparDLState(SparsifierState):
         """h: elements of a block that a rank sends to the other teams, from L / d to L."""
         return min(quota, max(-(-quota // teams), round(self.share * quota)))
 
-    def adjusted(self, num_after: int, quota: int, teams: int) -> SparDLState:
-        """One step of Algorithm 2: more if the teams' union was short of L, less if it was above.
+    def with_adjusted_share(self, num_after: int, quota: int, teams: int) -> SparDLState:
+        """Returns the next state (Algorithm 2): sends more if the teams' union was below `quota`, else less.
 
         Twice in the right direction doubles the stride, the wrong direction turns and halves it. Shares
         instead of counts (h / L, stride / L) mean the same, and hold when the density changes.
@@ -189,7 +189,7 @@ class SparDLState(SparsifierState):
 
         Example:
             >>> state = SparDLState.first(teams=4)
-            >>> for _ in range(3): state = state.adjusted(num_after=50, quota=100, teams=4)
+            >>> for _ in range(3): state = state.with_adjusted_share(num_after=50, quota=100, teams=4)
             >>> round(state.share, 4), round(state.stride, 4)
             (0.2875, 0.015)
         """

@@ -122,7 +122,7 @@ def _carry_out(task: Task, coroutine: Synchronization[Any], ended: threading.Con
 
 
 class HostVariables(Parameters):
-    """Copies of variables' values within a pass, else the variables themselves."""
+    """Gives copies of variables' values while a pass is open, else the variables' own values."""
 
     def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
         super().__init__(places)
@@ -141,7 +141,7 @@ class HostVariables(Parameters):
         """Ends a pass; returns the values, and writes them into the variables if asked."""
         values, self._is_open = self._values, False
         if write:
-            self.written()
+            self.after_write()
         self._values = []
         return values
 
@@ -150,7 +150,7 @@ class HostVariables(Parameters):
             self._values = [np.array(one.numpy()) for one in self._variables]
         return [native_bits(one) for one in self._values]
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         for one, value in zip(self._variables, self._values, strict=True) if not self._is_open else ():
             one.assign(value)
 

@@ -77,7 +77,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 self.horovod_sparse = SavedState(keeper)
             self._horovod_sparse_reduction = reduction
             if hasattr(reduction.reducer, "also_equal"):
-                reduction.reducer.also_equal = partial(_own_variables, weakref.ref(self))
+                reduction.reducer.also_equal = partial(_variables_to_compare, weakref.ref(self))
 
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
@@ -150,8 +150,8 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
     return Distributed
 
 
-def _own_variables(reference: weakref.ref[Any]) -> list[Any]:
-    """Rates, counts and slots; none where some of them belong to what each rank has for itself."""
+def _variables_to_compare(reference: weakref.ref[Any]) -> list[Any]:
+    """Returns the optimizer's variables, equal on all ranks; none if it has slots of local variables."""
     optimizer = reference()
     if optimizer is None or optimizer._horovod_sparse_reduction.local:
         return []
@@ -249,7 +249,7 @@ class DenseReducer:
             "ignore_name_scope": True,
         }
         self._declared, self._name = arguments.declared(), ""
-        self._eagerly = EagerCalls(self._build)
+        self._eagerly = EagerCalls(self._allreduce_all)
 
     @property
     def is_needed(self) -> bool:
@@ -267,10 +267,10 @@ class DenseReducer:
             compare_densely(self._common["compression"], self.process_set, **self._declared)
             self._name = label_of("horovod_sparse.dense", self.process_set, variables)
         given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
-        build = self._eagerly if tf.executing_eagerly() else self._build
+        build = self._eagerly if tf.executing_eagerly() else self._allreduce_all
         return build(given, variables, tf.zeros([])), None
 
-    def _build(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
+    def _allreduce_all(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
         with known_to_elastic():
             return [
                 None

@@ -37,9 +37,9 @@ class _Displacement(local_steps.Displacement):
         self.sent = self.start[:0]
         super().__init__(part, schedule, Parameters([(0, n)], [self.start]))
         self._placed = [(one, slice(*at)) for one, at in zip(variables, self.places, strict=True)]
-        self.adopt()
+        self.take_as_common()
 
-    def adopt(self) -> None:
+    def take_as_common(self) -> None:
         for variable, place in self._placed:
             self.start[place] = variable.numpy().reshape(-1)
         self.velocity[...] = 0

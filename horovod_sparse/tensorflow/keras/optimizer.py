@@ -102,7 +102,7 @@ def DistributedOptimizer(
     check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
     arguments = arguments.parsed()
     if not arguments.is_sparse:
-        arguments.refuse_sparse()
+        arguments.refuse_sparsifier_options()
     _check_optimizer(optimizer)
     again, is_scaler = Again(DistributedOptimizer, arguments), hasattr(optimizer, "inner_optimizer")
     if is_scaler and not is_keras3(optimizer):  # there, what is distributed goes inside
@@ -251,7 +251,7 @@ def _as_horovods(optimizer: Any, arguments: Arguments) -> Any:
 
 
 def _with_state(optimizer: Any, keeper: StateKeeper, again: Again) -> Any:
-    """Completes the class that Horovod has made for this optimizer by state, copies and a check."""
+    """Adds checkpoints, `from_config` and a check of gradients to the class that Horovod has made."""
     object.__setattr__(optimizer, "_horovod_sparse_keeper", keeper)
     object.__setattr__(optimizer, "horovod_sparse", CheckpointedState(keeper))
     # optimizers of the old kind do not find it by themselves

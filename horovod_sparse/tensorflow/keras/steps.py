@@ -31,13 +31,13 @@ from horovod_sparse.training.steps import Steps
 class _Part(StepPart):
     """A bucket of variables."""
 
-    def __init__(self, moves_alone: bool, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
+    def __init__(self, moves_at_once: bool, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
         variables, dtype = [facts[name][1] for name in spec.names], facts[spec.names[0]][0].dtype
         super().__init__(spec, [variable.shape for variable in variables], place, dtype)
         self.decays = bool(facts[spec.names[0]][0].group)
         self.num_bytes = self.bucket.info.num_elements * variables[0].dtype.size
         self.variables = HostVariables(variables, self.places)
-        self.bind(self.variables, moves_alone)
+        self.bind(self.variables, moves_at_once)
 
 
 class KerasSteps(OverKeras, Steps):
@@ -59,7 +59,7 @@ class KerasSteps(OverKeras, Steps):
         process_set: Any,
         groups: Any,
     ) -> None:
-        make = partial(_Part, schedule.moves_alone)
+        make = partial(_Part, schedule.moves_at_once)
         engine = KerasEngine(make, process_set, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, schedule)
         self.optimizer, self._groups = optimizer, groups
@@ -137,7 +137,7 @@ class KerasSteps(OverKeras, Steps):
         for part in self.parts:
             own = [numbers[name] for name in part.names]
             part.variables.open([values[number] for number in own])
-            now = self._rule.keras_step(self.optimizer, rate, part.bucket.progress.age)
+            now = self._rule.keras_own_step(self.optimizer, rate, part.bucket.progress.age)
             if part.decays:
                 now = dataclasses.replace(now, shrink=1.0 - rate * float(self.optimizer.weight_decay))
             part.prepare(now, map(gradients.get, own))
@@ -152,7 +152,7 @@ class KerasSteps(OverKeras, Steps):
         for part in self.parts:
             new |= dict(zip(part.names, part.variables.close(), strict=True))
             part.release()
-        skipped = not self.schedule.moves_alone and self.step == before
+        skipped = not self.schedule.moves_at_once and self.step == before
         return [np.bool_(skipped), *(new[name] for name in self.facts)]
 
     def meet(self) -> None:
@@ -230,7 +230,7 @@ class KerasSteps(OverKeras, Steps):
         slots, steps = self._slots(), self._began
         if slots and steps:
             moments = {name: slot.numpy() * self._rule.keras_sign for name, slot in slots.items()}
-            self.put([{}, moments], dict.fromkeys(slots, Progress(steps)))
+            self.load_held([{}, moments], dict.fromkeys(slots, Progress(steps)))
             self.step, self._agreed_under = steps // self.schedule.every, None
 
     def rescale(self, factor: float) -> None:

@@ -39,7 +39,7 @@ class ArrayEngine:
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
         return parts.held_residuals(self.parts, self.recipe.feedback.num_companions), progress
 
-    def put(self, held: Any, progress: Any) -> None:
+    def load_held(self, held: Any, progress: Any) -> None:
         parts.assign_residuals(self.parts, held, progress)
 
 
