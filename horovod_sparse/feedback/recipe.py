@@ -201,10 +201,8 @@ class Recipe:
     density_given: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.sparsifier.divergence_reason and self.feedback.keeps_residual:
-            allowed = (
-                f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.divergence_reason}"
-            )
+        if self.sparsifier.why_diverges and self.feedback.keeps_residual:
+            allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.why_diverges}"
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:

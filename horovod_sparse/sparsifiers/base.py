@@ -163,7 +163,7 @@ class Sparsifier(abc.ABC):
         return self
 
     @property
-    def divergence_reason(self) -> str:
+    def why_diverges(self) -> str:
         """The reason why error feedback would add up losses without limit; empty if it does not."""
         return ""
 

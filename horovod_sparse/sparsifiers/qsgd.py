@@ -66,7 +66,7 @@ class QSGD(Quantizer):
         return Quantization(self.levels, self.group, self.norm)
 
     @property
-    def divergence_reason(self) -> str:
+    def why_diverges(self) -> str:
         if self.norm == "max":
             # rounding to 0 or the largest leaves errors of up to that, which shrink by 1 / sqrt(n) a step
             words = "one level of the largest of all elements keeps errors of sqrt(n) gradients"

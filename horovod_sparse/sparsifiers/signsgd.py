@@ -53,5 +53,5 @@ class SignSGD(Quantizer):
         return self.vote == "majority"
 
     @property
-    def divergence_reason(self) -> str:
+    def why_diverges(self) -> str:
         return "what a rank alone holds back is never sent while others outvote it" if self.votes else ""

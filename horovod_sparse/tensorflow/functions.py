@@ -36,9 +36,7 @@ def broadcast_variables(
         return hvd.broadcast_variables(every, root_rank, process_set, inplace)
     for variable in every:
         if not is_comparable(variable):
-            raise UnsupportedError(
-                f"{variable.name}: no collective takes {variable.dtype.name}: leave it out"
-            )
+            raise UnsupportedError(f"leave {variable.name} out: {variable.dtype.name} cannot be broadcast")
 
     def assign() -> None:
         for number, variable in enumerate(every):

@@ -144,7 +144,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.watch(parameters)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """Adds them to the optimizer, too, as if it had been made with them."""
+        """Adds new parameters to the optimizer, too, as if made with it."""
         new = super().join_new_parameters()
         if new and self.warmup is not None:
             self.warmup.joined(self.parameters)  # what was measured without them decides nothing

@@ -251,11 +251,7 @@ def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
             manifest = json.loads((root / name / _MANIFEST).read_bytes())
             known, at, size, token = (manifest[key] for key in ("format", "step", "size", "save"))
             if (known, at) != (FORMAT, age(name)[1]) or type(size) is not int or size < 1:
-                raise ValueError(
-                    f"format {known}, step {at}, {size} ranks: not this folder's, or not format {FORMAT}"[
-                        :200
-                    ]
-                )
+                raise ValueError(f"format {known}, step {at}, {size} ranks, not format {FORMAT}"[:200])
             found[name] = {**manifest, "save": str(token)}, ""
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             found[name] = {}, f"{_MANIFEST} cannot be read ({type(error).__name__}: {error})"

@@ -100,9 +100,7 @@ class Displacement:
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
         """Applies the outer step by a sum over ranks; returns the size of the union."""
         self.task, outer = None, self.schedule.outer
-        total, scale = self.schedule.mean_displacement(
-            total, self.bucket.recipe.sparsifier, self.bucket.info.size
-        )
+        total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
         if outer.momentum:  # all is sent
             num_union = len(total.values)
             self.push(scaled(total, scale))

@@ -222,7 +222,7 @@ class LocalSchedule(Schedule):
     def describe(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay", "clip")}
 
-    def mean_displacement(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
+    def mean_of(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
         """Returns a sparse sum and its factor, whose product is the mean displacement."""
         if isinstance(sparsifier, SelectAndGather):
             sum_ = clipped_to_median(sum_) if self.clip else sum_
