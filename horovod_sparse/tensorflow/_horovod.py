@@ -12,8 +12,6 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.training.collective_errors import horovod_binding, refuse_absence
 
 hvd: Any = horovod_binding("TensorFlow", has="allgather")
-
-
 _start = object()
 
 

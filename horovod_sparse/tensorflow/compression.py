@@ -103,8 +103,7 @@ class SparseCompressor(WithState, Compressor):
                     compared[name],
                     "the same at every use; every tape or optimizer needs its own compressor, made once",
                 )
-        synchronizer = self.synchronizer
-        assert synchronizer is not None  # made above
+        synchronizer: GradientSynchronizer = self._keeper.synchronizer
         return synchronizer
 
     def checkpointed(self) -> CheckpointedState:

@@ -143,6 +143,8 @@ def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Ten
 
 #: attribute of gradients that a distributed tape has synchronized
 _MARK = "_horovod_sparse_synchronized"
+#: operations that a gradient goes through when it is clipped or scaled
+_PASSING = ("Identity", "IdentityN", "Cast", "Mul", "RealDiv", "ClipByValue", "Minimum", "Maximum")
 
 
 def mark_synchronized(gradients: Sequence[Any]) -> None:
@@ -151,9 +153,12 @@ def mark_synchronized(gradients: Sequence[Any]) -> None:
             setattr(gradient, _MARK, True)
 
 
-def is_synchronized(gradient: Any) -> bool:
-    """True if a distributed tape has made this very gradient; one that was clipped is another tensor."""
-    return hasattr(gradient, _MARK)
+def is_synchronized(gradient: Any, depth: int = 8) -> bool:
+    """True if a distributed tape has made the gradient; in a graph also if it was clipped or scaled since."""
+    if hasattr(gradient, _MARK):
+        return True
+    passed = depth > 0 and hasattr(gradient, "graph") and gradient.op.type in _PASSING
+    return passed and any(is_synchronized(one, depth - 1) for one in gradient.op.inputs)
 
 
 class Order:

@@ -47,10 +47,8 @@ class StateKeeper:
             return dict(self._loaded)
         if self.synchronizer is None or not self.synchronizer.parts:
             return {}
-        shapes = shapes_of(self.synchronizer)
-        entry: dict[str, Any] = self.synchronizer.save(
-            variables={name: list(shape) for name, shape in shapes.items()}
-        )
+        shapes = {name: list(shape) for name, shape in shapes_of(self.synchronizer).items()}
+        entry: dict[str, Any] = self.synchronizer.save(variables=shapes)
         return entry
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:

@@ -105,9 +105,8 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 return apply(grads, trainable_variables)
             if any(map(is_synchronized, grads)):
                 raise UnsupportedError(
-                    "these gradients were synchronized already, by a DistributedGradientTape: give the "
-                    "distributed optimizer those of a plain tf.GradientTape, or the distributed tape's to a "
-                    "plain optimizer"
+                    "these gradients were synchronized already, by a DistributedGradientTape: give those of "
+                    "a plain tf.GradientTape, or give these to a plain optimizer"
                 )
             if not self.built:
                 if trainable_variables is None:
