@@ -139,11 +139,11 @@ def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
     return start, start + least + (rank < more)
 
 
-def alone(request: Request) -> Synchronization[Any]:
+def single_request(request: Request) -> Synchronization[Any]:
     return (yield request)
 
 
-def translated(
+def translate_requests(
     coroutine: Synchronization[Result], carry: Callable[[Request], Synchronization[Any]]
 ) -> Synchronization[Result]:
     """Runs a coroutine; `carry` makes of each of its requests a coroutine that returns the answer."""
@@ -158,5 +158,5 @@ def translated(
 
 
 def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronization[Result]:
-    """Runs a coroutine whose requests go to the ranks of a level."""
-    return translated(coroutine, lambda request: alone(replace(request, level=level)))
+    """Runs a coroutine, and sets the level of its requests: which ranks take part in them."""
+    return translate_requests(coroutine, lambda request: single_request(replace(request, level=level)))

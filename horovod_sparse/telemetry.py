@@ -157,16 +157,16 @@ fold 0.0, select 0.0, wait 2.0, apply 0.0 ms
         )
         if not self.dense_bytes:
             return f"no gradient for a sparsifier, as of tf.IndexedSlices alone; {milliseconds} ms"
-        inside = f", {_bytes(self.bytes_inside)} within the host" if self.bytes_inside else ""
+        inside = f", {_format_bytes(self.bytes_inside)} within the host" if self.bytes_inside else ""
         return (
             f"density {self.density_target:.3g} asked, {self.density_selected:.3g} sent, "
             f"{self.density_union:.3g} in union; "
-            f"{_bytes(self.bytes_sent)} of {_bytes(self.dense_bytes)} sent "
+            f"{_format_bytes(self.bytes_sent)} of {_format_bytes(self.dense_bytes)} sent "
             f"({self.saving:.1f}x less{inside}); residual {self.residual_norm:.3g}; {milliseconds} ms"
         )
 
 
-def _bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     """Writes bytes in decimal units, with two digits or more."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:

@@ -24,7 +24,7 @@ class Journal:
         self._kernels, self.arrays = kernels, arrays
         #: places, and the values there in every array before they changed
         self._changes: list[tuple[Memory, tuple[Memory, ...]]] = []
-        self._seen = 0
+        self._num_read = 0
         #: indices that a selection has read, and the values of the first array there
         self.found: tuple[Memory, Memory] | None = None
 
@@ -38,7 +38,7 @@ class Journal:
 
     def unseen(self) -> Iterator[Memory]:
         """Yields the indices changed since the last call."""
-        first, self._seen = self._seen, len(self._changes)
+        first, self._num_read = self._num_read, len(self._changes)
         yield from (where for where, _ in self._changes[first:])
 
     def undo(self) -> list[Memory]:
@@ -53,7 +53,7 @@ class Journal:
     def forget(self) -> None:
         """Drops the record; the changes stay."""
         self._changes.clear()
-        self._seen, self.found = 0, None
+        self._num_read, self.found = 0, None
 
 
 class Accumulator:
@@ -129,7 +129,7 @@ class Accumulator:
         rule.factors(self.dtype)  # refused before anything is forgotten
         given = self._kernels.checked(gradient)
         if rule.keep_residual:
-            self._settle()
+            self._apply_quantized()
         self._rest = None
         self._folded = rule, companion
         cleared = self.companions if rule.masking else ()
@@ -143,12 +143,12 @@ class Accumulator:
 
     def fold_along(self, gradient: Any, rule: FoldRule, indices: Indices, signs: Values) -> None:
         """Folds with a moment; the report also has the gradient's projection on `signs` at `indices`."""
-        self._settle()
+        self._apply_quantized()
         where = self._kernels.places(indices)
         before = self._kernels.take(self._values, where)
         self.fold(gradient, rule)
         stood = before, *(self._kernels.take(array, where) for array in self.memory())
-        self.report = self._kernels.leaning(self.report, stood, signs, rule)
+        self.report = self._kernels.with_lean(self.report, stood, signs, rule)
 
     def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
         """Sets spans to 0 until `show`, so that nothing there is selected; called before a fold."""
@@ -185,7 +185,7 @@ class Accumulator:
             self._has_grown = False
         return self._maxima
 
-    def _settle(self) -> None:
+    def _apply_quantized(self) -> None:
         """Applies a pending `quantize`; `abandon` cannot take it back afterwards."""
         if self._rest is not None:
             self._values[...] = self._rest
@@ -194,7 +194,7 @@ class Accumulator:
             self._journal.forget()
 
     def _window(self, start: int, stop: int | None) -> tuple[int, int]:
-        self._settle()
+        self._apply_quantized()
         first, last = int(start), self.num_elements if stop is None else int(stop)
         if not 0 <= first <= last <= self.num_elements:
             allowed = f"a window within [0, {self.num_elements}]"
@@ -218,7 +218,7 @@ class Accumulator:
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
         """Exactly the largest magnitudes of every chunk, as many as its quota (its length, at most)."""
-        self._settle()
+        self._apply_quantized()
         return self._found(*self._kernels.largest_of_each(self._values, chunk, quotas))
 
     def _found(self, indices: Indices, values: Memory | None) -> Indices:
@@ -243,14 +243,14 @@ class Accumulator:
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
         """Every stride-th magnitude from offset on."""
-        self._settle()
+        self._apply_quantized()
         if stride < 1 or offset < 0:
             raise ArgumentError("stride, offset", (stride, offset), "a stride from 1, an offset from 0")
         return self._kernels.sample(self._values, stride, offset)
 
     def take(self, indices: Indices) -> Values:
         """Returns the values at these indices, as a fresh array."""
-        self._settle()
+        self._apply_quantized()
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
 
     def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
@@ -258,7 +258,7 @@ class Accumulator:
 
         With `sent`, a rounding, the rounded values are returned, and the difference stays.
         """
-        where, olds = self._noted(indices)
+        where, olds = self._remember_values(indices)
         values = np.array(self._kernels.to_host(olds[0]))
         rounded = values if sent is None else sent(values)
         if rounded is values:
@@ -268,17 +268,17 @@ class Accumulator:
             self._kernels.put(self._values, where, left)
             for companion in self._journal.arrays[1:]:
                 self._kernels.zero(companion, where)
-            self._grew(olds[0], left)
+            self._note_growth(olds[0], left)
         return rounded
 
     def clear(self, indices: Indices) -> None:
         """Sets the values at these indices to 0, and the companions if the last fold's rule masks them."""
-        where, olds = self._noted(indices)
+        where, olds = self._remember_values(indices)
         self._clear(where, olds[0])
 
-    def _noted(self, indices: Indices) -> tuple[Memory, tuple[Memory, ...]]:
+    def _remember_values(self, indices: Indices) -> tuple[Memory, tuple[Memory, ...]]:
         """Checks indices; returns them, and the old values, which the journal keeps."""
-        self._settle()
+        self._apply_quantized()
         where = self._kernels.places(indices, keep=True)
         return where, self._journal.remember(where)
 
@@ -286,7 +286,7 @@ class Accumulator:
         for array in self._journal.arrays:
             self._kernels.zero(array, where)
         if len(where) < self.num_elements:
-            self._norm = self._kernels.renormed(self._norm, old)
+            self._norm = self._kernels.updated_norm(self._norm, old)
         else:  # all of them: 0 exactly, not the rounding of the fold's sum
             self._norm = self._kernels.number(0.0)
 
@@ -295,27 +295,27 @@ class Accumulator:
 
         A sum that would not be finite is left out.
         """
-        where, new = self._matched(indices, values)
+        where, new = self._checked_values(indices, values)
         olds = self._journal.remember(where)
         self._kernels.add(self._values, where, olds[0], new)
-        self._grew(olds[0], self._kernels.take(self._values, where))
+        self._note_growth(olds[0], self._kernels.take(self._values, where))
 
     def put(self, indices: Indices, values: Values) -> None:
         """Writes finite values at these unique indices; companions stay."""
-        where, new = self._matched(indices, values)
+        where, new = self._checked_values(indices, values)
         olds = self._journal.remember(where)
         self._kernels.put(self._values, where, new)
-        self._grew(olds[0], new)
+        self._note_growth(olds[0], new)
 
-    def _matched(self, indices: Indices, values: Values) -> tuple[Memory, Memory]:
-        self._settle()
+    def _checked_values(self, indices: Indices, values: Values) -> tuple[Memory, Memory]:
+        self._apply_quantized()
         where = self._kernels.places(indices, keep=True)
         if np.size(values) != len(where):
             raise ArgumentError("values", np.size(values), f"one for each of the {len(where)} indices")
         return where, self._kernels.numbers(values)
 
-    def _grew(self, old: Memory, new: Memory) -> None:
-        self._norm = self._kernels.renormed(self._norm, old, new)
+    def _note_growth(self, old: Memory, new: Memory) -> None:
+        self._norm = self._kernels.updated_norm(self._norm, old, new)
         self._has_grown = True
 
     def mask(self, indices: Indices) -> None:
@@ -333,7 +333,7 @@ class Accumulator:
         The last change of a step: `abandon` takes no copy, since the values stay until they are needed. `key`
         are 64 bits, of the random numbers by which values are rounded; `words` are overwritten.
         """
-        self._settle()
+        self._apply_quantized()
         self._replace(self._kernels.quantize(self._values, code, key, words))
 
     def subtract(self, sent: Values) -> None:
@@ -363,7 +363,7 @@ class Accumulator:
         was more than 2**24 times larger nothing is left of it, and the value is 0.
         """
         rule, companion = self._folded
-        self._kernels.take_out(self._values, companion, self._kernels.checked(gradient), rule)
+        self._kernels.undo_fold(self._values, companion, self._kernels.checked(gradient), rule)
         self._start_anew()
 
     def values(self) -> Values:
@@ -383,7 +383,7 @@ class Accumulator:
 
     def memory(self) -> tuple[Memory, ...]:
         """Values and companions where they are, not copied; who changes them calls `assign` after it."""
-        self._settle()
+        self._apply_quantized()
         return (self._values, *self.companions)
 
     def assign(self, values: Any) -> None:

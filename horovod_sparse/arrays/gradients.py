@@ -148,7 +148,7 @@ class WeightedParts(GradientParts):
     def pairs(
         self, dtype: np.dtype[Any], block: int, clip_norm: float | None = None
     ) -> Iterator[tuple[int, Pair]]:
-        """Yields pieces whose sum the fold makes, so that memory is read once; the gradient is clipped."""
+        """Yields pieces of gradient and parameter with their weights; the fold adds them up."""
         own, beside = self._weights
         if clip_norm is not None and own:
             own *= clip_factor(GradientParts(self._flat), clip_norm / abs(own))
@@ -203,7 +203,7 @@ def scaled(pieces: Iterable[tuple[int, Array]], factor: float) -> Iterator[tuple
             yield start + first, narrow(large * large.dtype.type(factor), chunk.dtype)
 
 
-def take_out(
+def undo_fold(
     values: Any, companion: Any | None, gradient: Any, rule: FoldRule, factors: Any, library: Any = np
 ) -> None:
     """Undoes a fold of this gradient to the rounding of its sums; a decay of values, or of a velocity, stays.
@@ -213,7 +213,7 @@ def take_out(
 
     Example:
         >>> values, rule = np.array([3.0, 1.0, 2.0]), FoldRule()
-        >>> take_out(values, None, np.array([1.0, np.inf, 2.0]), rule, rule.factors(values.dtype)); values
+        >>> undo_fold(values, None, np.array([1.0, np.inf, 2.0]), rule, rule.factors(values.dtype)); values
         array([2., 1., 0.])
     """
     if rule.moment is None or companion is None:

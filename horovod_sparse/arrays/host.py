@@ -129,12 +129,12 @@ class HostKernels(Kernels):
             return parts
         return gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm))
 
-    def leaning(self, report: FoldReport, stood: Any, signs: Array, rule: FoldRule) -> FoldReport:
+    def with_lean(self, report: FoldReport, stood: Any, signs: Array, rule: FoldRule) -> FoldReport:
         before, after, moment = (array.astype(np.float64) for array in stood)
         lean = gradients.lean_of(before, after, moment, signs, rule.factors(self.dtype).tolist())
         return dataclasses.replace(report, lean=float(lean))
 
-    def take_out(
+    def undo_fold(
         self,
         values: Array,
         companion: Array | None,
@@ -145,7 +145,7 @@ class HostKernels(Kernels):
         for start, piece in self._clipped(gradient, rule):
             stop, step = start + piece.size, scatter.wide(piece).astype(self.dtype)
             held = None if companion is None else companion[start:stop]
-            gradients.take_out(values[start:stop], held, step, rule, factors)
+            gradients.undo_fold(values[start:stop], held, step, rule, factors)
 
     def assign(self, values: Array, new: Any) -> None:
         with np.errstate(over="ignore"):
@@ -215,7 +215,7 @@ class HostKernels(Kernels):
                 total += square
         return total
 
-    def renormed(self, norm: float, old: Array, new: Array | None = None) -> float:
+    def updated_norm(self, norm: float, old: Array, new: Array | None = None) -> float:
         left = max(0.0, norm - self.squares(old))
         return left if new is None else left + self.squares(new)
 

@@ -93,7 +93,7 @@ class FoldRule:
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
         if self.moment is not None and not (0.0 < self.moment < 1.0 and self.momentum is None):
-            raise ArgumentError("moment", self.moment, "a number between 0 and 1, and no momentum")
+            raise ArgumentError("moment", self.moment, "a number in (0, 1), without a momentum")
 
     @functools.cached_property
     def num_companions(self) -> int:
@@ -102,10 +102,12 @@ class FoldRule:
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 -- rules are small values, the same in most folds
     def factors(self, dtype: np.dtype[Any]) -> Values:
-        """Returns the factors of old values, old companion, and of gradient and companion in the sum.
+        """Returns the factors of the fold's sums.
 
-        With a moment: of the old values, of moment and square, of the gradient over the moment's root, and
-        what is added to that root, and within it; ``1 - moment^count`` is in the last three.
+        Without a moment a to d of ``velocity = b velocity + gradient`` and
+        ``values = a values + c gradient + d velocity``. With a moment a to f of
+        ``v = b v + c gradient^2`` and ``values = a values + d gradient / (sqrt(v + f) + e)``; its bias
+        correction is in d, e and f.
 
         Raises:
             ArgumentError: a factor is no number that the accumulator's dtype can hold.
@@ -137,7 +139,7 @@ Number: TypeAlias = Any
 class Kernels(Protocol):
     """The array primitives that an accumulator calls; one object per accumulator.
 
-    `where` is what `places` made of indices. Block maxima hold magnitude bits: the bits without the sign,
+    `where` are indices that `places` returned. Block maxima hold magnitude bits: the bits without the sign,
     which order like the magnitudes. Windows [start, stop) are checked, and so are ranks within them.
     """
 
@@ -167,11 +169,11 @@ class Kernels(Protocol):
         `norm` is the sum of squares of the values before; returned is that after.
         """
 
-    def leaning(self, report: FoldReport, stood: Any, signs: Values, rule: FoldRule) -> FoldReport:
+    def with_lean(self, report: FoldReport, stood: Any, signs: Values, rule: FoldRule) -> FoldReport:
         """Returns the fold's report with its gradient's projection on signs (`gradients.lean_of`)."""
 
-    def take_out(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
-        """Undoes `fold` to the rounding of its sum."""
+    def undo_fold(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
+        """Undoes `fold`, to the rounding of its sum."""
 
     def assign(self, values: Memory, new: Any) -> None:
         """Replaces all n values, or raises an `ArgumentError`."""
@@ -238,9 +240,9 @@ class Kernels(Protocol):
         """Returns a number as the kernels keep it."""
 
     def float_of(self, number: Number) -> float:
-        """Returns such a number as a float; may wait for a device."""
+        """Returns a number of these kernels as a float; may wait for a device."""
 
-    def renormed(self, norm: Number, old: Memory, new: Memory | None = None) -> Number:
+    def updated_norm(self, norm: Number, old: Memory, new: Memory | None = None) -> Number:
         """Returns a sum of squares after k old values were replaced by new ones, or by 0."""
 
     def quantize(self, values: Memory, code: Quantization, key: int, words: NDArray[np.int32]) -> Memory:

@@ -55,21 +55,21 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
             yield collectives.Exchange(dict.fromkeys(others, words), ())
             return request.buffer.copy()
         arrived = yield collectives.Exchange({}, (request.root,))
-        return _like(request.buffer, arrived, request.root)
+        return _as_numbers(request.buffer, arrived, request.root)
     parts = np.array_split(request.buffer, size)
     arrived = yield collectives.Exchange({peer: parts[peer].view(np.int32) for peer in others}, others)
     total = np.zeros_like(parts[rank])
     for peer in range(size):
-        total += parts[rank] if peer == rank else _like(parts[rank], arrived, peer)
+        total += parts[rank] if peer == rank else _as_numbers(parts[rank], arrived, peer)
     if isinstance(request, collectives.ReduceScatter):
         return total
     arrived = yield collectives.Exchange(dict.fromkeys(others, total.view(np.int32)), others)
     return np.concatenate(
-        [total if peer == rank else _like(parts[peer], arrived, peer) for peer in range(size)]
+        [total if peer == rank else _as_numbers(parts[peer], arrived, peer) for peer in range(size)]
     )
 
 
-def _like(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) -> np.ndarray:
+def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) -> np.ndarray:
     """Reads a message as numbers; refuses one of another length, which NumPy might broadcast."""
     words = arrived[peer]
     if words.nbytes != expected.nbytes:
@@ -85,10 +85,10 @@ def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -
 
     def carried(request: Request) -> Synchronization[Any]:
         if request.level == "all":
-            return collectives.alone(request)
+            return collectives.single_request(request)
         return among(request, topology.group(request.level, rank), rank)
 
-    return collectives.translated(coroutine, carried)
+    return collectives.translate_requests(coroutine, carried)
 
 
 def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
@@ -97,17 +97,17 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
 
     def carried(exchange: Any) -> Synchronization[Any]:
         if len(ranks) == 1:
-            return answer_alone(exchange)
+            return answer_for_one_rank(exchange)
         sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
         arrived = yield collectives.Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
         return {places[peer]: words for peer, words in arrived.items()}
 
     steps = by_exchanges(replace(request, level="all"), places[rank], len(ranks))
-    return collectives.translated(steps, carried)
+    return collectives.translate_requests(steps, carried)
 
 
-def answer_alone(request: Request) -> Any:
-    """Returns the answer to a rank that is all ranks; a part of a gradient is read only, so it is no copy."""
+def answer_for_one_rank(request: Request) -> Any:
+    """Returns the answer to a request of a lone rank: a copy, but of a reduce-scatter the buffer."""
     if isinstance(request, collectives.Exchange):
         return {peer: request.sends[peer].copy() for peer in request.sources}
     if isinstance(request, collectives.AllToAll):
@@ -134,11 +134,13 @@ def as_alltoall(request: collectives.Exchange, size: int) -> list[np.ndarray]:
 def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
     """Returns the messages of an exchange by source, from those of all ranks, most of which are empty."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
-    return awaited(came, request.sources, whose)
+    return checked_sources(came, request.sources, whose)
 
 
-def awaited(messages: dict[int, np.ndarray], sources: Collection[int], whose: str) -> dict[int, np.ndarray]:
-    """Returns the messages of an exchange; refuses one of a rank that is no source."""
+def checked_sources(
+    messages: dict[int, np.ndarray], sources: Collection[int], whose: str
+) -> dict[int, np.ndarray]:
+    """Returns the messages; raises if one came from a rank outside `sources`. `whose` begins the error."""
     if strangers := sorted(messages.keys() - set(sources)):
         raise CollectiveMismatchError(
             f"{whose} expected messages from ranks {sorted(sources)}, but ranks {strangers} sent some, too"
@@ -191,7 +193,7 @@ class Rounds:
         return self._answer
 
 
-def known(answer: Any) -> Synchronization[Any]:
-    """Returns an answer without a request."""
+def answer_at_once(answer: Any) -> Synchronization[Any]:
+    """Returns the answer; yields no request."""
     yield from ()
     return answer

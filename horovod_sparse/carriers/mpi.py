@@ -21,9 +21,9 @@ from horovod_sparse.carriers.exchanges import (
     TRANSPORT_VARIABLE,
     Handle,
     Rounds,
-    awaited,
     by_exchanges,
     check_transport,
+    checked_sources,
     transport_asked,
 )
 from horovod_sparse.collectives import Exchange, Request, Words
@@ -183,4 +183,4 @@ class _Messages:
 
     def result(self) -> dict[int, Words]:
         self.carrier._open.discard(self.key)
-        return awaited(self.carrier._inbox.pop(self.key, {}), self.sources, self.whose)
+        return checked_sources(self.carrier._inbox.pop(self.key, {}), self.sources, self.whose)

@@ -96,7 +96,7 @@ def _device(options: argparse.Namespace, launch: Launch) -> str:
 def _measured(
     options: argparse.Namespace, launch: Launch, sparsifiers: list[Sparsifier], extent: Extent
 ) -> Profile:
-    device = launch.agreed(lambda: _device(options, launch))
+    device = launch.run_agreed(lambda: _device(options, launch))
     # ranks that measure different things would wait for each other
     told = {"device": device, "sparsifiers": str([one.describe() for one in sparsifiers])}
     launch.carry_out(compared({**told, "extent": repr(extent)}), None)

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
                 facts |= {"size": launch.placement.size, "controller": launch.controller}
                 if launch.framework == "torch":
                     facts["threads"] = int(importlib.import_module("torch").get_num_threads())
-                rank, everyone = launch.placement.rank, launch.gathered(facts)
+                rank, everyone = launch.placement.rank, launch.gather(facts)
             finally:
                 launch.end()
         else:

@@ -31,7 +31,7 @@ def launcher() -> str:
     return "torchrun" if all(name in os.environ for name in _OF_TORCHRUN) else ""
 
 
-def rank_words() -> str:
+def rank_prefix() -> str:
     """Returns the beginning of an error line under a launch; empty for a process of its own."""
     names = (*_OF_HOROVOD, "RANK") if launcher() else ()
     return next((f"rank {os.environ[name]}: " for name in names if name in os.environ), "")
@@ -73,16 +73,16 @@ class Launch:
 
     def topology(self) -> Topology | None:
         """Returns which ranks share a host; None unless several hosts have as many ranks, from 2."""
-        places = self.gathered(own_place(self.placement))
+        places = self.gather(own_place(self.placement))
         counts = Counter(host for host, _ in places)
         alike = len(counts) > 1 and len(set(counts.values())) == 1 and len(places) > len(counts)
         return Topology.of(places) if alike else None
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Returns a plain value of every rank, in rank order."""
         return list(self.carry_out(shared_lines(value), None))
 
-    def agreed(self, work: Callable[[], Any]) -> Any:
+    def run_agreed(self, work: Callable[[], Any]) -> Any:
         """Returns the result of work on this rank; raises the error of any rank on all of them."""
         result, failure = None, None
         try:

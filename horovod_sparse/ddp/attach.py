@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.ddp.distributed_engine import told_to_others
+from horovod_sparse.ddp.distributed_engine import telling_others
 from horovod_sparse.ddp.gradients import GradientSynchronizer
-from horovod_sparse.ddp.steps import Synchronized, group_of, refuse_hooks, silence, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, refuse_hooks, stop_synchronizing, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.sparsifiers import Sparsifier
@@ -62,7 +62,7 @@ def attach(
         What has the telemetry, and is saved and loaded.
     """
     # those that wait in the first step hear of errors of other ranks here
-    with told_to_others(getattr(model, "process_group", None)):
+    with telling_others(getattr(model, "process_group", None)):
         schedule = Schedule(every, delay)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if isinstance(recipe, Sparsifier):
@@ -88,7 +88,7 @@ def attach(
             raise ArgumentError("optimizer", optimizer, allowed)
         recipe, group = recipe_for(optimizer, recipe), group_of(model, wrappers, replicas)
         made = Synchronized(model, recipe, optimizer, group, settings, schedule)
-        silence(wrappers)
+        stop_synchronizing(wrappers)
         return made
 
 

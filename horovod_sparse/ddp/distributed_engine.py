@@ -64,8 +64,8 @@ def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
 
 
 @contextlib.contextmanager
-def told_to_others(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Has the others hear of errors of this rank, where there are others."""
+def telling_others(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Sends an error that is raised within this context to the other ranks."""
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     try:
         yield
@@ -85,8 +85,8 @@ def say_attached(group: dist.ProcessGroup | None) -> None:
         _attached[group.group_name] += 1
 
 
-def call_roll(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadline:
-    """Waits until all ranks have come to the first step; what they wait with from then on.
+def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadline:
+    """Waits until all ranks have come to the first step; returns the deadline of later collectives.
 
     An error of a rank that could not attach is raised; the deadline's says which ranks have not come.
     """
@@ -100,16 +100,16 @@ def call_roll(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadl
         waited = time.monotonic() - since
         if waited > min(_QUIET_SECONDS, deadline.seconds) and not said:
             said = True
-            _log.warning("waiting for %s", _words(missing, number, store))
+            _log.warning("waiting for %s", _missing_words(missing, number, store))
         if waited > deadline.seconds:
-            what = f"the first step ({_words(missing, number, store)})"
+            what = f"the first step ({_missing_words(missing, number, store)})"
             raise DeadlineError(what, 0, deadline.seconds, dict.fromkeys(missing, ""))
         time.sleep(_LOOK_SECONDS)
     _begun[group.group_name] += 1
     return deadline
 
 
-def _words(missing: list[int], number: int, store: GroupStore) -> str:
+def _missing_words(missing: list[int], number: int, store: GroupStore) -> str:
     absent = [one for one in missing if store("attached", f"{number}.{one}") is None]
     if absent:
         return f"ranks {absent}, which have not attached: all ranks call attach, or make LocalSteps"
@@ -154,9 +154,9 @@ class DistributedEngine:
         return dist.group.WORLD if self._group is None else self._group
 
     def running(self) -> Communicator:
-        """Carries out coroutines; made when it is asked for first."""
+        """Returns the communicator; the first call waits for all ranks' first step, and makes it."""
         if self.communicator is None:
-            deadline = call_roll(self.group, self._deadline_seconds)
+            deadline = await_first_step(self.group, self._deadline_seconds)
             self.communicator = Communicator(Carrier(self.group), deadline)
         return self.communicator
 

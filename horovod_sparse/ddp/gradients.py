@@ -109,7 +109,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _add_parts(self, parts: Any) -> None:
         super()._add_parts(parts)
         for part in parts:
-            part.told, part.keeps_sum = self._tells, self._of_ddp
+            part.tells_absent, part.keeps_sum = self._tells, self._of_ddp
         if self._of_ddp:
             self.watch(parameter for part in parts for parameter in part.given)
 
@@ -230,11 +230,11 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             for parameter in self._part_of:  # the optimizer passes over parameters without gradients
                 parameter.grad = None
 
-    def _waited(self) -> list[BaseException]:
+    def _wait_for_failures(self) -> list[BaseException]:
         if not self._tells or not self.parts:
-            return super()._waited()
+            return super()._wait_for_failures()
         told = self.starter.start("present", shared_lines(hex(present_in(self.parts))))
-        failures = super()._waited()
+        failures = super()._wait_for_failures()
         self.starter.wait([told])
         somewhere = functools.reduce(operator.or_, (int(bits, 16) for bits in told.value()))
         for part in self.parts:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from horovod_sparse.ddp.distributed_engine import DistributedEngine, told_to_others
-from horovod_sparse.ddp.steps import OverGroup, group_of, silence, wrappers_of
+from horovod_sparse.ddp.distributed_engine import DistributedEngine, telling_others
+from horovod_sparse.ddp.steps import OverGroup, group_of, stop_synchronizing, wrappers_of
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
 
@@ -63,13 +63,13 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         process_group: dist.ProcessGroup | None = None,
         **options: Unpack[LocalOptions],
     ) -> None:
-        with told_to_others(process_group):
+        with telling_others(process_group):
             schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
             optimizer = stepping(optimizer, model)
             wrappers = wrappers_of(model)
             if process_group is None or not wrappers:
                 process_group = group_of(model, wrappers, process_group, "process_group")
-            silence(wrappers)
+            stop_synchronizing(wrappers)
             engine = DistributedEngine(
                 *(model, schedule.recipe, optimizer), process_group, settings.deadline_seconds
             )

@@ -38,7 +38,7 @@ class OverGroup:
         super().agree(**how)  # type: ignore[misc]
         self.starter.label = self.label
 
-    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
+    def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
         if self.engine.within is None:
             return failures
         failure = carry_out(worst_of_all(worst(failures) if failures else None), self.engine.within)
@@ -106,8 +106,8 @@ def refuse_hooks(model: DistributedDataParallel) -> None:
         )
 
 
-def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Leaves gradients on their ranks: none of these synchronizes any more."""
+def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Stops the wrappers from synchronizing: gradients stay on their ranks."""
     for one in wrappers:
         refuse_hooks(one)
         claim(None, one.parameters())

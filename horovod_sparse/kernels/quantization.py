@@ -161,8 +161,8 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
     counters = np.arange(CHUNK, dtype=np.int32) * np.int32(signed(COUNTER))
     for start, stop in windows(n, length, CHUNK):
         part = values[start:stop]
-        below = (part < 0).view(np.uint8)
-        planes, numbers = [below], np.ones(part.size, np.uint8)
+        negative = (part < 0).view(np.uint8)
+        planes, numbers = [negative], np.ones(part.size, np.uint8)
         if code.levels:
             sizes = np.abs(part)
             sizes *= spread(inverse, start, stop, length)
@@ -177,7 +177,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
         for place, plane in enumerate(planes):
             padded = np.pad(plane, (0, -plane.size % WORD)) if plane.size % WORD else plane
             here[:, place] = np.packbits(padded, bitorder="little").view(np.uint32)
-        np.subtract(part, _signed_floats(numbers, below, units, start, length), out=rest[start:stop])
+        np.subtract(part, _dequantize(numbers, negative, units, start, length), out=rest[start:stop])
     return rest
 
 
@@ -190,12 +190,12 @@ def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> N
     for start, stop in windows(n, length, CHUNK):
         total = np.zeros(stop - start, out.dtype)
         for rank, here in enumerate(codes[:, start // WORD : -(-stop // WORD)]):
-            below, *bits = (unpacked(here[:, place], stop - start) for place in range(code.planes))
-            numbers = bits.pop() if bits else np.ones_like(below)
+            negative, *bits = (unpacked(here[:, place], stop - start) for place in range(code.planes))
+            numbers = bits.pop() if bits else np.ones_like(negative)
             for plane in reversed(bits):  # faster than shifts
                 numbers += numbers
                 numbers += plane
-            total += _signed_floats(numbers, below, units[rank], start, length)
+            total += _dequantize(numbers, negative, units[rank], start, length)
         out[start:stop] = total
     return units
 
@@ -205,13 +205,13 @@ def unpacked(words: NDArray[np.uint32], count: int) -> NDArray[np.uint8]:
     return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=count, bitorder="little")
 
 
-def _signed_floats(
-    numbers: NDArray[np.uint8], below: NDArray[np.uint8], units: Array, start: int, length: int
+def _dequantize(
+    numbers: NDArray[np.uint8], negative: NDArray[np.uint8], units: Array, start: int, length: int
 ) -> Array:
-    """Returns what numbers of units, with their signs, stand for; overwrites both arrays of bytes."""
-    np.negative(below, out=below)
-    numbers ^= below
-    numbers -= below
+    """Returns numbers times units, minus where `negative` is 1; overwrites both arrays of bytes."""
+    np.negative(negative, out=negative)
+    numbers ^= negative
+    numbers -= negative
     floats = numbers.view(np.int8).astype(units.dtype)
     floats *= spread(units, start, start + numbers.size, length)
     return floats

@@ -99,7 +99,7 @@ class TorchAccumulator(Accumulator):
 
 
 class TensorKernels(Kernels):
-    """PyTorch's tensors; `where` and a sum of squares are tensors, so that the host waits only for results.
+    """Kernels on PyTorch tensors; `where` and sums of squares stay on the device, so the host seldom waits.
 
     A threshold will find about as many elements as are `expected`; `bodies` are `plain_kernels`, or a module
     with its functions.
@@ -156,7 +156,7 @@ class TensorKernels(Kernels):
         self._pending = PendingCopy(report)
         return PendingReport(self._pending, step), report[2:3]
 
-    def leaning(self, report: FoldReport, stood: Any, signs: Any, rule: FoldRule) -> FoldReport:
+    def with_lean(self, report: FoldReport, stood: Any, signs: Any, rule: FoldRule) -> FoldReport:
         before, after, moment = (one.double() for one in stood)
         along, factors = to_device(signs, self._device), rule.factors(self.dtype).tolist()
         lean = gradients.lean_of(before, after, moment, along, factors, torch)
@@ -167,10 +167,10 @@ class TensorKernels(Kernels):
             self._factors = factors, to_device(factors, self._device)
         return self._factors[1]
 
-    def take_out(self, values: Tensor, companion: Tensor | None, gradient: Tensor, rule: FoldRule) -> None:
+    def undo_fold(self, values: Tensor, companion: Tensor | None, gradient: Tensor, rule: FoldRule) -> None:
         step = gradient if rule.clip_norm is None else clipped(gradient, rule.clip_norm)
         step = step.reshape(-1).to(self._kind)
-        gradients.take_out(values, companion, step, rule, rule.factors(self.dtype).tolist(), torch)
+        gradients.undo_fold(values, companion, step, rule, rule.factors(self.dtype).tolist(), torch)
 
     def assign(self, values: Tensor, new: Any) -> None:
         new = new.detach() if isinstance(new, Tensor) else torch.from_numpy(np.array(new))
@@ -257,7 +257,7 @@ class TensorKernels(Kernels):
     def float_of(self, number: Tensor) -> float:
         return float(to_host(number)[0])
 
-    def renormed(self, norm: Tensor, old: Tensor, new: Tensor | None = None) -> Tensor:
+    def updated_norm(self, norm: Tensor, old: Tensor, new: Tensor | None = None) -> Tensor:
         left = (norm - self.squares(old)).clamp_(min=0.0)
         return left if new is None else left + self.squares(new)
 

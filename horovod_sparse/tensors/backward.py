@@ -37,7 +37,7 @@ def _remove(handles: Iterable[Any]) -> None:
 
 
 class GradientTraining(Training):
-    """Starts every bucket when its last gradient is there; nothing waits but `synchronize`.
+    """Starts every bucket with its last gradient; only `synchronize` waits.
 
     Attributes:
         optimizer: of the parameters; None where nobody has given one.
@@ -63,8 +63,8 @@ class GradientTraining(Training):
         self.skipped: BaseException | None = None
         #: backward passes that each gradient lacks, where a step has several
         self.delays: dict[torch.Tensor, int] = {}
-        #: complete, but to be started by `synchronize`: what was taken may not be changed until then
-        self._kept_back: list[GradientBucket] = []
+        #: complete parts that `synchronize` starts: their gradients may not be changed until then
+        self._deferred_parts: list[GradientBucket] = []
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
         self._handles, self._watched = list[Any](), set[torch.Tensor]()
@@ -97,8 +97,8 @@ class GradientTraining(Training):
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
             self.join_new_parameters()
 
-    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
-        """Adds failures of ranks that do not exchange with this one, but have to step alike."""
+    def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
+        """Returns the failures, or those of all ranks that train shards of the same parameters."""
         return failures
 
     #: True where replicas are compared before a step is applied; else whoever steps compares behind it
@@ -112,12 +112,12 @@ class GradientTraining(Training):
             self._carry_out(self.drift.run(self.step, entries))
 
     def compare_if_due(self) -> None:
-        """Compares where ranks have come to the next comparison."""
+        """Compares the ranks' models if a comparison is due at this step."""
         if self.step >= self.drift.next_step:
             self.compare()
 
-    def forget(self, *, alike: bool) -> None:
-        """Drops what the driver has put off for a step that is cancelled."""
+    def cancel_collectives(self, *, alike: bool) -> None:
+        """Cancels the driver's collectives of a step; `alike`: all ranks cancel it after the same rounds."""
 
     #: raises a better error in place of one, if there is any
     explain: Callable[[BaseException], None] = staticmethod(lambda error: None)
@@ -125,7 +125,7 @@ class GradientTraining(Training):
     # gradients come
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Hears of the gradients of these parameters from now on, once each, whatever parts they come to."""
+        """Registers `on_gradient` as a hook of these parameters, once each."""
         new = [one for one in parameters if one not in self._watched]
         self._watched |= set(new)
         # bound to a weak reference: PyTorch's garbage collection does not see what hooks refer to
@@ -163,7 +163,7 @@ class GradientTraining(Training):
     def synchronize(self) -> None:
         """Waits for all buckets, and puts their sums in place of the gradients.
 
-        Every error is raised on all ranks alike, and the step is given up whole. Where a loss scaler looks
+        Every error is raised on all ranks alike, and the whole step is cancelled. Where a loss scaler looks
         for them, or with `on_nonfinite="skip"`, gradients that are not finite raise nothing.
 
         Raises:
@@ -171,9 +171,9 @@ class GradientTraining(Training):
         """
         if not self.under_way:
             self._begin()
-            self.loss_scale.settle()
+            self.loss_scale.note_expected()
         idle_before = self.starter.idle_seconds
-        taken = (part for part in self.parts if part.task is not None or part in self._kept_back)
+        taken = (part for part in self.parts if part.task is not None or part in self._deferred_parts)
         edited = [name for part in taken for name in part.edited()]  # after their synchronization had begun
         try:
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
@@ -184,22 +184,22 @@ class GradientTraining(Training):
             for part in self.parts:
                 if part.task is None:
                     self._start(part, refused=bool(edited))
-            failures = self._waited()
+            failures = self._wait_for_failures()
             if self.compares_first and not failures:
                 self.compare_if_due()
         except errors.DeadlineError:
-            self.give_up()
+            self.cancel_step()
             raise
         except errors.HorovodSparseError as error:
             # what hooks have begun is ended first: its names are the collectives' until then
             self.finish_pending()
-            self.of_all([error])
+            self.failures_of_all_shards([error])
             raise
         except BaseException as error:
-            self.give_up()
+            self.cancel_step()
             self.explain(error)
             raise
-        if failures := self.of_all(failures):
+        if failures := self.failures_of_all_shards(failures):
             self._refuse(failures, edited)
             return
         reports = [part.apply() for part in self.parts]
@@ -207,8 +207,8 @@ class GradientTraining(Training):
         self.step += 1
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
 
-    def _waited(self) -> list[BaseException]:
-        """Waits for what was started; returns what went wrong in it."""
+    def _wait_for_failures(self) -> list[BaseException]:
+        """Waits for all started buckets; returns their errors."""
         tasks = [part.task for part in self.parts if part.task is not None]
         self.starter.wait(tasks)
         return [task.error for task in tasks if task.error is not None]
@@ -218,11 +218,11 @@ class GradientTraining(Training):
         verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:
-            self.give_up(drop=drop, alike=True)
+            self.cancel_step(drop=drop, alike=True)
             self.parts[0].given[0].grad.fill_(torch.inf)  # for the scaler to find
             self.overflow = error
             return
-        self.give_up(drop=drop, alike=isinstance(error, _ALIKE))
+        self.cancel_step(drop=drop, alike=isinstance(error, _ALIKE))
         if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
             self.compare()  # where parameters of one rank are not finite all would skip for ever
@@ -232,9 +232,9 @@ class GradientTraining(Training):
             error.where[self.rank] = some_of(edited)
         raise error
 
-    def give_up(self, *, drop: bool = False, alike: bool = False) -> None:
-        """Takes the step back as far as it came: gradients are zeros, selections return to residuals."""
-        self.forget(alike=alike)
+    def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
+        """Rolls the step back: gradients become zeros, selections return to residuals."""
+        self.cancel_collectives(alike=alike)
         for part in self.parts:
             if part.task is not None:
                 part.abandon(drop=drop)
@@ -243,7 +243,7 @@ class GradientTraining(Training):
         self.make_ready()
 
     def finish_pending(self, *, drop: bool = False) -> None:
-        """Ends a step that is under way, and gives it up: every rank has to do so. Gradients may be dropped.
+        """Finishes the collectives of a step under way, and cancels that step: every rank has to do so.
 
         If the collectives have failed there is nothing to wait for.
         """
@@ -255,10 +255,10 @@ class GradientTraining(Training):
                 for part in self.parts:
                     if part.task is None:
                         self._start(part)
-                failures = self._waited()
+                failures = self._wait_for_failures()
                 alike = not failures or isinstance(worst(failures), _ALIKE)
         finally:
-            self.give_up(drop=drop, alike=alike)
+            self.cancel_step(drop=drop, alike=alike)
 
     def make_ready(self) -> None:
         """Prepares for the first gradient of the next step."""
@@ -266,7 +266,7 @@ class GradientTraining(Training):
             part.task, part.num_missing = None, len(part.names)
         for parameter in self.delays:
             self.delays[parameter] = self.optimizer.backward_passes_per_step
-        self.under_way, self._kept_back, self.num_started = False, [], 0
+        self.under_way, self._deferred_parts, self.num_started = False, [], 0
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns this rank's entry, of tensors, numbers and strings alone (for ``weights_only=True``)."""
@@ -277,9 +277,9 @@ class GradientTraining(Training):
         return super().save(**more)
 
     def retire(self) -> None:
-        """Hears of no gradient any more. A step that is under way is given up."""
+        """Removes the hooks, and cancels a step under way."""
         self.is_retired = True
         _remove(self._handles)
         self._handles = []
         if self.under_way:
-            self.give_up()
+            self.cancel_step()

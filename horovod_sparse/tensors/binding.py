@@ -87,18 +87,18 @@ class Binding(Steps):
         #: what was loaded into the optimizer, by parameter, until there are parts
         self._loaded: dict[torch.Tensor, Mapping[str, Any]] = {}
         self._loss_scale = 1.0
-        #: what a loss scaler has told the optimizer for this step
-        self._told_by_scaler: tuple[Any, ...] = (None, None)
+        #: found_inf and grad_scale, which a loss scaler has set at the optimizer for this step
+        self._scaler_found: tuple[Any, ...] = (None, None)
         super().__init__(engine, recipe, settings, schedule, averaged)
         former = getattr(optimizer, "_horovod_sparse", None)
         # a trainer may have loaded before, and plain PyTorch may have trained
-        self._loaded = _with_moments(optimizer.state if former is None else former.copied()["state"])
+        self._loaded = _with_moments(optimizer.state if former is None else former.state_for_copy()["state"])
         if former is not None:
             former.detach()  # the one that was made last has the optimizer
         optimizer._horovod_sparse = self
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(self._step_pre_hook),
+            optimizer.register_step_post_hook(self._step_post_hook),
         ]
         self._handles += [
             optimizer.register_state_dict_pre_hook(self._before_saving),
@@ -113,7 +113,7 @@ class Binding(Steps):
             optimizer.state[one].setdefault("step", torch.tensor(0.0))
             optimizer.state[one].pop("exp_avg", None)
         # copies and pickles have no hooks: PyTorch's own step has to find its state there
-        optimizer.__getstate__ = self.copied
+        optimizer.__getstate__ = self.state_for_copy
         # a loss scaler leaves a step to who can do without it, and so every rank enters every exchange
         optimizer._step_supports_amp_scaling = True
 
@@ -122,14 +122,14 @@ class Binding(Steps):
         for handle in self._handles:
             handle.remove()
         self.roll_back()
-        self.optimizer.state = defaultdict(dict, without_own(self.copied()["state"]))
+        self.optimizer.state = defaultdict(dict, without_own(self.state_for_copy()["state"]))
         for name in ("_horovod_sparse", "_step_supports_amp_scaling", "__getstate__"):
             self.optimizer.__dict__.pop(name, None)
 
-    def copied(self) -> dict[str, Any]:
+    def state_for_copy(self) -> dict[str, Any]:
         """Returns what a copy of the optimizer has: enough for PyTorch's own step, and for `attach`."""
         self._before_saving(None)
-        state = self._completed(_with_moments(self.optimizer.state))
+        state = self._standalone_states(_with_moments(self.optimizer.state))
         return {**type(self.optimizer).__getstate__(self.optimizer), "state": defaultdict(dict, state)}
 
     # a step of the optimizer
@@ -138,18 +138,18 @@ class Binding(Steps):
         return (one for group in self.optimizer.param_groups for one in group["params"])
 
     @torch._disable_dynamo
-    def _before(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Has the optimizer call `_take` first, which stands behind all hooks that look at gradients."""
+    def _step_pre_hook(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Has the optimizer call `_take_gradients` first, after all hooks that read gradients."""
         given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         others = {name: one for name, one in named.items() if name != "closure"}
-        return (arguments[0], partial(self._take, given)), others
+        return (arguments[0], partial(self._take_gradients, given)), others
 
     @torch._disable_dynamo
-    def _take(self, closure: Callable[[], Any] | None) -> Any:
-        """Runs a closure, and takes the gradients away."""
+    def _take_gradients(self, closure: Callable[[], Any] | None) -> Any:
+        """Runs the closure, and moves the gradients from the parameters to `_gradients`."""
         loss = None if closure is None else closure()
         # read here: hooks may change gradients until now
-        self._told_by_scaler = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
+        self._scaler_found = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
         if self.is_scaled:  # some optimizers of PyTorch refuse these where they have no gradients
             self.optimizer.found_inf = self.optimizer.grad_scale = None
         self._gradients = {one: one.grad for one in self._trained()}
@@ -159,14 +159,14 @@ class Binding(Steps):
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def _after(self, optimizer: Any, arguments: Any, named: Any) -> None:
-        found, scale = self._told_by_scaler
+    def _step_post_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        found, scale = self._scaler_found
         try:
             if self.is_scaled:
                 optimizer.found_inf, optimizer.grad_scale = found, scale
             self._loss_scale = 1.0 if scale is None else float(scale)
             self.meet()
-            self._prepare()
+            self._prepare_parts()
             self.pass_(overflowed=found is not None and bool(found))
         finally:
             for one, gradient in self._gradients.items():
@@ -178,7 +178,7 @@ class Binding(Steps):
     def finish(self) -> None:
         if not self.facts:  # this rank has had no batch
             self.meet()
-        self._prepare()  # there are no gradients: nothing of this rank is sent any more
+        self._prepare_parts()  # there are no gradients: nothing of this rank is sent any more
         super().finish()
 
     # the optimizer's own state
@@ -186,15 +186,15 @@ class Binding(Steps):
     def build(self, plan: Plan) -> None:
         """Makes parts, and shows their memory in the optimizer's state."""
         super().build(plan)
-        self._expose()
+        self._show_memory()
 
-    def _expose(self) -> None:
-        """Puts second moment or velocity, and residual, into the optimizer's state."""
+    def _show_memory(self) -> None:
+        """Puts views of the residual, and of second moment or velocity, into the optimizer's state."""
         for part in self.parts:
             memory = part.bucket.accumulator.memory()
             names = RESIDUAL, self._rule.moment
             for number, parameter in enumerate(part.given):
-                views = [part.view(number, one) for one in memory]
+                views = [part.parameter_view(number, one) for one in memory]
                 self.optimizer.state[parameter].update(zip(names, views, strict=False))
 
     def _before_saving(self, _: Any) -> None:
@@ -209,9 +209,9 @@ class Binding(Steps):
     def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
         order = [number for group in saved["param_groups"] for number in group["params"]]
         moved = dict(zip(self._trained(), order, strict=True))
-        saved["state"] = self._completed(saved["state"], moved)
+        saved["state"] = self._standalone_states(saved["state"], moved)
 
-    def _completed(
+    def _standalone_states(
         self, states: Mapping[Any, Mapping[str, Any]], keys: Mapping[torch.Tensor, Any] | None = None
     ) -> dict[Any, dict[str, Any]]:
         """Returns copies of states that an optimizer goes on from without this package.
@@ -229,10 +229,10 @@ class Binding(Steps):
                 residual.index_add_(0, where, torch.as_tensor(values).to(residual))
             for number, parameter in enumerate(part.given):
                 state = found[parameter if keys is None else keys[parameter]]
-                state[RESIDUAL] = part.view(number, residual)
+                state[RESIDUAL] = part.parameter_view(number, residual)
                 if self._rule.moment == "exp_avg_sq":
-                    older, moment = part.older(number), state["exp_avg_sq"]
-                    state["exp_avg_sq"] = moment if older == 1.0 else moment / older
+                    ratio, moment = part.moment_ratio(number), state["exp_avg_sq"]
+                    state["exp_avg_sq"] = moment if ratio == 1.0 else moment / ratio
                     state["exp_avg"] = torch.zeros_like(moment)
         return found
 
@@ -241,7 +241,7 @@ class Binding(Steps):
         self._uncast = saved
 
     def _after_loading(self, _: Any) -> None:
-        """Goes on from second moments and residual that any trainer has saved, or PyTorch's optimizer."""
+        """Takes over second moments and residuals from a state of any trainer, or of PyTorch's optimizer."""
         saved, self._uncast = self._uncast, {}
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         of_parameter = dict(zip(self._trained(), numbers, strict=True))
@@ -253,7 +253,7 @@ class Binding(Steps):
             self._take_over()
 
     def _take_over(self) -> None:
-        """Puts what was loaded into the parts; ranks agree in the next pass where they stand."""
+        """Copies loaded states into the parts; ranks compare their steps in the next pass."""
         loaded, self._loaded = self._loaded, {}
         if not loaded:
             return
@@ -275,10 +275,10 @@ class Binding(Steps):
             self.step = max(self.step, steps // self.schedule.every)
             for moments in filled[1:]:
                 for number, place in enumerate(part.places):
-                    moments[slice(*place)] *= part.older(number)
+                    moments[slice(*place)] *= part.moment_ratio(number)
             part.bucket.load(filled)
         self._agreed_under = None
-        self._expose()
+        self._show_memory()
 
     # this rank's exact state
 
@@ -302,11 +302,11 @@ class Binding(Steps):
         self.load(None if entry is None else checked_entry(self, entry))
         known = {name: one.age for name, one in self._progress().items()} if entry is not None else {}
         self.ages.update(known | (entry or {}).get("ages", {}))
-        self._expose()
+        self._show_memory()
 
     @property
     def is_scaled(self) -> bool:
-        return self._told_by_scaler[0] is not None
+        return self._scaler_found[0] is not None
 
     def meet(self) -> None:
         """Makes the first parts, and parts for parameters added since."""
@@ -315,11 +315,11 @@ class Binding(Steps):
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
             self._take_over()
         elif self.engine.facts(self.facts):
-            self.settle()  # what is under way knows nothing of new parameters
+            self.settle()  # an exchange in flight does not include new parameters
             self.join_new_parameters()
 
-    def _prepare(self) -> None:
-        """Has parts read the optimizer's settings, and gradients, for this pass."""
+    def _prepare_parts(self) -> None:
+        """Gives every part its optimizer's hyperparameters and its gradients for this pass."""
         for part in self.parts:
             settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)

@@ -65,7 +65,7 @@ def save(
     given, training = training, _training_of(training)
     made, failure = dict[str, Any](), None
     try:  # here: local steps wait for what is in flight, in the thread that carries `save_together` out
-        made = _made(given, training, model)
+        made = _make_entry(given, training, model)
     except Exception as error:
         failure = error
 
@@ -80,7 +80,7 @@ def save(
     return step
 
 
-def _made(given: Any, training: Any, model: torch.nn.Module | None) -> dict[str, Any]:
+def _make_entry(given: Any, training: Any, model: torch.nn.Module | None) -> dict[str, Any]:
     if training is given:
         entry = training.state_dict()
         with getattr(training, "common", contextlib.nullcontext)():  # without: a warning that ranks differ
@@ -92,7 +92,7 @@ def _made(given: Any, training: Any, model: torch.nn.Module | None) -> dict[str,
     kept: dict[str, Any] = {"optimizer": {"state": states, "param_groups": own.get("param_groups", [])}}
     if model is not None:
         kept["model"] = inner_of(model).state_dict()
-    plain: dict[str, Any] = _plain({**entry, "training": kept})
+    plain: dict[str, Any] = _to_arrays({**entry, "training": kept})
     return plain
 
 
@@ -131,7 +131,7 @@ def load(
     def check(entry: Mapping[str, Any]) -> None:
         if not training.facts:
             training.meet()
-        checked_entry(training, _live(entry))
+        checked_entry(training, _to_tensors(entry))
         kept = _kept_in(entry)
         if optimizer is not None:
             check_groups(optimizer, kept.get("optimizer"))
@@ -145,7 +145,7 @@ def load(
     kept = _kept_in(entry)
     if model is not None:
         inner_of(model).load_state_dict(kept["model"])
-    entry = _live({key: value for key, value in entry.items() if key != "training"})
+    entry = _to_tensors({key: value for key, value in entry.items() if key != "training"})
     if optimizer is not None:
         optimizer.load_state_dict({**kept["optimizer"], ENTRY: entry})
     if training is given:  # an optimizer of Horovod's has passed the entry on
@@ -172,7 +172,7 @@ def _training_of(given: Any) -> Any:
 
 def _kept_in(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the states of the optimizer and the model."""
-    kept = _live(entry.get("training"))
+    kept = _to_tensors(entry.get("training"))
     if not isinstance(kept, dict):
         raise StateMismatchError("the checkpoint is not one of PyTorch: it has no optimizer")
     return kept
@@ -192,8 +192,8 @@ def _check_model(model: torch.nn.Module, saved: Any) -> None:
         )
 
 
-def _plain(state: Any) -> Any:
-    """Puts arrays in place of a state_dict's tensors."""
+def _to_arrays(state: Any) -> Any:
+    """Replaces the tensors of a nested state by NumPy arrays."""
 
     def plain(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -208,8 +208,8 @@ def _plain(state: Any) -> Any:
     return _pytree.tree_map(plain, state)
 
 
-def _live(state: Any) -> Any:
-    """Inverts `_plain`."""
+def _to_tensors(state: Any) -> Any:
+    """Inverts `_to_arrays`."""
 
     def live(value: Any) -> Any:
         if isinstance(value, dict):

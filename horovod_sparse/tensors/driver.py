@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from horovod_sparse.carriers.exchanges import Handle, answer_alone
+from horovod_sparse.carriers.exchanges import Handle, answer_for_one_rank
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import DeadlineError, UnsupportedError
 from horovod_sparse.training.deadline import Deadline
@@ -89,7 +89,7 @@ class Driver:
                     coroutine.close()
                     self._finish(task, error=self._kind_of_failure("Horovod was shut down meanwhile"))
                 elif done:
-                    self._take(task, coroutine, handle)
+                    self._take_result(task, coroutine, handle)
                 else:
                     num_vain += 1
                     if num_vain == patience:
@@ -99,7 +99,7 @@ class Driver:
         return moved
 
     def wait(self, tasks: Iterable[Task] | None = None, meanwhile: Callable[[], None] | None = None) -> None:
-        """Waits until tasks are done, and resumes every parked one; see `Task.value` for what they raise."""
+        """Waits until tasks are done, and resumes every parked one; `Task.value` raises their errors."""
         awaited = None if tasks is None else list(tasks)
         self.advance()
         idle_since, looking = time.perf_counter(), 0.0
@@ -139,11 +139,10 @@ class Driver:
                     raise
 
     def clear(self, *, forget: bool = True) -> None:
-        """Gives up every task under way, without waiting for other ranks (after a failure, or a reset).
+        """Cancels every task under way, without waiting for other ranks (after a failure, or a reset).
 
-        Coroutines are closed, and their error is the failure, or says that they were given up. So is what
-        carries messages beside the library, unless nothing is under way (`forget=False`): others may still
-        need what was sent.
+        Tasks get the failure as their error, or one that says so. With `forget` messages of MPI are dropped,
+        too; without, other ranks may still receive them.
         """
         error = self._failure or UnsupportedError("the synchronization was given up before its end")
         for task, coroutine, _ in list(self.parked.values()):
@@ -152,7 +151,7 @@ class Driver:
         if forget:
             self._forget()
 
-    def _take(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
+    def _take_result(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
         """Takes a collective's result and goes on with the coroutine."""
         try:
             answer = handle.result()
@@ -170,7 +169,7 @@ class Driver:
             request = coroutine.send(answer)
             while self._size() == 1:
                 task.num_rounds += 1
-                request = coroutine.send(answer_alone(request))
+                request = coroutine.send(answer_for_one_rank(request))
             handle = self._start(request, f"{self.label}{task.name}.{task.num_rounds}")
         except StopIteration as stop:
             self._finish(task, result=stop.value)

@@ -99,7 +99,8 @@ class GradientMemory:
 HOST = GradientMemory()
 
 
-def memory_of(device: torch.device, name: str) -> GradientMemory:
+def gradient_memory(device: torch.device, name: str) -> GradientMemory:
+    """Returns the memory of a device; `name` is the parameter that an error says."""
     if device.type in HOST_DEVICES:
         return HOST
     # by its name: it derives from what is here, and is loaded with the first gradient on a device
@@ -138,7 +139,7 @@ class ParameterBucket(BucketPart):
         self.layouts = [
             torch.empty_strided(one.shape, layout.memory_strides(one), device="meta") for one in own
         ]
-        self.memory = memory or memory_of(self.device, spec.names[0])
+        self.memory = memory or gradient_memory(self.device, spec.names[0])
         super().__init__(
             *(spec, [one.shape for one in own], place, layout.dtype_name(own[0]) or "unknown"),
             memory=self.memory.accumulator,
@@ -163,11 +164,11 @@ class GradientBucket(ParameterBucket):
     """A bucket whose gradients are exchanged. On the host none is copied, and each stays autograd's tensor.
 
     Attributes:
-        told: whether ranks tell each other which parameters have a gradient. Else a parameter that is trained
-            and has none has one of zeros.
+        tells_absent: whether ranks tell each other which parameters have a gradient. If not, a trained
+            parameter without a gradient has one of zeros.
         absent: numbers of those without a gradient: nothing of them is sent.
         unused: numbers of those that have none on any rank, and get none.
-        streams: told of every gradient that is written, where there are several.
+        streams: CUDA streams that write the gradients; None on other devices.
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
         scale: see `Bucket.step`.
@@ -176,7 +177,7 @@ class GradientBucket(ParameterBucket):
         last_sum: places and values of the last sum, where `keeps_sum` asks for them.
     """
 
-    told = keeps_sum = False
+    tells_absent = keeps_sum = False
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class GradientBucket(ParameterBucket):
         self.unused: list[int] = []
         self.carried: tuple[np.ndarray, np.ndarray] | None = None
         self.last_sum: tuple[np.ndarray, np.ndarray] | None = None
-        self._shown: float | None = None
+        self._noted_first: float | None = None
 
     def start(
         self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, refused: bool = False
@@ -224,7 +225,7 @@ class GradientBucket(ParameterBucket):
         if self.streams is not None:
             step = self.streams.run(step)
         name = self.name + turn
-        if self.absent and not self.told:  # ranks that have frozen others must not meet
+        if self.absent and not self.tells_absent:  # ranks that have frozen others must not meet
             name += " without " + ", ".join(self.names[number] for number in self.absent)
         self.task = driver.start(name, step)
 
@@ -244,15 +245,17 @@ class GradientBucket(ParameterBucket):
         self.absent = self.unused = [
             number
             for number, parameter in enumerate(self.given)
-            if parameter.grad is None and not self._all_get and (self.told or not parameter.requires_grad)
+            if parameter.grad is None
+            and not self._all_get
+            and (self.tells_absent or not parameter.requires_grad)
         ]
         self._flat = []
         for gradient, like in zip(gradients, self.layouts, strict=True):
             if gradient is None:
                 self._flat.append(torch.zeros(like.numel(), dtype=self.kind, device=self.device))
             else:
-                own = self._own(gradient)
-                self._flat.append(_line(own.to_dense() if own.is_sparse else own, like))
+                own = self._local_gradient(gradient)
+                self._flat.append(_flat_view(own.to_dense() if own.is_sparse else own, like))
         if self.carried is not None:
             self._take_away(*self.carried)
         self._taken = [
@@ -279,13 +282,13 @@ class GradientBucket(ParameterBucket):
                 changed.append(self.names[number])
             elif now is not None and probed is not None and not now.is_sparse:
                 # in memory of its own, or another type's, it is the same gradient while its values are
-                there = _line(self._own(now), self.layouts[number])
+                there = _flat_view(self._local_gradient(now), self.layouts[number])
                 if there.dtype == self.kind and not torch.equal(probed, _probed(there)):
                     changed.append(self.names[number])
         return changed
 
     def apply(self) -> BucketReport:
-        """Puts the scaled sum over ranks, once the task is done, where the gradients are."""
+        """Overwrites the gradients with the scaled sum over ranks; called once the task is done."""
         task = self.task
         if task is None or not task.done:
             raise RuntimeError("the synchronization is not done: this is a bug, please report it")
@@ -305,7 +308,7 @@ class GradientBucket(ParameterBucket):
         return dataclasses.replace(report, wait_seconds=task.waited_seconds, apply_seconds=took)
 
     def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
-        """Puts a sum, times a scale, in place of the gradients; returns how many different elements it has.
+        """Overwrites the gradients with a sum times a scale; returns how many different indices the sum has.
 
         Indices are None where the values are those of all elements, in their order.
         """
@@ -321,23 +324,23 @@ class GradientBucket(ParameterBucket):
         num_union = self.memory.write(new, self.places, indices, values, scale)
         for number, (target, made) in enumerate(zip(targets, new, strict=True)):
             if target is None and number not in self.unused:
-                self._give(number, made)
+                self._set_gradient(number, made)
         self._taken, self._flat = [], []
         return num_union
 
     def _target(self, number: int) -> torch.Tensor | None:
         """Returns a parameter's gradient in its layout's order, to write to; None if it has another form."""
         gradient, like = self.given[number].grad, self.layouts[number]
-        if gradient is None or (own := self._own(gradient)).is_sparse:
+        if gradient is None or (own := self._local_gradient(gradient)).is_sparse:
             return None
         fits = (own.dtype, own.device, own.shape) == (self.kind, self.device, like.shape)
-        return _line(own, like) if fits and (own.stride() == like.stride() or own.numel() < 2) else None
+        return _flat_view(own, like) if fits and (own.stride() == like.stride() or own.numel() < 2) else None
 
-    def _own(self, gradient: Any) -> torch.Tensor:
+    def _local_gradient(self, gradient: Any) -> torch.Tensor:
         own: torch.Tensor = gradient.detach()
         return own.to_local() if self._sharded else own
 
-    def _give(self, number: int, values: torch.Tensor) -> None:
+    def _set_gradient(self, number: int, values: torch.Tensor) -> None:
         parameter = self.given[number]
         shaped = layout.view_into(values, 0, self.layouts[number])
         shaped = shaped.to(parameter.device, parameter.dtype)
@@ -348,7 +351,7 @@ class GradientBucket(ParameterBucket):
         parameter.grad = shaped
 
     def _first_of_sum(self) -> float | None:
-        """Returns what stands at the first place of the last sum; None where that is not to be seen."""
+        """Returns the gradient at the last sum's first index; None without a sum, or off the CPU."""
         if self.last_sum is None or not len(self.last_sum[0]):
             return None
         position = int(self.last_sum[0][0])
@@ -359,15 +362,15 @@ class GradientBucket(ParameterBucket):
         return float(own[position - self.places[number][0]])
 
     def note_sum(self) -> None:
-        """Notes what stands at the first place of the last sum."""
-        self._shown = self._first_of_sum()
+        """Notes the gradient at the last sum's first index."""
+        self._noted_first = self._first_of_sum()
 
     def has_last_sum(self) -> bool:
         """True if gradients hold the last sum: PyTorch does not count changes by ``.data``."""
-        return self._first_of_sum() == self._shown
+        return self._first_of_sum() == self._noted_first
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Takes the step back."""
+        """Rolls the step back."""
         if self.streams is not None:
             self.streams.join()
         self.bucket.abandon(drop=drop)
@@ -380,19 +383,19 @@ class GradientBucket(ParameterBucket):
             if own is not None:
                 own.zero_()
             elif number not in self.unused:
-                self._give(number, torch.zeros(like.numel(), dtype=self.kind, device=self.device))
+                self._set_gradient(number, torch.zeros(like.numel(), dtype=self.kind, device=self.device))
         self._taken, self._flat = [], []
 
 
-def _line(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns what `flat` does in the order of a layout; most gradients have it."""
+def _flat_view(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient's elements in the order of a layout; a view if it has that order."""
     if own.numel() > 1 and own.stride() != like.stride():
         return flat(own, like.stride())
     return own.as_strided((own.numel(),), (1,), own.storage_offset())
 
 
 def _probed(values: torch.Tensor) -> torch.Tensor | None:
-    """Returns the bits of some elements; None where reading them would make the host wait."""
+    """Returns the bits of some elements; None on a device, where reading would block the host."""
     if values.device.type != "cpu":
         return None
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]

@@ -122,7 +122,7 @@ class TensorEntry:
         return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
 
     def sums(self) -> NDArray[np.uint64]:
-        return word_sums(self.read()) if self.tensor.device.type == "cpu" else device_sums(self._bytes())
+        return word_sums(self.read()) if self.tensor.device.type == "cpu" else device_word_sums(self._bytes())
 
     def read(self) -> NDArray[np.uint8]:
         return np.asarray(self._bytes().cpu().numpy())
@@ -131,8 +131,8 @@ class TensorEntry:
         return self.tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def device_sums(values: torch.Tensor) -> NDArray[np.uint64]:
-    """Computes `word_sums` on a device: rows are added up there, and one row comes to the host."""
+def device_word_sums(values: torch.Tensor) -> NDArray[np.uint64]:
+    """Computes the checksums `word_sums` on a device; copies only these sums to the host."""
     if values.storage_offset() % 8:  # words have to begin at their multiples
         values = values.clone()
     whole = values.numel() // _ROW_BYTES * _ROW_BYTES
@@ -152,15 +152,15 @@ def shared_entries(
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
         if any(id(parameter) in shared for parameter in group["params"]):
             options = {key: value for key, value in group.items() if key != "params"}
-            entries += _inside(f"{{}} of group {number}", options)
+            entries += _nested_entries(f"{{}} of group {number}", options)
     entries += [TensorEntry(name, local(tensor)) for name, tensor in parameters.items()]
     for name, tensor in parameters.items():
         if with_state and optimizer is not None and tensor in optimizer.state:  # asking makes an empty one
-            entries += _inside(f"{{}} of {name}", optimizer.state[tensor])
+            entries += _nested_entries(f"{{}} of {name}", optimizer.state[tensor])
     return entries
 
 
-def _inside(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
+def _nested_entries(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
     """Yields the numbers and tensors of a state, or of a group's options."""
     for key in sorted(held, key=str):
         yield from _entries(words.format(key), held[key])

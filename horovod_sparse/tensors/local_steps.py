@@ -138,12 +138,12 @@ class LocalBucket(ParameterBucket):
         self.moves = Displacement(self, self.given, schedule)
 
 
-def _others_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the parameters that no LocalSteps exchanges."""
+def _unexchanged_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns names and parameters of a model that no LocalSteps exchanges."""
     return [(name, one) for name, one in parameters_of(model) if one not in _have_local_steps]
 
 
-def _mark(tensor: torch.Tensor, by_version: bool) -> bytes:
+def _digest(tensor: torch.Tensor, by_version: bool) -> bytes:
     """Returns a digest of a tensor's version, or of its contents."""
     return str(tensor._version).encode() if by_version else TensorEntry("", local(tensor)).sums().tobytes()
 
@@ -172,16 +172,16 @@ class LocalBinding(local_steps.LocalTraining):
         tell_of_loading(model.modules(), self)
         # the optimizer keeps this alive: a script need not. torch.compile(optimizer.step) leaves it as it is
         optimizer._local_hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(self._step_pre_hook),
+            optimizer.register_step_post_hook(self._step_post_hook),
         ]
 
     @torch._disable_dynamo
-    def _before(self, optimizer: Any, arguments: Any, named: Any) -> None:
+    def _step_pre_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
         self.before_step()
 
     @torch._disable_dynamo
-    def _after(self, optimizer: Any, arguments: Any, named: Any) -> None:
+    def _step_post_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
         # a fused optimizer is called by a GradScaler where it skips, too, and told so
         skipped = getattr(optimizer, "found_inf", None)
         if not (skipped is not None and bool(skipped)):
@@ -200,11 +200,11 @@ class LocalBinding(local_steps.LocalTraining):
         is_due = not (self._has_begun and self.is_agreed)
         super().agree(as_first=as_first)
         if is_due:
-            self._know_others()
+            self._note_unexchanged()
 
-    def _know_others(self) -> None:
-        others = [(name, one, not one.requires_grad) for name, one in _others_in(self._model)]
-        self._known = {name: (frozen, _mark(one, frozen)) for name, one, frozen in others}
+    def _note_unexchanged(self) -> None:
+        others = [(name, one, not one.requires_grad) for name, one in _unexchanged_in(self._model)]
+        self._known = {name: (frozen, _digest(one, frozen)) for name, one, frozen in others}
 
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._take_loaded()
@@ -216,9 +216,9 @@ class LocalBinding(local_steps.LocalTraining):
                 "add_param_group() or requires_grad_(True), and make another after it"
             )
         moved = []
-        for name, one in _others_in(self._model):
-            frozen, mark = self._known.get(name, (False, None))
-            if mark is not None and _mark(one, frozen) != mark:
+        for name, one in _unexchanged_in(self._model):
+            frozen, digest = self._known.get(name, (False, None))
+            if digest is not None and _digest(one, frozen) != digest:
                 moved.append((name, one))
         if trained := [name for name, one in moved if one.requires_grad]:
             raise UnsupportedError(
@@ -261,7 +261,7 @@ class LocalBinding(local_steps.LocalTraining):
             self._before_load = self._digests()
 
     def _digests(self) -> list[bytes]:
-        return [_mark(one, False) for _, one in self.facts.values()]
+        return [_digest(one, False) for _, one in self.facts.values()]
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
@@ -272,7 +272,7 @@ class LocalBinding(local_steps.LocalTraining):
         before, self._before_load = self._before_load, None
         if before is not None and before != self._digests():  # not lent for an evaluation
             self.replace_common()
-            self._know_others()
+            self._note_unexchanged()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's entry: common parameters, residuals, and where in its round it is.

@@ -1,4 +1,4 @@
-"""The scale of the loss whose backward pass is under way: what `torch.amp.GradScaler` has multiplied it by.
+"""The factor by which `torch.amp.GradScaler` has multiplied the loss of the backward pass under way.
 
 Residuals outlive a scale, so a gradient has to be divided by it before error feedback takes it in, which is
 while backward goes on. A scaler tells its scale to nobody. So, once a sparsifier is in use, two methods of
@@ -35,7 +35,7 @@ scaled_passes: list[weakref.ref[_Pass]] = []
 
 
 def watch_scalers() -> None:
-    """Lets scalers tell their scale from now on; changes nothing where that is done already."""
+    """Wraps `scale` and `unscale_` of GradScaler, once, so that backward passes find their scaler."""
     kind = torch.amp.GradScaler
     if hasattr(kind.scale, "horovod_sparse"):
         return
@@ -44,7 +44,7 @@ def watch_scalers() -> None:
     @functools.wraps(scaled)
     def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
         found = scaled(self, outputs)
-        return _marked(self, found) if self.is_enabled() else found
+        return _mark_scaled(self, found) if self.is_enabled() else found
 
     @functools.wraps(unscaled)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
@@ -58,7 +58,7 @@ def watch_scalers() -> None:
 
 
 def scaled_by() -> torch.amp.GradScaler | None:
-    """Returns the scaler of the loss whose backward pass is under way; None if it is not scaled."""
+    """Returns the scaler of the loss of the backward pass under way; None if that loss is not scaled."""
     alive = [one.scaler for one in (reference() for reference in scaled_passes) if one is not None]
     return alive[-1] if alive else None
 
@@ -80,22 +80,22 @@ class ScaleOfStep:
         """Sets the scaler of a step for which this rank has no gradient: all ranks step alike."""
         self.scaler, self.value = scaler, 1.0
 
-    def settle(self) -> None:
-        """Ends a step without gradients: it is scaled as was expected, or as the last one."""
+    def note_expected(self) -> None:
+        """Reads the scale for a step without gradients, from the expected scaler or the last step's."""
         if self.scaler is not None:
             self.value = float(self.scaler.get_scale())
 
 
-def _marked(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
+def _mark_scaled(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
     if isinstance(scaled, torch.Tensor):
         if scaled.requires_grad:
             scaled.register_hook(lambda gradient: _begin(scaler))
         return scaled
     if isinstance(scaled, (list, tuple)):
         for item in scaled:
-            _marked(scaler, item)
+            _mark_scaled(scaler, item)
         return scaled
-    return map(functools.partial(_marked, scaler), scaled) if isinstance(scaled, Iterable) else scaled
+    return map(functools.partial(_mark_scaled, scaler), scaled) if isinstance(scaled, Iterable) else scaled
 
 
 def _begin(scaler: torch.amp.GradScaler) -> None:

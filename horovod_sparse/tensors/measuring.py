@@ -22,7 +22,7 @@ def bucket_memory(device: torch.device) -> BucketMemory:
 
 
 class DeviceBucketMemory(BucketMemory):
-    """Holds the timed buckets on a device. Every method waits for the device."""
+    """Makes the accumulators and gradients that a calibration times; every method waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, DeviceMemory(device)

@@ -39,18 +39,18 @@ class HostParameters(Parameters):
                 )
         super().__init__(places)
         self.tensors, self.on_host = list(tensors), local(tensors[0]).device.type in HOST_DEVICES
-        #: where tensors lie
-        self._lie: list[Any] = []
+        #: addresses and strides of the tensors whose arrays are cached
+        self._addresses: list[Any] = []
 
     def arrays(self) -> list[Any]:
         own = [local(one) for one in self.tensors]
-        lie = [(one.data_ptr(), one.stride()) for one in own]
-        if lie != self._lie:
-            self._lie, self._memory = lie, [self._seen(flat(one)) for one in own]
+        addresses = [(one.data_ptr(), one.stride()) for one in own]
+        if addresses != self._addresses:
+            self._addresses, self._memory = addresses, [self._as_array(flat(one)) for one in own]
         return self._memory
 
-    def _seen(self, memory: torch.Tensor) -> Any:
-        """Returns flat memory as moves reach it."""
+    def _as_array(self, memory: torch.Tensor) -> Any:
+        """Returns flat memory as the array that moves change: NumPy's, or a tensor on a device."""
         return host_view(memory)
 
     def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
@@ -62,15 +62,15 @@ class HostParameters(Parameters):
 class TensorParameters(HostParameters):
     """Tensors on a device, or of a half type."""
 
-    def _seen(self, memory: torch.Tensor) -> torch.Tensor:
+    def _as_array(self, memory: torch.Tensor) -> torch.Tensor:
         return memory
 
-    def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Any]]:
-        for array, here, where in super()._within(indices):
+    def _by_parameter(self, indices: Indices) -> Iterator[tuple[Any, slice, Any]]:
+        for array, here, where in super()._by_parameter(indices):
             yield array, here, torch.from_numpy(where).to(array.device).long()
 
     def take(self, indices: Indices) -> list[Any]:
-        return [array[where] for array, _, where in self._within(indices)]
+        return [array[where] for array, _, where in self._by_parameter(indices)]
 
     def replace(
         self,
@@ -82,7 +82,7 @@ class TensorParameters(HostParameters):
     ) -> tuple[int, list[Any]]:
         arrays, num_union, stood = self.arrays(), 0, []
         for indices, before in undone:
-            for (array, _, where), old in zip(self._within(indices), before, strict=True):
+            for (array, _, where), old in zip(self._by_parameter(indices), before, strict=True):
                 array[where] = old
         for factor, numbers in (shrunk or {}).items():
             torch._foreach_mul_([arrays[number] for number in numbers], factor)
@@ -95,11 +95,11 @@ class TensorParameters(HostParameters):
             indices = scatter.checked(total.indices, int(self._stops[-1]))
             indices, values, _ = scatter.added_up(indices, scaled(total, scale))
             num_union = indices.size
-            for array, here, where in self._within(indices):
+            for array, here, where in self._by_parameter(indices):
                 _subtract(array, where, values[here])
         for indices, values in again:
             stood.append(self.take(indices))
-            for array, here, where in self._within(indices):
+            for array, here, where in self._by_parameter(indices):
                 _subtract(array, where, values[here])
         return num_union, stood
 
@@ -129,7 +129,7 @@ def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _subtract(array: torch.Tensor, where: Any, step: Any) -> None:
-    """Subtracts an array or tensor as wide as it is, and rounds once."""
+    """Subtracts `step` from ``array[where]`` in the step's precision, and rounds once to the array's."""
     given = torch.as_tensor(step, device=array.device)
     array[where] = (array[where].to(given.dtype) - given).to(array.dtype)
 
@@ -145,19 +145,19 @@ class StepBucket(ParameterBucket, StepPart):
         self.group = facts[spec.names[0]][0].group
         #: gradients that each parameter has had, by name: the moments of one that is used late are young
         self.ages = ages
-        #: of the pass: moments that were made as old as the bucket's, and what they were before
+        #: of the pass: moments that `_raise_moment` changed, and copies from before
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
         self.bind(moved_parameters(self.given, self.places), moves_at_once)
 
     def gradient(self) -> Any:
-        """Makes moments of young parameters as old as the bucket's; returns what the accumulator folds."""
+        """Returns what the accumulator folds, gradients or steps; first raises young parameters' moments."""
         self._young = []
         self._counted = sorted(set(range(len(self.names))) - set(self.absent))
         for number in self._counted:
             own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
             if own <= self.bucket.progress.age:
-                self._make_older(number, own)
+                self._raise_moment(number, own)
         if self.now.matrices is None:
             return super().gradient()
         for momentum, gradient in self._whole():
@@ -169,7 +169,7 @@ class StepBucket(ParameterBucket, StepPart):
     def _whole(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Returns momentum and gradient of the parameters that move, in their shape."""
         for number in self._counted:
-            momentum = self.view(number, self.bucket.accumulator.companions[0])
+            momentum = self.parameter_view(number, self.bucket.accumulator.companions[0])
             gradient = self.gradients[number]
             assert gradient is not None  # such a parameter stands still
             yield momentum, local(gradient).to(momentum.dtype) * self.now.weights[0]
@@ -183,8 +183,8 @@ class StepBucket(ParameterBucket, StepPart):
             else:
                 yield torch.zeros_like(self._flat_memory(number)[0])
 
-    def _make_older(self, number: int, own: int) -> None:
-        """Prepares the second moment of a parameter for the fold, whose correction is for the bucket's age.
+    def _raise_moment(self, number: int, own: int) -> None:
+        """Raises a parameter's second moment before the fold, whose bias correction is for the bucket's age.
 
         ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is
         that for the parameter's own. The fold adds (1 - b) g^2; this adds what is missing.
@@ -224,17 +224,17 @@ class StepBucket(ParameterBucket, StepPart):
         """Returns how many gradients a parameter's moment is made of."""
         return min(self.ages.get(self.names[number], 0), self.bucket.progress.age)
 
-    def older(self, number: int) -> float:
-        """Returns by how much a parameter's moment is larger here than PyTorch's of its own age."""
+    def moment_ratio(self, number: int) -> float:
+        """Returns a parameter's second moment over PyTorch's: here it is for the bucket's age."""
         return self.bucket.feedback.moved(self.age(number), self.bucket.progress.age) or 1.0
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:
-        """Returns flat views of a parameter's residual and companions, which passes change."""
+        """Returns flat views of a parameter's residual and companions."""
         where = slice(*self.places[number])
         return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
 
-    def view(self, number: int, memory: Any) -> torch.Tensor:
-        """Views a parameter's part of the bucket's residual, or of a companion, in its shape."""
+    def parameter_view(self, number: int, memory: Any) -> torch.Tensor:
+        """Returns a parameter's slice of the bucket's residual, velocity or second moment, in its shape."""
         parameter: Any = self.given[number]
         one = torch.as_tensor(memory)[slice(*self.places[number])]
         view = view_into(one, one.storage_offset(), local(parameter))

@@ -67,7 +67,7 @@ def fold(
     moment: bool = False,
     plain: bool = False,
 ) -> Tensor:
-    """As `kernels.host.fold.fold_piece`, whose velocity or moment is the companion.
+    """Folds a gradient as `kernels.host.fold.fold_piece` does; the companion is velocity or second moment.
 
     `plain` says that decay is 1. Returns float64 [4]: how many elements were not finite and counted as 0, the
     position of the first (n or more if there is none), sum of squares of the new values, and that of decay *

@@ -1,4 +1,4 @@
-"""The order of a bucket's work on a GPU, whichever hook does the next piece of it, and copies from and to it.
+"""Keeps a bucket's work in order over a GPU's streams, and copies arrays to and from the GPU.
 
 What autograd promises (checked in PyTorch's sources): a hook of a parameter runs on autograd's thread of the
 parameter's device, with the stream current on which the gradient was just written, usually that of the
@@ -60,8 +60,8 @@ def to_host(tensor: torch.Tensor) -> NDArray[Any]:
     return PendingCopy(tensor).arrays()[0]
 
 
-def _ready_field(name: str) -> Any:
-    return property(lambda report: getattr(report._ready(), name))
+def _report_field(name: str) -> Any:
+    return property(lambda report: getattr(report._wait_for_report(), name))
 
 
 class PendingReport(FoldReport):
@@ -78,7 +78,7 @@ class PendingReport(FoldReport):
     def __init__(self, pending: PendingCopy, step: int = 0, lean: PendingCopy | None = None) -> None:
         self.__dict__.update(pending=pending, step=step, _lean=lean, _report=None)
 
-    def _ready(self) -> FoldReport:
+    def _wait_for_report(self) -> FoldReport:
         if self.__dict__["_report"] is None:
             count, first, square, carried = (float(number) for number in self.pending.arrays()[0])
             copy: PendingCopy | None = self.__dict__["_lean"]
@@ -88,11 +88,11 @@ class PendingReport(FoldReport):
         report: FoldReport = self.__dict__["_report"]
         return report
 
-    num_nonfinite = _ready_field("num_nonfinite")
-    first_nonfinite = _ready_field("first_nonfinite")
-    square_norm = _ready_field("square_norm")
-    carried_square_norm = _ready_field("carried_square_norm")
-    lean = _ready_field("lean")
+    num_nonfinite = _report_field("num_nonfinite")
+    first_nonfinite = _report_field("first_nonfinite")
+    square_norm = _report_field("square_norm")
+    carried_square_norm = _report_field("carried_square_norm")
+    lean = _report_field("lean")
 
 
 Result = TypeVar("Result")

@@ -27,7 +27,7 @@ from horovod_sparse.tensors.models import claim
 from horovod_sparse.training.collective_errors import horovod_binding
 
 hvd: Any = horovod_binding("PyTorch", has="allreduce_async")
-StockOptimizer: Any = hvd.optimizer._DistributedOptimizer
+HorovodOptimizer: Any = hvd.optimizer._DistributedOptimizer
 
 #: a start of Horovod, and the holders of what is under way in it, by handle
 _holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
@@ -38,8 +38,8 @@ present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_han
 
 
 def adopting(adopt: Callable[[Any], bool]) -> None:
-    """Lets Horovod's own optimizers be adopted, as they are made; Horovod goes on where `adopt` says no."""
-    for kind in (StockOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
+    """Has Horovod's optimizers call `adopt` when they are made; if that returns False they stay Horovod's."""
+    for kind in (HorovodOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
 
         def registered(self: Any, register: Callable[[Any], None] = kind._register_hooks) -> None:
             if not adopt(self):
@@ -49,7 +49,7 @@ def adopting(adopt: Callable[[Any], bool]) -> None:
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Holds a tensor as a parameter does its gradient, without Python, as long as it lives itself."""
+    """Returns a tensor that holds another one as its gradient: a reference that Python does not know."""
     while True:
         holder = tensor.new_empty(()).expand(tensor.shape)
         try:
@@ -62,8 +62,8 @@ def holder_of(tensor: torch.Tensor) -> torch.Tensor:
             return holder
 
 
-def held_besides(handle: int) -> int:
-    """Gives holders to the tensors of a collective that was just started; returns its handle."""
+def hold_tensors(handle: int) -> int:
+    """Keeps references to the tensors of a collective that was just started; returns its handle."""
     global _holders
     start = present_start()
     if _holders[0] is not start:
@@ -73,7 +73,7 @@ def held_besides(handle: int) -> int:
     return handle
 
 
-def finished(handle: int) -> Any:
+def wait_for_result(handle: int) -> Any:
     """Waits for a collective and returns its result."""
     result = hvd.synchronize(handle)
     if _holders[0] is present_start():
@@ -81,8 +81,8 @@ def finished(handle: int) -> Any:
     return result
 
 
-class _StockOwner:
-    """Horovod's own optimizer, which has hooks of its own."""
+class _HorovodOwner:
+    """The owner that `claim` notes for the parameters of one of Horovod's own optimizers."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -94,9 +94,9 @@ class _StockOwner:
             optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, sys.maxsize)
 
 
-def claim_for_stock(optimizer: Any) -> None:
+def claim_for_horovod(optimizer: Any) -> None:
     """Claims the parameters of an optimizer of Horovod's own."""
-    optimizer._owner_of_parameters = _StockOwner(optimizer)
+    optimizer._owner_of_parameters = _HorovodOwner(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # what Horovod's own do with one another is its own affair
-    claim(optimizer._owner_of_parameters, parameters, spared=_StockOwner)
+    claim(optimizer._owner_of_parameters, parameters, spared=_HorovodOwner)

@@ -10,7 +10,7 @@ import torch
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.gradients import memory_of
+from horovod_sparse.tensors.gradients import gradient_memory
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver, construction_errors, explain
@@ -42,10 +42,10 @@ class SparseCompressor(hvd.compression.Compressor):
         self._num_compressed = 0
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns a tensor as this rank would send it, where Horovod sends every element.
+        """Returns the tensor with 0 for all elements that are not selected; Horovod sends all of them.
 
-        That is where no optimizer was adopted, as ``horovod.torch.allreduce(tensor, compression=...)``. What
-        is not selected is 0, and is not kept; see `horovod_sparse.torch.allreduce`, which sends sparsely.
+        Called by ``horovod.torch.allreduce(tensor, compression=...)``, for example. No residual is kept.
+        `horovod_sparse.torch.allreduce` sends only selected elements.
         Integers, COO tensors, and tensors with a NaN or Inf stay as they are.
 
         Raises:
@@ -85,7 +85,7 @@ def lone_tensor(
 ) -> tuple[torch.Tensor, allreduces.LoneTensor]:
     """Returns a tensor for the sum of another one, and what sums that."""
     given = tensor.detach().contiguous()
-    total, memory = torch.empty_like(given), memory_of(tensor.device, name)
+    total, memory = torch.empty_like(given), gradient_memory(tensor.device, name)
     info = BucketInfo(name, tensor.numel(), *place, dtype_name(tensor) or "unknown")
     return total, allreduces.LoneTensor(recipe, info, memory, given.view(-1), total.view(-1))
 

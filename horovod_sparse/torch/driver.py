@@ -21,7 +21,7 @@ from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.tensors.models import new_facts
 from horovod_sparse.topology import Placement, Topology
-from horovod_sparse.torch._horovod import finished, held_besides, hvd, present_start
+from horovod_sparse.torch._horovod import hold_tensors, hvd, present_start, wait_for_result
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import Facts, carry_out
@@ -37,7 +37,7 @@ class _HorovodHandle:
     """Horovod's handle of a request, and the function that makes the answer of its tensors."""
 
     def __init__(self, handle: int, tensor: torch.Tensor, answer: Callable[[Any], Any]) -> None:
-        self._handle, self._answer = held_besides(handle), answer
+        self._handle, self._answer = hold_tensors(handle), answer
         self._tensor = tensor  # Horovod reads its memory until the collective is done
 
     def done(self) -> bool | None:
@@ -51,7 +51,7 @@ class _HorovodHandle:
             return None
 
     def result(self) -> Any:
-        return self._answer(finished(self._handle))
+        return self._answer(wait_for_result(self._handle))
 
 
 def start(
@@ -110,7 +110,7 @@ def _start_within(
         return _scatter_sum(request, name, process_set, ranks)
     begin = partial(start, process_set=process_set, mpi=mpi)
     if len(ranks) == 1:
-        return Rounds(begin, exchanges.known(exchanges.answer_alone(request)), name)
+        return Rounds(begin, exchanges.answer_at_once(exchanges.answer_for_one_rank(request)), name)
     return Rounds(begin, exchanges.among(request, ranks, process_set.rank()), name)
 
 
@@ -153,7 +153,7 @@ def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callabl
     """Returns a tensor that Horovod can reduce, there or on the host, and what converts its sum."""
     if not isinstance(buffer, torch.Tensor):
         return readable_tensor(buffer), _array
-    if buffer.device.type == "cpu" or _reduces(buffer):
+    if buffer.device.type == "cpu" or _can_reduce(buffer):
         return buffer, lambda total: total
     errors.warn_once(
         "Horovod is built without operations on %s: dense parameters are summed on the host. To sum them on "
@@ -163,7 +163,7 @@ def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callabl
     return buffer.cpu(), lambda total: total.to(buffer.device)
 
 
-def _reduces(tensor: torch.Tensor) -> bool:
+def _can_reduce(tensor: torch.Tensor) -> bool:
     """True if this build of Horovod has the function that reduces the tensor."""
     function = "horovod_torch_allreduce_async_" + tensor.type().replace(".", "_")
     return hasattr(hvd.mpi_ops.mpi_lib, function)
@@ -208,7 +208,7 @@ class HorovodDriver(Driver):
             training.telemetry.transport = self.transport
 
     def connect(self) -> None:
-        """Decides how messages between two ranks travel: by MPI, if every rank can send by it.
+        """Sends messages between two ranks by MPI from now on, if every rank can.
 
         Does so once after each start of Horovod; all ranks call it together.
         """
@@ -249,7 +249,7 @@ def carry_out_together(
 
     def execute(request: Request) -> Any:
         started = time.perf_counter()
-        task = driver.start(f"{name}.{type(request).__name__}", collectives.alone(request))
+        task = driver.start(f"{name}.{type(request).__name__}", collectives.single_request(request))
         if note_start is not None:
             note_start(time.perf_counter() - started)
         driver.wait([task], meanwhile)

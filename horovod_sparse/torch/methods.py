@@ -13,7 +13,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensors.models import ENTRY, check_groups
-from horovod_sparse.torch._horovod import StockOptimizer
+from horovod_sparse.torch._horovod import HorovodOptimizer
 from horovod_sparse.torch.synchronizer import GradientSynchronizer
 from horovod_sparse.training.settings import Settings
 
@@ -124,13 +124,13 @@ class Methods(torch.optim.Optimizer):
         before = synchronizer.step
         synchronizer.synchronize()
         if synchronizer.step > before:
-            synchronizer.measure()
+            synchronizer.replan_if_measured()
         max_grad_norm = self._settings.max_grad_norm
         if synchronizer.overflow is None:
             if max_grad_norm is not None:
                 clip_gradients(self.param_groups, max_grad_norm * synchronizer.loss_scale.value)
             if synchronizer.to_coo:
-                synchronizer.convert()
+                synchronizer.convert_to_coo()
         self._synchronized, self._for_scaler = True, False
 
     def _synchronize_for_scaler(self: Any, scaler: torch.amp.GradScaler) -> None:
@@ -192,7 +192,7 @@ class Methods(torch.optim.Optimizer):
                 raise self._synchronizer.skipped  # the optimizer's step is under way
             if isinstance(self, torch.optim.LBFGS):
                 # it goes on or stops by the loss: with a loss of its own every rank would do so elsewhere
-                return self._synchronizer.reduced(loss)
+                return self._synchronizer.reduce_loss(loss)
             return loss
 
         return evaluate
@@ -215,15 +215,15 @@ class Methods(torch.optim.Optimizer):
         return {**saved, ENTRY: self._synchronizer.save()}
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gave; `horovod_sparse.training.state` says what other ranks or plans mean.
+        """Loads a state; for other numbers of ranks, or plans, see `horovod_sparse.training.state`.
 
         All ranks load between the same two steps, or any before the first: in the next step they compare what
         they have; where it is not of one step and one run, sparsifiers start anew on all. A step that is
-        under way is ended and given up.
+        under way is cancelled.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
         """
         check_groups(self, state_dict)
-        self._synchronizer.take_back(state_dict.get(ENTRY))
-        StockOptimizer.load_state_dict(self, state_dict)
+        self._synchronizer.restore_entry(state_dict.get(ENTRY))
+        HorovodOptimizer.load_state_dict(self, state_dict)

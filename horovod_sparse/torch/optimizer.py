@@ -14,7 +14,7 @@ from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.torch._horovod import StockOptimizer, adopting, claim_for_stock, hvd
+from horovod_sparse.torch._horovod import HorovodOptimizer, adopting, claim_for_horovod, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.driver import construction_errors
 from horovod_sparse.torch.methods import Methods, clip_gradients
@@ -34,7 +34,7 @@ _METHODS = {name: item for name, item in vars(Methods).items() if name[:2] != "_
 
 def __getattr__(name: str) -> Any:
     """Horovod's names of the module that this one stands for."""
-    return getattr(sys.modules[StockOptimizer.__module__], name)
+    return getattr(sys.modules[HorovodOptimizer.__module__], name)
 
 
 @construction_errors.telling
@@ -129,7 +129,7 @@ def DistributedOptimizer(
     if isinstance(compression, str):
         compression = Compression.parse(compression)
     check_compression(compression)
-    _check(optimizer, op, backward_passes_per_step, groups, process_set)
+    _check_arguments(optimizer, op, backward_passes_per_step, groups, process_set)
     sparse = isinstance(compression, SparseCompressor)
     if sparse:
         _check_sparse(optimizer, compression.recipe, op, gradient_predivide_factor)
@@ -141,7 +141,7 @@ def DistributedOptimizer(
         given = named_parameters, Compression.none if sparse else compression, backward_passes_per_step, op
         more = gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set
         dense = hvd.DistributedOptimizer(optimizer, *given, *more)
-        claim_for_stock(dense)
+        claim_for_horovod(dense)
         if settings.max_grad_norm is not None:
             norm = settings.max_grad_norm
             dense.register_step_pre_hook(lambda *_: clip_gradients(dense.param_groups, norm))
@@ -155,14 +155,14 @@ def DistributedOptimizer(
     names = None if named_parameters is None else list(named_parameters)
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
-        from horovod_sparse.torch.steps import bound  # which others need not
+        from horovod_sparse.torch.steps import bind_optimizer  # which others need not
 
         optimizer.process_set = process_set
-        return bound(optimizer, names, recipe, settings, every, delay, groups)
+        return bind_optimizer(optimizer, names, recipe, settings, every, delay, groups)
     if (every, delay) != (1, 0):
         allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
         raise ArgumentError("compression", compression, allowed)
-    cls = type(type(optimizer).__name__, (type(optimizer),), {**vars(StockOptimizer), **_METHODS})
+    cls = type(type(optimizer).__name__, (type(optimizer),), {**vars(HorovodOptimizer), **_METHODS})
     rest = gradient_predivide_factor, groups, sparse_as_dense, process_set
     wrapped = cls(optimizer.param_groups, names, compression, backward_passes_per_step, op, *rest)
     wrapped.defaults = dict(optimizer.defaults)
@@ -172,16 +172,16 @@ def DistributedOptimizer(
 
 @construction_errors.telling
 def _adopt(optimizer: Any) -> None:
-    """Makes one of Horovod's own optimizers one of ours."""
+    """Replaces the methods of an optimizer that Horovod made by ours."""
     recipe, own = optimizer._compression.recipe, type(optimizer)  # a class of its own, made from the user's
     _check_sparse(optimizer, recipe, getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
     settings = Settings(bucket_bytes=1)
     if recipe.feedback.applies_rate:
-        from horovod_sparse.torch.steps import bound
+        from horovod_sparse.torch.steps import bind_optimizer
 
         del own.step  # that of the user's class is taken
         names = [(name, one) for one, name in optimizer._parameter_names.items()]
-        bound(optimizer, names, recipe, settings, 1, 0, None)
+        bind_optimizer(optimizer, names, recipe, settings, 1, 0, None)
         return
     for name, item in _METHODS.items():
         setattr(own, name, item)
@@ -191,18 +191,18 @@ def _adopt(optimizer: Any) -> None:
     optimizer._synchronizer.sparse_as_dense = True
 
 
-def _adopted(optimizer: Any) -> bool:
+def _adopt_if_sparse(optimizer: Any) -> bool:
     """Adopts an optimizer with a sparsifier; returns whether it has one."""
     if sparse := isinstance(optimizer._compression, SparseCompressor):
         _adopt(optimizer)
     return sparse
 
 
-adopting(_adopted)
+adopting(_adopt_if_sparse)
 
 
-def _check(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) -> None:
-    """Refuses what Horovod would not refuse by name, or only after a while."""
+def _check_arguments(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) -> None:
+    """Raises errors that name the argument, where Horovod's would not, or would come late."""
     if hasattr(optimizer, "_allreduce_delay"):
         raise ArgumentError(
             "optimizer", type(optimizer), "one of PyTorch: this one is made by DistributedOptimizer already"

@@ -63,11 +63,11 @@ class StepSynchronizer(OverHorovod, Binding):
         super()._before_loading(optimizer, saved)
 
     def retire(self) -> None:
-        """Unbinds: another optimizer was made for these parameters, and this one is PyTorch's again."""
+        """Returns the optimizer to PyTorch, since another one was made for these parameters."""
         self.detach()
 
 
-def bound(
+def bind_optimizer(
     optimizer: Any,
     named_parameters: Sequence[tuple[str, torch.Tensor]] | None,
     recipe: Recipe,

@@ -81,7 +81,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
             stamps, decision = stamps_for(parameter.device for parameter in parameters), self._first.decision
             self.warmup = WarmUp(
-                self._first.request, parameters, recipe.sparsifier, self._decided, stamps, decision
+                self._first.request, parameters, recipe.sparsifier, self._decide_together, stamps, decision
             )
         self.facts = facts
         self.average, self.sparse_as_dense = optimizer.op == hvd.Average, optimizer.sparse_as_dense
@@ -93,8 +93,8 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.begin(self.facts, self._first.plan)
         self.claim(self.facts)
 
-    def _decided(self, decide: Decide) -> Decision:
-        """Carries out what makes a plan by times, with all ranks."""
+    def _decide_together(self, decide: Decide) -> Decision:
+        """Runs the coroutine that decides on a plan by measured times, on all ranks."""
         from horovod_sparse.tensors.measuring import bucket_memory
 
         cluster, device, dtype = self._place(self.parameters)
@@ -138,7 +138,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return int(self.process_set.size()) if self.average else 1.0
 
     def claim(self, facts: Facts) -> None:
-        """Takes parameters from whoever synchronized them before, and hears of their gradients."""
+        """Takes parameters over from the optimizer that had them, and registers hooks for their gradients."""
         parameters = [parameter for _, parameter in facts.values()]
         claim(self, parameters)
         self.watch(parameters)
@@ -156,7 +156,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             self.claim(new)
         return new
 
-    def take_back(self, entry: Any) -> None:
+    def restore_entry(self, entry: Any) -> None:
         """Loads a saved entry that fits, or resets; cancels a step in progress first."""
         if entry is not None:
             entry = checked_entry(self, entry)
@@ -165,14 +165,14 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         with self._hooks:
-            part = self._take(parameter)
+            part = self._count_gradient(parameter)
             complete = self.delays[parameter] == 0
             ready = part.num_missing == 0 and complete and self._in_backward
             # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
             works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
             if ready and not works:
                 part.settle()
-                self._kept_back.append(part)
+                self._deferred_parts.append(part)
             warmup = self.warmup
             entered = warmup.stamp() if warmup is not None and warmup.recording and complete else None
             if works:
@@ -187,7 +187,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 )
                 warmup.arrived(name, entered, left)
 
-    def _take(self, parameter: torch.Tensor) -> GradientBucket:
+    def _count_gradient(self, parameter: torch.Tensor) -> GradientBucket:
         """Counts a gradient; returns its part, which lacks `num_missing` more."""
         delays, gradient = self.delays, parameter.grad
         if delays[parameter] <= 0:
@@ -217,7 +217,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             part.num_missing -= 1
         return part
 
-    def reduced(self, loss: Any) -> Any:
+    def reduce_loss(self, loss: Any) -> Any:
         """Returns the mean of a loss over all ranks, or its sum, as gradients are."""
         if self.size == 1:
             return loss
@@ -227,17 +227,17 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         total = hvd.allreduce(value, op=op, name=name, process_set=self.process_set).reshape(())
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
-    def measure(self) -> None:
-        """Takes the plan that the warm-up has decided about after this step, if it has."""
+    def replan_if_measured(self) -> None:
+        """Replans if the warm-up has decided on a plan with this step."""
         plan = self.warmup.after_step() if self.warmup is not None and self.warmup.recording else None
         if plan is not None:
             self.replan(plan)
 
-    def forget(self, *, alike: bool) -> None:
+    def cancel_collectives(self, *, alike: bool) -> None:
         self.driver.clear(forget=not alike)
 
-    def give_up(self, *, drop: bool = False, alike: bool = False) -> None:
-        super().give_up(drop=drop, alike=alike)
+    def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
+        super().cancel_step(drop=drop, alike=alike)
         if self.warmup is not None:
             self.warmup.forget_step()
 
@@ -248,7 +248,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         except hvd.HorovodInternalError as error:
             _log.info("a step was given up, since Horovod has failed: %s", error)
 
-    def convert(self) -> None:
+    def convert_to_coo(self) -> None:
         """Converts clipped gradients to COO form."""
         for parameter in self._part_of:
             if parameter.grad is not None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from horovod_sparse.arrays import GradientParts
-from horovod_sparse.carriers.exchanges import answer_alone
+from horovod_sparse.carriers.exchanges import answer_for_one_rank
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, UnsupportedError, warn_once
 from horovod_sparse.feedback import Bucket, NoFeedback, Recipe
@@ -57,7 +57,7 @@ class LoneTensor:
             "not selected are 0, and are kept for no later call. allreduce of horovod_sparse sends sparsely"
         )
         try:
-            self._put(engine.carry_out(self._bucket.step(self._given, scale=1.0), answer_alone), 1.0)
+            self._put(engine.carry_out(self._bucket.step(self._given, scale=1.0), answer_for_one_rank), 1.0)
         except NonFiniteGradientError:
             return False
         return True

@@ -34,7 +34,7 @@ class Parameters:
     def after_write(self) -> None:
         """Called after the arrays have been changed."""
 
-    def _within(self, indices: Indices) -> Iterator[tuple[Any, slice, Indices]]:
+    def _by_parameter(self, indices: Indices) -> Iterator[tuple[Any, slice, Indices]]:
         """Yields the memory of each parameter that has some of the positions, which, and where in it."""
         cuts = itertools.pairwise([0, *np.searchsorted(indices, self._stops).tolist()])
         for array, (first, _), (start, stop) in zip(self.arrays(), self.places, cuts, strict=True):
@@ -43,7 +43,7 @@ class Parameters:
 
     def take(self, indices: Indices) -> list[Any]:
         """Returns the values at ascending, unique positions, in the parameters' own type."""
-        return [scatter.taken(array, where) for array, _, where in self._within(indices)]
+        return [scatter.taken(array, where) for array, _, where in self._by_parameter(indices)]
 
     def replace(
         self,

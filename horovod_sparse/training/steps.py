@@ -88,8 +88,8 @@ class Steps(Training):
         self.started_anew = True
         super().start_anew(start)
 
-    def of_all(self, failures: list[BaseException]) -> list[BaseException]:
-        """Adds failures of ranks that do not exchange with this one, but have to step alike."""
+    def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
+        """Returns the failures, or those of all ranks that train shards of the same parameters."""
         return failures
 
     # a pass
@@ -247,7 +247,7 @@ class Steps(Training):
                     totals.append(part.moves.received(scale))
                 except errors.HorovodSparseError as error:
                     failures.append(error)
-            if failures := self.of_all(failures):
+            if failures := self.failures_of_all_shards(failures):
                 all_finishing, failure = False, worst(failures)  # ranks that failed alone do not know
                 if not isinstance(failure, errors.NonFiniteGradientError):
                     self.roll_back()

@@ -123,8 +123,8 @@ def write_runs(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def add_runs(indices, values, at, stops, tile, counts, where, totals, numbers):  # type: ignore[no-untyped-def]
-    """Adds up runs of ascending indices; returns how many different ones there are.
+def add_sorted_runs(indices, values, at, stops, tile, counts, where, totals, numbers):  # type: ignore[no-untyped-def]
+    """Adds up sparse vectors of ascending indices; returns how many different indices they have.
 
     `where` becomes these indices, ascending, `totals` the bits of the sums there, and `numbers` those of how
     many summands each has. All three have room for a vector more. `tile` and `counts` are zeros, and stay so.
@@ -311,14 +311,14 @@ def added_up(indices: Array, values: Array) -> tuple[Array, Array, Array]:
     room, bits = where.size + v.LANES, bits_dtype(new.dtype)
     found, totals, numbers = np.empty(room, np.int32), np.empty(room, bits), np.empty(room, bits)
     tiles = aligned_tile(new.dtype), aligned_tile(new.dtype)
-    count = add_runs(where, new, at, stops, *tiles, found, totals, numbers)
+    count = add_sorted_runs(where, new, at, stops, *tiles, found, totals, numbers)
     return found[:count], totals[:count].view(new.dtype), numbers[:count].view(new.dtype)
 
 
-def aligned_tile(kind: np.dtype[Any]) -> Array:
+def aligned_tile(dtype: np.dtype[Any]) -> Array:
     """Returns zeros for `fill_tile` that begin with a cache line: else most accesses would cross two."""
-    room = np.zeros(TILE + _LINE, kind)
-    return room[-room.ctypes.data % _LINE // kind.itemsize :][:TILE]
+    room = np.zeros(TILE + _LINE, dtype)
+    return room[-room.ctypes.data % _LINE // dtype.itemsize :][:TILE]
 
 
 def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:

@@ -124,7 +124,7 @@ def _digit_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_add(counters + level * BINS + bins, counts, mask=counts > 0)
 
 
-class Radix:
+class RadixSelect:
     """Counters and state of one radix select."""
 
     def __init__(self, counters: Tensor, state: Tensor, k: int, num_bits: int) -> None:
@@ -161,8 +161,8 @@ class Passing:
     rows: int
 
     @property
-    def num_tiles(self) -> int:
-        """How many tiles there would be if all blocks passed."""
+    def max_tiles(self) -> int:
+        """The most tiles that the list can have: the host does not know how many blocks pass."""
         return programs(self.blocks.numel(), self.rows)
 
 
@@ -190,7 +190,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 def _write_kernel(  # type: ignore[no-untyped-def]
     maxima, first, last, facts, counts, out, CHUNK: tl.constexpr, STRIDE: tl.constexpr
 ):
-    """Every chunk writes its blocks behind those of the chunks before it."""
+    """Writes the numbers of the passing blocks in ascending order: each chunk behind those before it."""
     program = tl.program_id(0)
     lanes = tl.arange(0, STRIDE)
     sums = tl.zeros([STRIDE], tl.int32)
@@ -213,7 +213,7 @@ def list_blocks(
     start: int,
     stop: int,
     bound: int,
-    radix: Radix | None = None,
+    radix: RadixSelect | None = None,
     bound_digits: int = 0,
 ) -> Passing:
     """Lists the blocks that touch [start, stop) and whose maximum is >= the bound."""

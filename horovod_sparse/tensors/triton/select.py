@@ -25,7 +25,7 @@ from horovod_sparse.tensors.triton.blocks import (
     MAX_PROGRAMS,
     OPTIONS,
     Passing,
-    Radix,
+    RadixSelect,
     advance,
     digits,
     list_blocks,
@@ -91,7 +91,7 @@ def find_kth(
     report = torch.empty(2, dtype=torch.int64, device=device)
     count = counters[-1:]
     cut = _BOUND_DIGITS * BINS
-    radix = Radix(counters[cut:], state[2 * _BOUND_DIGITS :], k, num_bits)
+    radix = RadixSelect(counters[cut:], state[2 * _BOUND_DIGITS :], k, num_bits)
 
     first, last = layout.whole_blocks(start, stop)
     # Without k whole blocks there is no bound: all that is not 0 would be a candidate.
@@ -101,14 +101,14 @@ def find_kth(
     if dense:
         radix.count(bits[start:stop], len(all_digits))
     else:
-        bound_radix = Radix(counters, state, k, num_bits)
+        bound_radix = RadixSelect(counters, state, k, num_bits)
         if bounded:
             bound_radix.count(maxima[first:last], _BOUND_DIGITS)
             room = min(room, 2 * k + (1 << 16))
         room = room if capacity is None else capacity
         passing = list_blocks(maxima, block, start, stop, 1, bound_radix if bounded else None, _BOUND_DIGITS)
         buffer = torch.empty(room, dtype=kind, device=device)
-        _gather_kernel[(min(passing.num_tiles, MAX_PROGRAMS),)](
+        _gather_kernel[(min(passing.max_tiles, MAX_PROGRAMS),)](
             bits, passing.blocks, passing.facts, start, stop, buffer, room, count,
             FULL_MASK=torch.iinfo(kind).max, ROWS=passing.rows, BLOCK=block, **OPTIONS,
         )  # fmt: skip
@@ -124,15 +124,15 @@ def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop
     return find_kth(values, maxima, layout, k, start, stop, dense)[0]
 
 
-@triton.jit(do_not_specialize=["start", "stop", "num_tiles"])
+@triton.jit(do_not_specialize=["start", "stop", "max_tiles"])
 def _count_kernel(  # type: ignore[no-untyped-def]
-    bits, blocks, facts, floor, start, stop, counts, num_tiles,
+    bits, blocks, facts, floor, start, stop, counts, max_tiles,
     EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per tile: how many are above the floor, in the upper half of the word; equal to it, in the lower."""
     limit = tl.load(floor).to(bits.dtype.element_ty)
     total = tl.load(facts + 1).to(tl.int32)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), max_tiles, tl.num_programs(0)):
         count = tl.zeros([], tl.int64)
         if tile * ROWS < total:
             _, key, inside = look(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
@@ -144,15 +144,15 @@ def _count_kernel(  # type: ignore[no-untyped-def]
         tl.store(counts + tile, count)
 
 
-@triton.jit(do_not_specialize=["start", "stop", "num_tiles", "k"])
+@triton.jit(do_not_specialize=["start", "stop", "max_tiles", "k"])
 def _write_kernel(  # type: ignore[no-untyped-def]
-    bits, blocks, facts, floor, start, stop, sums, num_tiles, k, out,
+    bits, blocks, facts, floor, start, stop, sums, max_tiles, k, out,
     EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every tile writes behind what the tiles before it found; nothing beyond out[k]. out[0]: how many."""
     limit = tl.load(floor).to(bits.dtype.element_ty)
     number = tl.load(facts + 1).to(tl.int32)
-    total = tl.load(sums + num_tiles - 1)
+    total = tl.load(sums + max_tiles - 1)
     if tl.program_id(0) == 0:
         tl.store(out, (total >> 32).to(tl.int32))
     for tile in range(tl.program_id(0), tl.cdiv(number, ROWS), tl.num_programs(0)):
@@ -185,7 +185,7 @@ def _select(
     k: int,
 ) -> Tensor:
     """Count, running sum, write; the first word of the result is the count (if exact, of those above)."""
-    tiles, bits, device = passing.num_tiles, values.view(int_type(values.dtype)), values.device
+    tiles, bits, device = passing.max_tiles, values.view(int_type(values.dtype)), values.device
     counts = torch.empty(tiles, dtype=torch.int64, device=device)
     out = torch.empty(k + 1, dtype=torch.int32, device=device)
     full_mask = torch.iinfo(bits.dtype).max

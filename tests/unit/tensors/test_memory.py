@@ -9,7 +9,7 @@ from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.gradients import GradientBucket, GradientMemory, memory_of
+from horovod_sparse.tensors.gradients import GradientBucket, GradientMemory, gradient_memory
 from horovod_sparse.tensors.layout import view_into
 from horovod_sparse.training.engine import PartSpec, carry_out
 from support.memories import choose_memory
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 def test_a_device_that_holds_nothing_is_refused():
     with pytest.raises(errors.UnsupportedError, match=r"the gradient of w is on meta.*Train on the CPU"):
-        memory_of(torch.device("meta"), "w")
+        gradient_memory(torch.device("meta"), "w")
 
 
 MEMORIES = [GradientMemory(), DeviceMemory(torch.device("cpu"))]

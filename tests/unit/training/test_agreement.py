@@ -13,7 +13,7 @@ from horovod_sparse.errors import DriftError, StateMismatchError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
-from horovod_sparse.tensors.layout import device_sums, shared_entries
+from horovod_sparse.tensors.layout import device_word_sums, shared_entries
 from horovod_sparse.topology import RANKS_VARIABLE, Placement, own_place
 from horovod_sparse.training.agreement import (
     PROTOCOL,
@@ -231,7 +231,7 @@ def test_a_device_finds_the_same_sums(size: int) -> None:
     values = torch.from_numpy(np.random.default_rng(2).integers(0, 256, size + 1).astype(np.uint8))
     for start in (0, 1):
         piece = values[start : start + size]
-        assert (device_sums(piece) == word_sums(piece.numpy())).all()
+        assert (device_word_sums(piece) == word_sums(piece.numpy())).all()
 
 
 def test_all_of_an_optimizers_state_is_looked_at() -> None:
