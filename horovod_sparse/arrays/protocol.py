@@ -93,7 +93,9 @@ class FoldRule:
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
         if self.moment is not None and not (0.0 < self.moment < 1.0 and self.momentum is None):
-            raise ArgumentError("moment", self.moment, "a number in (0, 1), without a momentum")
+            raise ArgumentError(
+                "moment", self.moment, "a decay of the second moment in (0, 1), and no momentum"
+            )
 
     @functools.cached_property
     def num_companions(self) -> int:
