@@ -93,9 +93,7 @@ class FoldRule:
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
         if self.moment is not None and not (0.0 < self.moment < 1.0 and self.momentum is None):
-            raise ArgumentError(
-                "moment", self.moment, "a decay of the second moment in (0, 1), and no momentum"
-            )
+            raise ArgumentError("moment", self.moment, "a second moment's decay in (0, 1), no momentum")
 
     @functools.cached_property
     def num_companions(self) -> int:
@@ -104,12 +102,10 @@ class FoldRule:
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 -- rules are small values, the same in most folds
     def factors(self, dtype: np.dtype[Any]) -> Values:
-        """Returns the factors of the fold's sums.
+        """Returns a to d of velocity ``u = b u + gradient`` and ``values = a values + c gradient + d u``.
 
-        Without a moment a to d of ``velocity = b velocity + gradient`` and
-        ``values = a values + c gradient + d velocity``. With a moment a to f of
-        ``v = b v + c gradient^2`` and ``values = a values + d gradient / (sqrt(v + f) + e)``; its bias
-        correction is in d, e and f.
+        With a moment a to f of ``v = b v + c gradient^2`` and ``values = a values + d gradient / (sqrt(v + f)
+        + e)``; its bias correction is in d, e and f.
 
         Raises:
             ArgumentError: a factor is no number that the accumulator's dtype can hold.

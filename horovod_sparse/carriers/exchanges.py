@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_sparse import collectives
-from horovod_sparse.collectives import Request, Synchronization
+from horovod_sparse.collectives import Request, Synchronization, Words
 from horovod_sparse.errors import CollectiveMismatchError, UnknownNameError, UnsupportedError
 from horovod_sparse.topology import Topology
 
@@ -137,9 +137,7 @@ def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: 
     return checked_sources(came, request.sources, whose)
 
 
-def checked_sources(
-    messages: dict[int, np.ndarray], sources: Collection[int], whose: str
-) -> dict[int, np.ndarray]:
+def checked_sources(messages: dict[int, Words], sources: Collection[int], whose: str) -> dict[int, Words]:
     """Returns the messages; raises if one came from a rank outside `sources`. `whose` begins the error."""
     if strangers := sorted(messages.keys() - set(sources)):
         raise CollectiveMismatchError(

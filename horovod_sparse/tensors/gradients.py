@@ -99,8 +99,7 @@ class GradientMemory:
 HOST = GradientMemory()
 
 
-def gradient_memory(device: torch.device, name: str) -> GradientMemory:
-    """Returns the memory of a device; `name` is the parameter that an error says."""
+def gradient_memory(device: torch.device, parameter_name: str) -> GradientMemory:
     if device.type in HOST_DEVICES:
         return HOST
     # by its name: it derives from what is here, and is loaded with the first gradient on a device
@@ -110,9 +109,10 @@ def gradient_memory(device: torch.device, name: str) -> GradientMemory:
         return memory
     except (RuntimeError, TypeError, AssertionError) as error:  # as PyTorch's backends put it
         raise UnsupportedError(
-            f"the gradient of {name} is on {device}, where no sparsifier can work: that takes float64 beside "
-            f"the gradient's own type, and copies to the host ({str(error).splitlines()[0]}). Train on the "
-            "CPU or on a CUDA device, or use compression=Compression.none or .fp16"
+            f"the gradient of {parameter_name} is on {device}, where no sparsifier can work: that takes "
+            "float64 beside the gradient's own type, and copies to the host "
+            f"({str(error).splitlines()[0]}). Train on the CPU or on a CUDA device, or use "
+            "compression=Compression.none or .fp16"
         ) from error
 
 
@@ -244,10 +244,8 @@ class GradientBucket(ParameterBucket):
         gradients = [parameter.grad for parameter in self.given]
         self.absent = self.unused = [
             number
-            for number, parameter in enumerate(self.given)
-            if parameter.grad is None
-            and not self._all_get
-            and (self.tells_absent or not parameter.requires_grad)
+            for number, one in enumerate(self.given)
+            if one.grad is None and not self._all_get and (self.tells_absent or not one.requires_grad)
         ]
         self._flat = []
         for gradient, like in zip(gradients, self.layouts, strict=True):
