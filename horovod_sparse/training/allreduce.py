@@ -110,11 +110,12 @@ def refuse_gradients(requires_grad: bool) -> None:
         )
 
 
-#: calls without a name, by the start of Horovod and the process set
-_calls: Counter[tuple[object, int]] = Counter()
+#: a start of Horovod, by its `id` (held, lest that returns), and its calls without a name, by process set
+_calls: dict[int, tuple[object, Counter[int]]] = {}
 
 
 def call_name(start: object, process_set: Any) -> str:
     """Names a call without a name by its number, counted anew after each start of Horovod."""
-    _calls[start, process_set.process_set_id] += 1
-    return f"noname.{_calls[start, process_set.process_set_id] - 1}"
+    _, calls = _calls.setdefault(id(start), (start, Counter()))
+    calls[process_set.process_set_id] += 1
+    return f"noname.{calls[process_set.process_set_id] - 1}"

@@ -116,7 +116,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
     Example:
         >>> LocalSteps(every=30, delay=2)
         Traceback (most recent call last):
-        horovod_sparse.errors.ArgumentError: delay=2 is not allowed: give 0: exchanges are waited for
+        horovod_sparse.errors.ArgumentError: delay=2 is not allowed: give 0: ranks wait for each exchange
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
         super().__init__()
         self._given, self._settings = LocalSchedule.of(every, options, "LocalSteps of Keras")
         if self._given.delay:
-            raise ArgumentError("delay", self._given.delay, "0: in Keras ranks wait for each exchange")
+            raise ArgumentError("delay", self._given.delay, "0: ranks wait for each exchange")
         self.process_set, self._counted = process_set, 0
         #: made when `fit` begins: counts exchanges (`step`), tells of them (`summary()`)
         self.rounds: _Training | None = None

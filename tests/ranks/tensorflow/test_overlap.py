@@ -26,7 +26,7 @@ def _two_buckets():
     waited = []
 
     def quick():
-        return next(part for part in synchronizer.parts if part.names[0] == synchronizer.names[0])
+        return next(part for part in synchronizer.parts if part.names[0] == next(iter(synchronizer.facts)))
 
     def backward(array):
         begun = time.perf_counter()
@@ -56,7 +56,7 @@ def test_buckets_communicate_while_backward_goes_on(rank, size):
     for _ in range(2):
         assert step(1.0 + rank) < LIMIT
     by_name = {part.names[0]: part.task.legs for part in synchronizer.parts}
-    quick, slow = (by_name[name] for name in synchronizer.names)
+    quick, slow = (by_name[name] for name in synchronizer.facts)
     # begin and end of: start, resume, resume. Both rounds are over before the other gradient is there.
     assert len(quick) == len(slow) == 3
     assert quick[-1][1] < slow[0][0]
