@@ -56,7 +56,7 @@ class ThresholdScaling:
         if not 0.0 < self.gamma < 1.0:
             raise ArgumentError("gamma", self.gamma, "a number in (0, 1)")
 
-    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+    def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         return num_hits
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
@@ -145,7 +145,7 @@ class Sketch:
             threshold = accumulator.kth_magnitude(min(self._order(num_selected, state), n))
         return replace(state, threshold=threshold)
 
-    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+    def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         """Returns how many elements of its window a rank sends."""
         target = self._target(num_selected, state)
         if target == 0:
@@ -178,7 +178,7 @@ class ThresholdRule(Protocol):
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
         """Sets this step's threshold."""
 
-    def wanted(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+    def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         """Returns how many elements of its window a rank sends, when `num_hits` reach the threshold."""
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:

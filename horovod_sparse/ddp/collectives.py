@@ -300,7 +300,7 @@ class Communicator:
             except errors.DeadlineError as error:
                 shared.failure = error  # of whatever is waited for next
                 raise
-        self._deadline.moved()
+        self._deadline.saw_progress()
         self.idle_seconds += shared.carried_seconds() - carried
         for task in awaited:
             task.waited_seconds = max(0.0, task.finished - since)

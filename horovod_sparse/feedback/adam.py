@@ -76,7 +76,7 @@ class Normalizing(Rule):
         }
         return dataclasses.replace(self, **found) if found else self
 
-    def moved(self, age: int, new_age: int) -> float:
+    def moment_factor(self, age: int, new_age: int) -> float:
         """Returns the factor that keeps the corrected estimate equal at another age."""
         if not age:
             return 0.0
@@ -146,11 +146,11 @@ class Alikeness:
     def __init__(self, info: BucketInfo) -> None:
         self._info = info
 
-    def longer(self, leans: tuple[float, float]) -> float:
+    def step_ratio(self, leans: tuple[float, float]) -> float:
         """Returns how many times longer the whole batch's steps are than one rank's: at most sqrt(P).
 
         Example:
-            >>> [Alikeness(BucketInfo("b", 9, size=4)).longer(leans) for leans in ((0.0, 0.0), (0.1, 1.0))]
+            >>> [Alikeness(BucketInfo("b", 9, size=4)).step_ratio(leans) for leans in ((0, 0), (0.1, 1.0))]
             [1.0, 2.0]
         """
         mean, own = leans
@@ -162,7 +162,7 @@ class Alikeness:
         drawn = step_generator(0, self._info, step).integers(0, 2 * n, min(n, _SAMPLE))
         accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
 
-    def learned(self, leans: tuple[float, float], told: np.ndarray) -> tuple[float, float]:
+    def next_leans(self, leans: tuple[float, float], told: np.ndarray) -> tuple[float, float]:
         """Returns the estimate after another step, from the P projections that ranks have sent."""
         squares = float(told.mean()) ** 2, float(np.square(told).mean())
         # in the beginning steps are one rank's

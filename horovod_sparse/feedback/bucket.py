@@ -216,7 +216,7 @@ class Bucket:
         if target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = feedback.for_dense()
-        longer = 1.0 if self._alikeness is None else self._alikeness.longer(now.leans)
+        longer = 1.0 if self._alikeness is None else self._alikeness.step_ratio(now.leans)
         rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
         self.accumulator.step = self.state.step
@@ -266,7 +266,7 @@ class Bucket:
     def learn(self, leans: np.ndarray) -> None:
         """Learns how alike ranks' gradients of a pass are, from how far each one's leans, [P]."""
         if self._alikeness is not None and leans.any():
-            learned = self._alikeness.learned(self._progress.leans, leans)
+            learned = self._alikeness.next_leans(self._progress.leans, leans)
             self._progress = dataclasses.replace(self._progress, leans=learned)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
@@ -331,7 +331,7 @@ class Bucket:
     def _show(self) -> None:
         if self._hidden is not None:
             (age, hidden), self._hidden = self._hidden, None
-            self.accumulator.show(hidden, self.feedback.moved(age, self.progress.age) or 1.0)
+            self.accumulator.show(hidden, self.feedback.moment_factor(age, self.progress.age) or 1.0)
 
     def skip(self) -> None:
         """Counts a step in which nothing is folded or selected."""

@@ -86,7 +86,7 @@ class Feedback:
         """Returns the arguments of `FoldRule` in which this feedback differs from others."""
         return {}
 
-    def moved(self, age: int, new_age: int) -> float:
+    def moment_factor(self, age: int, new_age: int) -> float:
         """Returns the factor that makes companions of `age` steps equal to those of `new_age` steps."""
         return 1.0
 

@@ -21,7 +21,7 @@ class RMSpropFeedback(Normalizing):
         whole_batch: see `AdamFeedback`.
 
     Example:
-        >>> RMSpropFeedback(beta2=0.9).moved(3, 10)
+        >>> RMSpropFeedback(beta2=0.9).moment_factor(3, 10)
         1.0
     """
 

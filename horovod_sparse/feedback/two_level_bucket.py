@@ -133,7 +133,7 @@ class TwoLevelBucket(Bucket):
         return values
 
     def load(self, held: Sequence[np.ndarray]) -> None:
-        self._load([values[slice(*self.shard)] for values in held])
+        self._load_shards([values[slice(*self.shard)] for values in held])
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the host's sums of this rank's shard; all ranks of the host do so together."""
@@ -141,9 +141,9 @@ class TwoLevelBucket(Bucket):
         for values in held:
             shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
             shards.append(shard)
-        self._load(shards)
+        self._load_shards(shards)
 
-    def _load(self, shards: Sequence[np.ndarray]) -> None:
+    def _load_shards(self, shards: Sequence[np.ndarray]) -> None:
         short = self.info.num_elements - shards[0].size  # up to the length of the longest
         self.accumulator.assign_held([np.append(one, np.zeros(short, one.dtype)) for one in shards])
 
@@ -174,7 +174,7 @@ class TwoLevelBucket(Bucket):
         message = AllGather(self._message(sum_, overflow, failure), level="host")
         gathered = yield message
         try:
-            (whole, marks, overflow), facts = self._joined(gathered), sum_.facts
+            (whole, marks, overflow), facts = self._join_shards(gathered), sum_.facts
         except HorovodSparseError as error:
             self._take_back()
             raise failure or error from None
@@ -218,7 +218,7 @@ class TwoLevelBucket(Bucket):
             sum=sent,
         ).packed()
 
-    def _joined(self, gathered: Words) -> tuple[SparseSum, dict[int, int], int | None]:
+    def _join_shards(self, gathered: Words) -> tuple[SparseSum, dict[int, int], int | None]:
         """Returns the sum of the whole from the shards' sums, the marks of ranks, and where it overflows."""
         n, dtype = self.whole.num_elements, self.whole.value_dtype
         messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host)

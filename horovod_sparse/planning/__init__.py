@@ -84,7 +84,7 @@ def first_plan(
     try:
         if request.failure is not None:
             raise request.failure
-        if request.measures and request.profile is not None and request.complete:
+        if request.measures and request.profile is not None and request.has_times:
             decision = request.decided(cluster(), parameters, sparsifier, request.profile)
             return FirstPlan(decision.plan, request, decision)
         made = request.first_plan(parameters)

@@ -74,7 +74,7 @@ class Stopwatch:
     repetitions: int
     generator: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(0))
 
-    def meet(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
+    def align_ranks(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
         """Lets all ranks go on at about the same time, at a random point of Horovod's cycle."""
         if self.where.size > 1:
             if collectives.AllReduce not in measured:
@@ -108,7 +108,7 @@ def repeated(
     own: list[float] = []
     for number in range(skip + watch.repetitions):
         before()
-        yield from watch.meet(kinds)
+        yield from watch.align_ranks(kinds)
         seconds = yield from once()
         if number >= skip:
             own += seconds

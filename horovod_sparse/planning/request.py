@@ -149,7 +149,7 @@ class PlanRequest:
         return not isinstance(self.strategy, Fixed) or self.selection == "cost"
 
     @property
-    def complete(self) -> bool:
+    def has_times(self) -> bool:
         """True if a profile holds backward times, so that nothing has to be measured."""
         return self.profile is not None and bool(self.profile.backward_seconds)
 

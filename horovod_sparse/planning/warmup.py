@@ -249,7 +249,7 @@ class WarmUp:
         if self._recorder is not None and self._automatic:
             self._recorder.begin(self.stamp())
 
-    def joined(self, parameters: Sequence[ParameterFacts]) -> None:
+    def measure_anew(self, parameters: Sequence[ParameterFacts]) -> None:
         """Measures anew after parameters have joined on all ranks, unless the plan has been decided."""
         self._parameters, self._own = list(parameters), None
         if self._recorder is not None or self.is_measured:

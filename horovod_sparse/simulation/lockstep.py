@@ -172,7 +172,7 @@ def run_lockstep(
                 errors[rank] = error
         if not requests:
             break
-        _check(round_number, requests, errors, size, topology)
+        _check_round(round_number, requests, errors, size, topology)
         ordered = [requests[rank] for rank in range(size)]
         for ranks in groups_of(ordered, topology):
             for rank, given in zip(ranks, answer([ordered[rank] for rank in ranks]), strict=True):
@@ -186,7 +186,7 @@ def run_lockstep(
     return finished
 
 
-def _check(
+def _check_round(
     round_number: int,
     requests: dict[int, Request],
     errors: dict[int, Exception],
@@ -204,12 +204,12 @@ def _check(
     levels = {rank: request.level for rank, request in requests.items()}
     if topology is None and set(levels.values()) != {"all"}:
         raise CollectiveMismatchError("a request of a single level needs a topology")
-    _same(round_number, levels)
+    _check_equal(round_number, levels)
     for ranks in groups_of([requests[rank] for rank in range(size)], topology):
-        _same(round_number, {rank: _signature(requests[rank], len(ranks)) for rank in ranks})
+        _check_equal(round_number, {rank: _signature(requests[rank], len(ranks)) for rank in ranks})
 
 
-def _same(round_number: int, asked: Mapping[int, str]) -> None:
+def _check_equal(round_number: int, asked: Mapping[int, str]) -> None:
     kinds: dict[str, list[int]] = {}
     for rank, kind in asked.items():
         kinds.setdefault(kind, []).append(rank)

@@ -53,7 +53,7 @@ class ExclusiveThreshold(Sparsifier):
     def window(self, state: Any, info: BucketInfo) -> Window:
         """Returns (start, stop) of the window that this rank searches in this step."""
 
-    def observed(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
+    def learn_union(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
         """Returns the state after the selections of all ranks: how many each has, and all in a row."""
         return state
 
@@ -79,7 +79,7 @@ class ExclusiveThreshold(Sparsifier):
             density_error=abs(k - union) / n,
         )
         after = replace(state, threshold=rule.steer(union, k, found))
-        after = self.observed(after, info, sum_.counts, gathered.indices)
+        after = self.learn_union(after, info, sum_.counts, gathered.indices)
         start, stop = self.window(replace(after, step=after.step + 1), info)  # that is searched next
         here = np.count_nonzero((gathered.indices >= start) & (gathered.indices < stop))
         share = float(here / union) if union else -1.0
@@ -98,7 +98,7 @@ def _select(
     start, stop = window
     selection = accumulator.at_least(state.threshold, start, stop)
     num_hits = selection.size
-    wanted = rule.wanted(num_hits, k, state)
+    wanted = rule.num_to_send(num_hits, k, state)
     if wanted != num_hits:
         selection = accumulator.largest(min(wanted, stop - start), start, stop)
     if wanted > num_hits:  # there may be nothing but zeros below the threshold

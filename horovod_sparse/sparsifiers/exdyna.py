@@ -174,7 +174,7 @@ class ExDyna(ExclusiveThreshold):
     def window(self, state: ExDynaState, info: BucketInfo) -> Window:
         return state.partitions.window((state.turn + info.rank) % info.size, info.num_elements)
 
-    def observed(
+    def learn_union(
         self, state: ExDynaState, info: BucketInfo, counts: np.ndarray, union: Indices
     ) -> ExDynaState:
         """Moves blocks, but in every sixteenth round of P steps.

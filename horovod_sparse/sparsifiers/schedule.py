@@ -73,9 +73,9 @@ class Exponential(_Lasting):
         super().__post_init__()
 
     def density_at(self, step: int, final: float) -> float:
-        return final if step >= self.length else self._within(step, final)
+        return final if step >= self.length else self._density_at(step, final)
 
-    def _within(self, step: int, final: float) -> float:
+    def _density_at(self, step: int, final: float) -> float:
         return self.start * (final / self.start) ** (step / self.length)
 
 
@@ -90,7 +90,7 @@ class Linear(Exponential):
 
     text_name: ClassVar[str] = "linear"
 
-    def _within(self, step: int, final: float) -> float:
+    def _density_at(self, step: int, final: float) -> float:
         return self.start + (final - self.start) * step / self.length
 
 

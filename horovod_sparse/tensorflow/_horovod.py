@@ -15,7 +15,7 @@ hvd: Any = horovod_binding("TensorFlow", has="allgather")
 _start = object()
 
 
-def _noted(init: Any) -> Any:
+def _counting_starts(init: Any) -> Any:
     """Wraps `init`, so that `present_start` changes when it starts Horovod."""
 
     @functools.wraps(init)
@@ -52,7 +52,7 @@ def is_elastic() -> bool:
 
 
 # under all ways to start it: hvd.init() of ours and of Horovod's, and the elastic wrapper's
-hvd.mpi_ops._basics.init = _noted(hvd.mpi_ops._basics.init)
+hvd.mpi_ops._basics.init = _counting_starts(hvd.mpi_ops._basics.init)
 
 #: modules of Horovod's that have nothing of ours, and so are reached by our names, too
 _SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "sync_batch_norm", "util")

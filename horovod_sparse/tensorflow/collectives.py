@@ -67,7 +67,7 @@ def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]
     return np.dtype(value_dtype if kind in (collectives.AllReduce, collectives.ReduceScatter) else np.int32)
 
 
-def nothing(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
+def empty_messages(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
     """Returns the empty messages of a rank that has failed: no rank waits, and each one notices."""
     splits = np.zeros(size, np.int32) if kind in (collectives.Exchange, collectives.AllToAll) else NO_SPLITS
     return np.empty(0, wire_dtype(kind, value_dtype)), splits

@@ -38,12 +38,12 @@ class Driver:
     ) -> list[tf.Tensor]:
         """Makes the operations up to the end of the last round; returns tensors that are there then."""
         tokens = []
-        for batch in _batches(parts):
+        for batch in _join_small_parts(parts):
             given = [gradients[parts.index(part)] for part in batch]
             if batch[0].task.waits:
-                tokens.append(self._waiting(batch[0].task, given[0], rate))
+                tokens.append(self._host_rounds(batch[0].task, given[0], rate))
             else:
-                tokens += self._unrolled([part.task for part in batch], given, rate)
+                tokens += self._graph_rounds([part.task for part in batch], given, rate)
         return tokens
 
     def _begin(self, task: Task, rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
@@ -58,7 +58,7 @@ class Driver:
                 return task.fail(error, here)
             return task.start(coroutine, here)
 
-    def _unrolled(
+    def _graph_rounds(
         self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
         """Makes the operations of tasks with the same kinds of requests: one host call between two rounds."""
@@ -97,7 +97,7 @@ class Driver:
                 messages = self.host.run(resume, answers, types(number + 1))
             return [held, *shaped(messages[:1], ([],))]
 
-    def _waiting(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
+    def _host_rounds(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
         """Makes a host function that waits for all rounds of a task, in one order on all ranks.
 
         In elastic training a function is traced once, and ranks come and go: `task.kinds` has as many rounds
@@ -127,7 +127,7 @@ def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
     return tensors
 
 
-def _batches(parts: Sequence[Part]) -> list[list[Part]]:
+def _join_small_parts(parts: Sequence[Part]) -> list[list[Part]]:
     """Joins small parts, in backward order, until they are large; a large one starts alone and at once."""
     batches: list[list[Part]] = []
     filling: dict[Any, list[Part]] = {}  # by the requests that they make

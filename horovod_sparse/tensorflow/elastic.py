@@ -30,15 +30,15 @@ class _Kept:
 
     def sync(self) -> None:
         """Gives all ranks what rank 0 has, and saves it."""
-        broadcast_variables(self._every(), 0)
+        broadcast_variables(self._all_variables(), 0)
         self._save_model()
         ObjectState.sync(self)
 
-    def _every(self) -> Sequence[Any]:
+    def _all_variables(self) -> Sequence[Any]:
         raise NotImplementedError
 
     def _save_model(self) -> None:
-        self._values = [(variable, variable.numpy()) for variable in map(as_variable, self._every())]
+        self._values = [(variable, variable.numpy()) for variable in map(as_variable, self._all_variables())]
 
     def _load_model(self) -> None:
         for variable, value in self._values:
@@ -68,7 +68,7 @@ class TensorFlowKerasState(_Kept, _StockKerasState):
         build(self.optimizer, model.trainable_variables)
         self._init_state(attributes)
 
-    def _every(self) -> Sequence[Any]:
+    def _all_variables(self) -> Sequence[Any]:
         return [*self.model.weights, *variables_of(self.optimizer)]
 
     def _save_model(self) -> None:
@@ -100,5 +100,5 @@ class TensorFlowState(_Kept, _StockState):
             raise ArgumentError("variables", variables, "a list: eager execution has no global variables")
         self._init_state(attributes)
 
-    def _every(self) -> Sequence[Any]:
+    def _all_variables(self) -> Sequence[Any]:
         return self.variables

@@ -56,11 +56,11 @@ class HostFunctions:
         It waits for no operation before it, whatever `tf.function` says of side effects. Errors arrive as an
         `InvalidArgumentError`: one that is unknown is the training's end to ``hvd.elastic.run``.
         """
-        results = list(tf.numpy_function(self._weakly(function), list(inputs), list(types)))
+        results = list(tf.numpy_function(self._keep_with_graph(function), list(inputs), list(types)))
         run_independently(results[0].op, "PyFunc")
         return results
 
-    def _weakly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _keep_with_graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
         graph: Any = tf.compat.v1.get_default_graph()
         while hasattr(graph, "outer_graph"):  # a branch's graph goes when its operation has been made
             self._by_graph.setdefault(graph, []).append(function)

@@ -36,7 +36,7 @@ class PlannedTraining(VariablesTraining):
     def measure(self) -> None:
         """Starts to measure, after buckets were made, if the plan needs times that no profile holds."""
         if self.warmup is not None:
-            self.warmup.joined(self.parameters)
+            self.warmup.measure_anew(self.parameters)
         elif self.request is not None and self.request.measures:
             from horovod_sparse.planning.warmup import HostStamps, WarmUp
 
@@ -72,7 +72,7 @@ class PlannedTraining(VariablesTraining):
     def refuse_to_measure(self, where: str) -> None:
         """Raises if times are needed where a step shows none of a single gradient."""
         request = self.request
-        if request is not None and request.measures and not request.complete and self.decision is None:
+        if request is not None and request.measures and not request.has_times and self.decision is None:
             raise UnsupportedError(
                 f"{request.describe()} needs backward times, and with {where} none can be taken of a single "
                 "gradient: give a profile that has them, as decision.profile.save(path) writes it after a "

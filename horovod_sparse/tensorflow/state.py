@@ -38,8 +38,8 @@ class StateKeeper:
         self._loaded: Mapping[str, Any] | None = None
 
     def attach(self, synchronizer: Any) -> None:
-        self.synchronizer, synchronizer.on_planned = synchronizer, self._put
-        self._put()
+        self.synchronizer, synchronizer.on_planned = synchronizer, self._load_when_planned
+        self._load_when_planned()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's entry, arrays in the variables' shapes; empty before the first step."""
@@ -56,7 +56,7 @@ class StateKeeper:
         self.check(entry)
         self._loaded = entry or None
         if entry:
-            self._put()
+            self._load_when_planned()
         elif self.synchronizer is not None and self.synchronizer.parts:
             self.synchronizer.load(None)
 
@@ -72,7 +72,7 @@ class StateKeeper:
         """True if buckets have come for all saved variables, which may come one after the other."""
         return self.synchronizer is not None and len(self.synchronizer.facts) >= len(entry["variables"])
 
-    def _put(self) -> None:
+    def _load_when_planned(self) -> None:
         if self._loaded is not None and self._knows_all(self._loaded):
             loaded, self._loaded = self._loaded, None
             self.synchronizer.load(fitting(self.synchronizer, loaded))

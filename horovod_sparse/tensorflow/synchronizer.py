@@ -150,16 +150,16 @@ class GradientSynchronizer(PlannedTraining):
     ) -> list[Any]:
         """Makes the operations of one synchronization, in the graph that is being traced."""
         with graph.ungated():
-            results, end, skipped = self._ended(gradients, variables, rate, scaled)
+            results, end, skipped = self._sum_in_graph(gradients, variables, rate, scaled)
         if end is not None:
             graph.gate(end)
         return [*results, skipped]
 
-    def _ended(
+    def _sum_in_graph(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
         """Returns the sums, a tensor of their end (None without any part), and whether to skip."""
-        results, by_name, parts, tokens = self._started(gradients, variables, rate)
+        results, by_name, parts, tokens = self._start_rounds(gradients, variables, rate)
         check = self._replicas.check_of(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
         if not parts and not slices:
@@ -182,7 +182,7 @@ class GradientSynchronizer(PlannedTraining):
             outcome, warmup = None, self.warmup
             try:
                 parts = list(map(self.part_of, tasks))
-                arrays, outcome = self._finished(parts, found, scaled)
+                arrays, outcome = self._finish_step(parts, found, scaled)
             finally:
                 if warmup is not None:
                     (warmup.after_step if outcome == Outcome.APPLIED else warmup.forget_step)()
@@ -214,7 +214,7 @@ class GradientSynchronizer(PlannedTraining):
                 results[by_name[name]] = sum_
         return results, end, skipped
 
-    def _finished(
+    def _finish_step(
         self, parts: Sequence[Part], found: Sequence[BaseException], scaled: bool
     ) -> tuple[list[np.ndarray], Outcome]:
         """Returns sums or averages by variable; zeros in a skipped step, NaN in one that has overflowed.
@@ -242,7 +242,7 @@ class GradientSynchronizer(PlannedTraining):
             self.telemetry.record(self.step, [report for _, report in applied], waited)
             return [array for arrays, _ in applied for array in arrays], verdict.outcome
 
-    def _started(
+    def _start_rounds(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
         """Starts all rounds; returns gradients, positions by name of those in buckets, parts and tokens."""

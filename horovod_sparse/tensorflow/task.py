@@ -15,7 +15,7 @@ from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError, CollectiveMismatchError
 from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 from horovod_sparse.tensorflow._horovod import is_elastic
-from horovod_sparse.tensorflow.collectives import Wire, from_wire, nothing, to_wire
+from horovod_sparse.tensorflow.collectives import Wire, empty_messages, from_wire, to_wire
 from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros
 from horovod_sparse.tensorflow.waiting import Wait
 
@@ -62,7 +62,7 @@ class Task:
         """True while a coroutine waits for a collective, also one of a failed step."""
         return self._coroutine is not None
 
-    def waited(self, now: float) -> Wait | None:
+    def current_wait(self, now: float) -> Wait | None:
         """Returns since when this rank waits for a round, and for which; None if its graph has ended, too."""
         is_held = self._held is not None and self._held() is not None
         if self.settled or self.next_kind is None or not is_held or not self.legs:
@@ -83,13 +83,13 @@ class Task:
         """Starts a task whose coroutine could not be made."""
         self._reset(place)
         self.error = error
-        return self._nothing()
+        return self._empty_messages()
 
     def resume(self, output: np.ndarray, splits: np.ndarray) -> Wire:
         """Gives a collective's result to the coroutine, and runs it to its next request, or to its end."""
         self._round += 1
         if self._coroutine is None or self._request is None:
-            return self._nothing()
+            return self._empty_messages()
         try:
             answer = from_wire(self._request, output, splits)
         except Exception as error:
@@ -124,7 +124,7 @@ class Task:
             self._coroutine, self.result = None, stop.value
             if self._round != len(self.kinds):
                 return self._give_up(self._mismatch("has ended"))
-            return self._nothing()
+            return self._empty_messages()
         except Exception as error:
             return self._give_up(error)
         if type(request) is not self.next_kind:
@@ -146,12 +146,12 @@ class Task:
         if self._coroutine is not None:
             self._coroutine.close()
         self._coroutine, self._request, self.error = None, None, error
-        return self._nothing()
+        return self._empty_messages()
 
-    def _nothing(self) -> Wire:
+    def _empty_messages(self) -> Wire:
         # a rank alone may have no rounds
         kind = self.kinds[min(self._round, len(self.kinds) - 1)] if self.kinds else AllGather
-        return nothing(kind, self.value_dtype, self.place[1])
+        return empty_messages(kind, self.value_dtype, self.place[1])
 
 
 def held_by_graph(tasks: Iterable[Task]) -> np.ndarray:

@@ -167,7 +167,7 @@ class VariablesTraining(Training):
         ]
         if not new:
             return False
-        facts, plan = together(self._agreed(new), self.process_set, self.engine.watch)
+        facts, plan = together(self._agree_on_plan(new), self.process_set, self.engine.watch)
         self._names.update({variable.ref(): name for name, variable in zip(facts, new, strict=True)})
         if not self.facts:
             self.begin(facts, plan)
@@ -179,7 +179,7 @@ class VariablesTraining(Training):
     def _add_parts(self, parts: Sequence[Any]) -> None:
         self._by_task |= {part.task: part for part in parts}
 
-    def _agreed(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
+    def _agree_on_plan(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
         """Compares models; returns variables by the first rank's names, and its plan for them."""
         rules, request = self.recipe.rules, self.request
         if not self.facts:

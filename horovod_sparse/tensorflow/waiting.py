@@ -114,9 +114,9 @@ class Watch:
             return None
         waits: list[Wait] = [(now - begun, name, 0) for begun, name in self._eager]
         if (owner := self._owner_or_none()) is not None:
-            waits += [wait for task in owner.tasks if (wait := task.waited(now)) is not None]
+            waits += [wait for task in owner.tasks if (wait := task.current_wait(now)) is not None]
         if not waits:
-            self.deadline.moved()
+            self.deadline.saw_progress()
             return None
         # the first one is the same on all ranks that wait for the same rank
         waited, (_, name, number) = min(seconds for seconds, *_ in waits), waits[0]

@@ -129,7 +129,7 @@ class Driver:
             if moved:
                 idle_since = now
                 if self._deadline is not None:
-                    self._deadline.moved()
+                    self._deadline.saw_progress()
             elif self._deadline is not None:
                 name, number = f"{self.label}{pending[0].name}", pending[0].num_rounds - 1
                 try:

@@ -191,7 +191,7 @@ class StepBucket(ParameterBucket, StepPart):
         """
         feedback: Any = self.now.feedback
         age = self.bucket.progress.age + 1
-        before, after = feedback.moved(own - 1, age - 1), feedback.moved(own, age)
+        before, after = feedback.moment_factor(own - 1, age - 1), feedback.moment_factor(own, age)
         if after - 1.0 < 1e-7:
             return
         (_, moment), (weight, beside) = self._flat_memory(number), self.now.weights
@@ -226,7 +226,7 @@ class StepBucket(ParameterBucket, StepPart):
 
     def moment_ratio(self, number: int) -> float:
         """Returns a parameter's second moment over PyTorch's: here it is for the bucket's age."""
-        return self.bucket.feedback.moved(self.age(number), self.bucket.progress.age) or 1.0
+        return self.bucket.feedback.moment_factor(self.age(number), self.bucket.progress.age) or 1.0
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:
         """Returns flat views of a parameter's residual and companions."""

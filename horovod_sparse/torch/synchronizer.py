@@ -147,7 +147,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         """Adds new parameters to the optimizer, too, as if made with it."""
         new = super().join_new_parameters()
         if new and self.warmup is not None:
-            self.warmup.joined(self.parameters)  # what was measured without them decides nothing
+            self.warmup.measure_anew(self.parameters)  # what was measured without them decides nothing
         for name, (_, parameter) in new.items():
             self.optimizer._parameter_names[parameter] = name
             self.optimizer._requires_update.add(parameter)

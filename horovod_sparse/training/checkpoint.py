@@ -119,7 +119,7 @@ def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
             f"{root} holds checkpoints of another optimizer or sparsifier of this process. {ONE_EACH}"
         )
     found = {} if root in _owners else survey(root)
-    ranks = found[max(found, key=age)][0].get("ranks") if found else None
+    ranks = found[max(found, key=attempt_and_step)][0].get("ranks") if found else None
     return isinstance(ranks, list) and world_rank not in ranks
 
 
@@ -142,7 +142,7 @@ def write_checkpoint(
         for path in root.iterdir():
             if path.name.startswith(_HIDDEN):
                 shutil.rmtree(path, ignore_errors=True)
-        attempt, last = max(map(age, published(root)), default=(1, -1))
+        attempt, last = max(map(attempt_and_step, published(root)), default=(1, -1))
         return root, attempt + (step <= last)  # taken back
 
     root, attempt = yield from done_by_all(begin, "make the directory")
@@ -162,14 +162,14 @@ def write_checkpoint(
         _write(hidden / _file_of(rank), {"manifest": manifest, "rank": rank, "entry": entry})
         with contextlib.suppress(FileExistsError), open(hidden / _MANIFEST, "x") as file:
             json.dump(manifest, file)  # by the first rank on this disk
-        _sync(hidden / _MANIFEST)
+        _fsync(hidden / _MANIFEST)
 
     def publish(turn: bool) -> None:
         if (rank == 0) == turn and not folder.exists():
             with contextlib.suppress(FileNotFoundError):  # another rank on this disk was faster
-                _sync(hidden)
+                _fsync(hidden)
                 os.rename(hidden, folder)
-            _sync(root)
+            _fsync(root)
         if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
             raise CheckpointError(
                 f"another training has published {name} in {root} at the same time. {ONE_EACH}"
@@ -183,7 +183,7 @@ def write_checkpoint(
     # the first rank publishes; then whoever does not see it, which is each host with a disk of its own
     yield from done_by_all(lambda: publish(True), f"publish {name}")
     yield from done_by_all(lambda: publish(False), f"publish {name}")
-    for old in sorted(published(root), key=age)[:-keep]:
+    for old in sorted(published(root), key=attempt_and_step)[:-keep]:
         removed = root / f".removed-{old}"
         with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
             os.rename(root / old, removed)  # in one piece, too
@@ -200,7 +200,7 @@ def read_checkpoint(
     everyone = yield from shared_lines(
         {name: [manifest.get("save"), fault] for name, (manifest, fault) in found.items()}
     )
-    name = _chosen(everyone, step, root)
+    name = _choose_newest(everyone, step, root)
     manifest = found[name][0]
 
     def read() -> dict[str, Any]:
@@ -213,10 +213,10 @@ def read_checkpoint(
     return (yield from done_by_all(read, f"read {name}"))
 
 
-def _chosen(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
+def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
     """Returns the newest name that all ranks see with the same manifest; raises the same error on all."""
-    names = sorted(set().union(*everyone), key=age, reverse=True)
-    for name in [one for one in names if step in (None, age(one)[1])]:
+    names = sorted(set().union(*everyone), key=attempt_and_step, reverse=True)
+    for name in [one for one in names if step in (None, attempt_and_step(one)[1])]:
         for rank, mine in enumerate(everyone):
             if fault := mine.get(name, ("", ""))[1]:
                 raise CheckpointError(
@@ -250,7 +250,7 @@ def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
         try:
             manifest = json.loads((root / name / _MANIFEST).read_bytes())
             known, at, size, token = (manifest[key] for key in ("format", "step", "size", "save"))
-            if (known, at) != (FORMAT, age(name)[1]) or type(size) is not int or size < 1:
+            if (known, at) != (FORMAT, attempt_and_step(name)[1]) or type(size) is not int or size < 1:
                 raise ValueError(f"format {known}, step {at}, {size} ranks, not format {FORMAT}"[:200])
             found[name] = {**manifest, "save": str(token)}, ""
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -266,7 +266,7 @@ def published(root: Path) -> list[str]:
         return []
 
 
-def age(name: str) -> tuple[int, int]:
+def attempt_and_step(name: str) -> tuple[int, int]:
     """Returns (attempt, step): a training that was taken back saves under the next attempt."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -295,10 +295,10 @@ def done_by_all(work: Callable[[], Result], what: str) -> Synchronization[Result
 def _write(path: Path, tree: Mapping[str, Any]) -> None:
     with open(path, "wb") as file:
         write_tree(file, tree)
-    _sync(path)
+    _fsync(path)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

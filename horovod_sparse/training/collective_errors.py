@@ -240,7 +240,7 @@ class ConstructionErrors:
         self._told = found
         if not self._waits_at_end:
             self._waits_at_end = True
-            atexit.register(self._end)
+            atexit.register(self._delay_exit)
 
     def withdraw_error(self) -> None:
         if self._told is not None:
@@ -289,7 +289,7 @@ class ConstructionErrors:
 
         return told  # type: ignore[return-value]
 
-    def _end(self) -> None:
+    def _delay_exit(self) -> None:
         """Delays the end of the process until ranks that wait have read of the error."""
         end = time.monotonic() + _END_SECONDS
         if self._told is None:

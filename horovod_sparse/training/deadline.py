@@ -83,21 +83,21 @@ class Deadline:
         what = f"{name} {number}"
         if self._told != what:
             self._told = what
-            self._tell(what)
+            self._publish_wait(what)
         if waited >= self.seconds:
-            raise DeadlineError(name, number, self.seconds, self._missing(what))
+            raise DeadlineError(name, number, self.seconds, self._ranks_not_waiting(what))
 
-    def moved(self) -> None:
+    def saw_progress(self) -> None:
         self._looked = self._stopped = 0.0
         if self._told:
             self._told = ""
-            self._tell("")
+            self._publish_wait("")
 
-    def _tell(self, what: str) -> None:
+    def _publish_wait(self, what: str) -> None:
         rank, ranks = self._place()
         self._store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
 
-    def _missing(self, what: str) -> dict[int, str] | None:
+    def _ranks_not_waiting(self, what: str) -> dict[int, str] | None:
         """Returns the ranks that do not wait for it, and what for; None where there is no store."""
         rank, ranks = self._place()
         missing = {}

@@ -135,14 +135,14 @@ class OwnMoves:
 
     def _send(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
         info, wire = self._bucket.info, self._wire(num_moves)
-        own = self._decoded(num_moves, message)
+        own = self._decode(num_moves, message)
         report, self._report = self._report, dataclasses.replace(self._report)
         report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
         report.kinds_by_round = [AllGather.__name__]
-        task = starter.start(name, _gathered(message, info, wire))
+        task = starter.start(name, _gather_moves(message, info, wire))
         self.in_flight.append(Exchange(task, num_moves, message, own, report))
 
-    def _decoded(self, num_moves: int, message: np.ndarray) -> SparseSum:
+    def _decode(self, num_moves: int, message: np.ndarray) -> SparseSum:
         info = self._bucket.info
         return unpack_sum(message, 1, self._wire(num_moves), info.num_elements, info.value_dtype)
 
@@ -180,7 +180,7 @@ class OwnMoves:
     def pending(self) -> list[tuple[Indices, Values]]:
         """Returns positions and values that this rank has moved and no mean has replaced."""
         flying = [(one.num_moves, one.own) for one in self.in_flight]
-        flying += [(num_moves, self._decoded(num_moves, message)) for num_moves, message in self._resumed]
+        flying += [(num_moves, self._decode(num_moves, message)) for num_moves, message in self._resumed]
         sent = [(own.indices, own.values) for _, own in flying]
         later = self.moves[sum(num_moves for num_moves, _ in flying) :]
         return sent + [(one.indices, one.values) for one in later]
@@ -325,7 +325,7 @@ class StepPart(BucketPart):
         self.bucket.abandon(drop=drop)
 
 
-def _gathered(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchronization[SparseSum]:
+def _gather_moves(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchronization[SparseSum]:
     words = yield AllGather(message)
     return unpack_sum(words, info.size, wire, info.num_elements, info.value_dtype)
 

@@ -160,7 +160,7 @@ def _part_arrays(
                 if by_name is not arrays[0] and name in progress:
                     before, bucket = progress[name], part.bucket  # which may be of another age
                     age = before.age if before.summed == bucket.num_summed else 0
-                    into[slice(*place)] *= bucket.feedback.moved(age, bucket.progress.age)
+                    into[slice(*place)] *= bucket.feedback.moment_factor(age, bucket.progress.age)
     return filled
 
 

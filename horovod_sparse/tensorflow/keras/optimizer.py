@@ -200,7 +200,7 @@ class KerasReduction(GradientReduction):
         if callable(rate) and not hasattr(rate, "dtype"):  # a schedule
             rate = rate(optimizer.iterations)
         if optimizer._agg_helper is not None:
-            grads = _emptied(optimizer._agg_helper, grads)
+            grads = _take_sums(optimizer._agg_helper, grads)
         if scale is None:
             sums = self.synchronizer.synchronize(grads, vars, rate)
         else:
@@ -231,7 +231,7 @@ class KerasReduction(GradientReduction):
         return tf.convert_to_tensor(state.current_loss_scale), True
 
 
-def _emptied(helper: Any, gradients: Sequence[Any]) -> list[Any]:
+def _take_sums(helper: Any, gradients: Sequence[Any]) -> list[Any]:
     """Takes the sums of several passes out of Horovod's helper, which would not count anew after an error."""
     with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
         sums = helper.locally_aggregated_grads.values()

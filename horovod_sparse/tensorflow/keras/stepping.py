@@ -82,11 +82,11 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
     steps = KerasSteps(optimizer, recipe, settings, schedule, arguments.process_set, arguments.groups)
     arguments.compression._horovod_sparse_keeper.attach(steps)
     object.__setattr__(optimizer, "_horovod_sparse_steps", steps)
-    object.__setattr__(optimizer, "__class__", _still(type(optimizer)))
+    object.__setattr__(optimizer, "__class__", _without_update(type(optimizer)))
     return steps
 
 
-def _still(base: Any) -> Any:
+def _without_update(base: Any) -> Any:
     """Returns Keras' class without its update of variables; it still counts, averages, constrains."""
 
     class Still(base):

@@ -164,7 +164,7 @@ class KerasSteps(OverKeras, Steps):
             groups = [[as_variable(variable) for variable in group] for group in groups]
         size = self.settings.bucket_bytes if groups is None else None
         self.begin(facts, self.settings.plan or make_plan(facts, groups=groups, bucket_bytes=size))
-        self._fill()
+        self._load_slots()
         self.on_planned()
 
     def _first_facts(self) -> Facts:
@@ -224,9 +224,9 @@ class KerasSteps(OverKeras, Steps):
         """Goes on from Keras' slots, which a plain optimizer of Keras may have filled."""
         with tf.init_scope():  # a graph counts iterations in any order with the pass
             self._began = int(np.asarray(self.optimizer.iterations))
-        self._fill()
+        self._load_slots()
 
-    def _fill(self) -> None:
+    def _load_slots(self) -> None:
         slots, steps = self._slots(), self._began
         if slots and steps:
             moments = {name: slot.numpy() * self._rule.keras_sign for name, slot in slots.items()}

@@ -330,7 +330,7 @@ def test_where_other_ranks_share_hosts_moments_start_anew() -> None:
     levels = SimulatedCluster(made, _N, 4, topology=Topology.regular(2, 2)).buckets[0]
     levels.restart(before)
     assert levels.progress == Progress(5, 0.1, 0.1, since=5, summed=2) and levels.state.step == 5
-    assert levels.feedback.moved(before.age, 0) == 0.0
+    assert levels.feedback.moment_factor(before.age, 0) == 0.0
     assert from_plain(Progress(), to_plain(levels.progress)) == levels.progress
 
 

@@ -104,7 +104,7 @@ def test_the_papers_rebalancing_is_algorithm_3_as_printed(data: st.DataObject) -
         by_rank = data.draw(st.lists(st.integers(0, 50), min_size=size, max_size=size).filter(any))
         for rank, info in enumerate(infos):
             none = np.empty(0, np.int32)
-            after = sparsifier.observed(replace(states[rank], step=t - 1), info, np.array(by_rank), none)
+            after = sparsifier.learn_union(replace(states[rank], step=t - 1), info, np.array(by_rank), none)
             states[rank] = replace(after, step=t)
         windows = []
         for rank in range(size):

@@ -141,8 +141,8 @@ def test_the_sketch_by_hand() -> None:
     # weight of the share: 0.5 * 30 / (30 + 10) = 0.375; 31 ** 0.375 * 101 ** 0.625 - 1 = 63.9
     # (of the 120 hits 100 count, the order asked for)
     half = Sketch(memory=0.5)
-    assert half.wanted(120, 100, ThresholdState(threshold=1.0, share=0.3, correction=1.0)) == 64
+    assert half.num_to_send(120, 100, ThresholdState(threshold=1.0, share=0.3, correction=1.0)) == 64
     # no more hits count than the order asked for: 100 (many magnitudes are equal)
-    assert half.wanted(10**6, 100, ThresholdState(threshold=1.0, share=0.3)) == 64
+    assert half.num_to_send(10**6, 100, ThresholdState(threshold=1.0, share=0.3)) == 64
     # a window that gave nothing has only its hits to go by
-    assert half.wanted(7, 100, ThresholdState(threshold=1.0, share=0.0)) == 7
+    assert half.num_to_send(7, 100, ThresholdState(threshold=1.0, share=0.0)) == 7
