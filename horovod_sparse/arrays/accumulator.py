@@ -193,7 +193,7 @@ class Accumulator:
             self._maxima_known = False
             self._journal.forget()
 
-    def _window(self, start: int, stop: int | None) -> tuple[int, int]:
+    def _checked_window(self, start: int, stop: int | None) -> tuple[int, int]:
         self._apply_quantized()
         first, last = int(start), self.num_elements if stop is None else int(stop)
         if not 0 <= first <= last <= self.num_elements:
@@ -206,7 +206,7 @@ class Accumulator:
 
         More than the window holds takes the whole window.
         """
-        start, stop = self._window(start, stop)
+        start, stop = self._checked_window(start, stop)
         if num_selected < 0:
             raise ArgumentError("num_selected", num_selected, "0 or more")
         if num_selected >= stop - start:
@@ -227,7 +227,7 @@ class Accumulator:
 
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
         """Exact k-th largest magnitude (k from 1) in [start, stop)."""
-        start, stop = self._window(start, stop)
+        start, stop = self._checked_window(start, stop)
         if not 1 <= k <= stop - start:
             raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
         maxima = self._bounds(exact=True)
@@ -235,7 +235,7 @@ class Accumulator:
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
         """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
-        start, stop = self._window(start, stop)
+        start, stop = self._checked_window(start, stop)
         bits = bits_of(threshold, self.dtype)
         if start == stop:
             return np.empty(0, np.int32)
@@ -264,7 +264,7 @@ class Accumulator:
         if rounded is values:
             self._clear(where, olds[0])
         else:
-            left = self._kernels.numbers(values - rounded)
+            left = self._kernels.from_host(values - rounded)
             self._kernels.put(self._values, where, left)
             for companion in self._journal.arrays[1:]:
                 self._kernels.zero(companion, where)
@@ -312,7 +312,7 @@ class Accumulator:
         where = self._kernels.places(indices, keep=True)
         if np.size(values) != len(where):
             raise ArgumentError("values", np.size(values), f"one for each of the {len(where)} indices")
-        return where, self._kernels.numbers(values)
+        return where, self._kernels.from_host(values)
 
     def _note_growth(self, old: Memory, new: Memory) -> None:
         self._norm = self._kernels.updated_norm(self._norm, old, new)
@@ -338,7 +338,7 @@ class Accumulator:
 
     def subtract(self, sent: Values) -> None:
         """Subtracts n values instead of what `quantize` has written."""
-        self._replace(self._values - self._kernels.numbers(sent))
+        self._replace(self._values - self._kernels.from_host(sent))
 
     def _replace(self, rest: Memory) -> None:
         self._rest, self._norm = rest, self._kernels.squares(rest)
@@ -372,11 +372,11 @@ class Accumulator:
         view.flags.writeable = False
         return view
 
-    def held(self) -> tuple[Values, ...]:
+    def host_arrays(self) -> tuple[Values, ...]:
         """All n values, and those of the companions, as `values` gives them."""
         return (self.values(), *(self._kernels.view(companion) for companion in self.companions))
 
-    def assign_held(self, held: Sequence[Any]) -> None:
+    def assign_arrays(self, held: Sequence[Any]) -> None:
         self.assign(held[0])
         for companion, values in zip(self.companions, held[1:], strict=True):
             self._kernels.assign(companion, values)
@@ -387,7 +387,7 @@ class Accumulator:
         return (self._values, *self.companions)
 
     def assign(self, values: Any) -> None:
-        """Replaces all n values by as many finite ones, of any float type and shape; see `assign_held`."""
+        """Replaces all n values by as many finite ones, of any float type and shape; see `assign_arrays`."""
         self._kernels.assign(self._values, values)
         self._rest = None
         self._start_anew()

@@ -191,7 +191,7 @@ class HostKernels(Kernels):
     def sample(self, values: Array, stride: int, offset: int) -> Values:
         return np.abs(values[offset::stride])
 
-    def numbers(self, values: Any) -> Array:
+    def from_host(self, values: Any) -> Array:
         return scatter.compiled_for(values, self.dtype)
 
     def view(self, values: Array) -> Values:

@@ -210,7 +210,7 @@ class Kernels(Protocol):
     def places(self, indices: Any, *, keep: bool = False) -> Memory:
         """Checks indices and brings them to the memory; with `keep` as a copy."""
 
-    def numbers(self, values: Any) -> Memory:
+    def from_host(self, values: Any) -> Memory:
         """Brings k values from the host to the memory, in the accumulator's dtype."""
 
     def to_host(self, memory: Memory) -> Values:

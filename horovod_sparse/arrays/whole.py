@@ -70,10 +70,10 @@ class WholeGradient(Accumulator):
     def accept(self) -> None:
         self._gradient = self._carried = None
 
-    def held(self) -> tuple[Values, ...]:
+    def host_arrays(self) -> tuple[Values, ...]:
         return () if self._carried is None else (self._carried,)
 
-    def assign_held(self, held: Any) -> None:
+    def assign_arrays(self, held: Any) -> None:
         (values,) = held
         self._carried = values if values.any() else None
 

@@ -19,13 +19,13 @@ _SLEEP_SECONDS = 20e-6
 #: "auto": MPI carries messages between two ranks where it can; "pairs": it carries all rounds of sparsifiers;
 #: "alltoall": Horovod carries everything. Equal on all ranks.
 TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
-WAYS = ("auto", "alltoall", "pairs")
+TRANSPORTS = ("auto", "alltoall", "pairs")
 
 
 def transport_asked() -> str:
     wanted = os.environ.get(TRANSPORT_VARIABLE, "").strip() or "auto"
-    if wanted not in WAYS:
-        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, WAYS)
+    if wanted not in TRANSPORTS:
+        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, TRANSPORTS)
     return wanted
 
 

@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures on all ranks; rank 0 prints and writes."""
-    sparsifiers, extent = _asked(options)
+    sparsifiers, extent = _parse_options(options)
     if options.device == "cuda" and options.framework == "tensorflow":
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
     launch = start(options.framework)
     try:
-        profile = _measured(options, launch, sparsifiers, extent)
+        profile = _measure(options, launch, sparsifiers, extent)
     finally:
         launch.end()
     if launch.placement.rank == 0:
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
+def _parse_options(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
     """Returns what to measure, and how much of it; refuses before ranks are connected."""
     texts = options.sparsifier or list(_DEFAULT)
     texts = list(ALGORITHMS) if texts == ["all"] else texts
@@ -93,7 +93,7 @@ def _device(options: argparse.Namespace, launch: Launch) -> str:
     return options.device or ("cuda" if available else "cpu")
 
 
-def _measured(
+def _measure(
     options: argparse.Namespace, launch: Launch, sparsifiers: list[Sparsifier], extent: Extent
 ) -> Profile:
     device = launch.run_agreed(lambda: _device(options, launch))

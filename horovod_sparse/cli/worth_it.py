@@ -70,7 +70,7 @@ def rows_of(case: Case) -> list[Row]:
     ]
 
 
-def recommended(case: Case, rows: list[Row]) -> Row:
+def recommended_row(case: Case, rows: list[Row]) -> Row:
     """Returns the first row that no later one makes noticeably shorter."""
     best = rows[0]
     for row in rows[1:]:
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         longer = f"{added:.3g} s ({100 * added / case.step_seconds:.3g} %) longer than the step alone"
         print(f"{name}: {case.step_seconds + added:.3g} s a step, {longer}")
     where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[options.optimizer]}"
-    print(f"paste: {recommended(case, rows).paste}  # {where}")
+    print(f"paste: {recommended_row(case, rows).paste}  # {where}")
     print("accuracy: not predicted; docs/results.md has what was measured, in small trainings")
     selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core, not measured on a GPU"
     print(

@@ -84,11 +84,11 @@ class Carrier:
 
     def __call__(self, request: Request) -> Any:
         """Carries out a request, waits for it and returns the answer."""
-        with self._naming("another rank"):
+        with self._naming_lost_rank("another rank"):
             return self._carry_out(request)
 
     @contextlib.contextmanager
-    def _naming(self, who: str) -> Iterator[None]:
+    def _naming_lost_rank(self, who: str) -> Iterator[None]:
         """Says who is gone, and from what: Gloo tells of an address alone."""
         try:
             yield
@@ -101,7 +101,7 @@ class Carrier:
 
     def _carry_out(self, request: Request) -> Any:
         if request.level != "all":
-            return self._within(request)
+            return self._carry_out_within(request)
         if isinstance(request, AllReduce):
             return self._reduce(request.buffer)
         if isinstance(request, Broadcast):
@@ -112,12 +112,12 @@ class Carrier:
             return self._exchange(request.sends, request.sources)
         return carry_out(by_exchanges(request, self.rank, self.size), self)
 
-    def _within(self, request: Request) -> Any:
+    def _carry_out_within(self, request: Request) -> Any:
         """Carries out a request among the ranks of a host, or of a column, by messages between them."""
         if self.topology is None:
             raise errors.CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
         if isinstance(request, ReduceScatter) and isinstance(request.buffer, torch.Tensor):
-            total = self._within(replace(request, buffer=request.buffer.cpu().numpy()))
+            total = self._carry_out_within(replace(request, buffer=request.buffer.cpu().numpy()))
             return torch.from_numpy(total).to(request.buffer.device)
         ranks = self.topology.group(request.level, self.rank)
         return carry_out(among(request, ranks, self.rank), self)
@@ -162,7 +162,7 @@ class Carrier:
                 sent += self._begin(words, rank)
         messages, following = {}, []
         for rank, tag, head, work in coming:
-            with self._naming(f"rank {rank}"):
+            with self._naming_lost_rank(f"rank {rank}"):
                 work.wait()
             length, word, room = int(head[0]), int(head[1]), head.numel() - _HEADER
             if word != own:

@@ -104,7 +104,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         else:
             self.join_new_parameters()
 
-    join = meet
+    join_any_new_parameters = meet
 
     def _add_parts(self, parts: Any) -> None:
         super()._add_parts(parts)
@@ -159,7 +159,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 what = "a gradient that has a gradient itself (create_graph=True) is not exchanged"
                 raise UnsupportedError(what)
             if part.streams is not None:
-                part.streams.note()
+                part.streams.note_writer()
             if parameter in self._come:
                 self._repeats = True
             self._come.add(parameter)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from horovod_sparse.ddp.distributed_engine import DistributedEngine, telling_others
 from horovod_sparse.ddp.steps import OverGroup, group_of, stop_synchronizing, wrappers_of
-from horovod_sparse.tensors.local_steps import LocalBinding, stepping
+from horovod_sparse.tensors.local_steps import LocalBinding, stepping_optimizer
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
     ) -> None:
         with telling_others(process_group):
             schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
-            optimizer = stepping(optimizer, model)
+            optimizer = stepping_optimizer(optimizer, model)
             wrappers = wrappers_of(model)
             if process_group is None or not wrappers:
                 process_group = group_of(model, wrappers, process_group, "process_group")

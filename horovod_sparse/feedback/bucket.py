@@ -162,11 +162,11 @@ class Bucket:
 
     def held(self) -> tuple[np.ndarray, ...]:
         """Returns residual and companions, [n] each, to be read only: zeros outside of the shard."""
-        return tuple(map(self.spread, self.accumulator.held()))
+        return tuple(map(self.spread, self.accumulator.host_arrays()))
 
     def load(self, held: Sequence[np.ndarray]) -> None:
         """Replaces residual and companions by the shard's elements of `held`, [n] each."""
-        self.accumulator.assign_held(held)
+        self.accumulator.assign_arrays(held)
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the sum of what the ranks of this host hold, [n] each; with one level that is loaded."""

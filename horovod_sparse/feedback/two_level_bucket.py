@@ -145,7 +145,7 @@ class TwoLevelBucket(Bucket):
 
     def _load_shards(self, shards: Sequence[np.ndarray]) -> None:
         short = self.info.num_elements - shards[0].size  # up to the length of the longest
-        self.accumulator.assign_held([np.append(one, np.zeros(short, one.dtype)) for one in shards])
+        self.accumulator.assign_arrays([np.append(one, np.zeros(short, one.dtype)) for one in shards])
 
     def reduced(self, gradient: Any) -> Synchronization[Any]:
         shard = yield ReduceScatter(self._summable(gradient, self.whole), level="host")

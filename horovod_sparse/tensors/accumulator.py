@@ -226,7 +226,7 @@ class TensorKernels(Kernels):
     def places(self, indices: Any, *, keep: bool = False) -> Tensor:
         return to_device(checked(indices, self.layout.num_elements), self._device)
 
-    def numbers(self, values: Any) -> Tensor:
+    def from_host(self, values: Any) -> Tensor:
         return to_device(np.ascontiguousarray(values, self.dtype).reshape(-1), self._device)
 
     def to_host(self, memory: Tensor) -> Values:

@@ -92,8 +92,8 @@ class GradientTraining(Training):
         """Called after every accumulation into a parameter's gradient. Never waits for other ranks."""
         raise NotImplementedError
 
-    def join(self) -> None:
-        """Takes in parameters that the optimizer has got since."""
+    def join_any_new_parameters(self) -> None:
+        """Adds parts for parameters that the optimizer has got since."""
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
             self.join_new_parameters()
 
@@ -120,7 +120,7 @@ class GradientTraining(Training):
         """Cancels the driver's collectives of a step; `alike`: all ranks cancel it after the same rounds."""
 
     #: raises a better error in place of one, if there is any
-    explain: Callable[[BaseException], None] = staticmethod(lambda error: None)
+    raise_explained: Callable[[BaseException], None] = staticmethod(lambda error: None)
 
     # gradients come
 
@@ -142,7 +142,7 @@ class GradientTraining(Training):
         for part in parts:
             part.scale = 1.0 / self.divisor
             if part.streams is not None:
-                part.streams.note()
+                part.streams.note_writer()
             self._part_of |= dict.fromkeys(part.given, part)
 
     def _begin(self) -> None:
@@ -174,11 +174,11 @@ class GradientTraining(Training):
             self.loss_scale.note_expected()
         idle_before = self.starter.idle_seconds
         taken = (part for part in self.parts if part.task is not None or part in self._deferred_parts)
-        edited = [name for part in taken for name in part.edited()]  # after their synchronization had begun
+        edited = [name for part in taken for name in part.edited_names()]  # while they were exchanged
         try:
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
-            self.join()
+            self.join_any_new_parameters()
             if not self.is_agreed:
                 self.agree()
             for part in self.parts:
@@ -197,7 +197,7 @@ class GradientTraining(Training):
             raise
         except BaseException as error:
             self.cancel_step()
-            self.explain(error)
+            self.raise_explained(error)
             raise
         if failures := self.failures_of_all_shards(failures):
             self._refuse(failures, edited)

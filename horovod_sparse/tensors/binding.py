@@ -250,9 +250,9 @@ class Binding(Steps):
         for one in of_parameter:
             self.optimizer.state[one].pop("exp_avg", None)
         if self.parts:
-            self._take_over()
+            self._apply_loaded_states()
 
-    def _take_over(self) -> None:
+    def _apply_loaded_states(self) -> None:
         """Copies loaded states into the parts; ranks compare their steps in the next pass."""
         loaded, self._loaded = self._loaded, {}
         if not loaded:
@@ -313,7 +313,7 @@ class Binding(Steps):
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
-            self._take_over()
+            self._apply_loaded_states()
         elif self.engine.facts(self.facts):
             self.settle()  # an exchange in flight does not include new parameters
             self.join_new_parameters()

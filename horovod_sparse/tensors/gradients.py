@@ -210,8 +210,8 @@ class GradientBucket(ParameterBucket):
     ) -> None:
         """Takes the gradients and starts their synchronization; `turn` says in its name of which step."""
         if self.streams is not None:
-            self.streams.meet()  # before gradients are copied together, or divided by the loss's scale
-        self.settle()
+            self.streams.wait_for_writers()  # before gradients are copied or divided by the loss's scale
+        self.take_gradients()
         self._loss_scale = loss_scale
         # by number: load_state_dict makes new dicts of the groups
         settings = {} if self._optimizer is None else self._optimizer.param_groups[self._group]
@@ -238,8 +238,8 @@ class GradientBucket(ParameterBucket):
                     "its bucket cannot follow: convert or move a model before its optimizer is made"
                 )
 
-    def settle(self) -> None:
-        """Takes the gradients as they are: from now on nobody may change them."""
+    def take_gradients(self) -> None:
+        """Reads the gradients to be exchanged; they may not be changed afterwards."""
         self.check_kinds()
         gradients = [parameter.grad for parameter in self.given]
         self.absent = self.unused = [
@@ -271,8 +271,8 @@ class GradientBucket(ParameterBucket):
         """Returns all gradients over the loss's scale, as an accumulator folds them."""
         return self.memory.foldable(self._flat, loss_scale)
 
-    def edited(self) -> list[str]:
-        """Returns the names of the parameters whose gradients were changed since `settle`."""
+    def edited_names(self) -> list[str]:
+        """Returns the names of the parameters whose gradients were changed since `take_gradients`."""
         changed = []
         for number, (gradient, version, probed) in enumerate(self._taken):
             now = self.given[number].grad
@@ -293,7 +293,7 @@ class GradientBucket(ParameterBucket):
         total, scale = task.value(), self.scale * self._loss_scale
         started = time.perf_counter()
         if self.streams is not None:
-            self.streams.join()
+            self.streams.wait_for_coroutine()
         if total.whole:  # of n elements: no copy of them
             num_union = self.scatter(None, total.values, scale)
         else:
@@ -370,7 +370,7 @@ class GradientBucket(ParameterBucket):
     def abandon(self, *, drop: bool = False) -> None:
         """Rolls the step back."""
         if self.streams is not None:
-            self.streams.join()
+            self.streams.wait_for_coroutine()
         self.bucket.abandon(drop=drop)
 
     @torch.no_grad()

@@ -299,7 +299,7 @@ class LocalBinding(local_steps.LocalTraining):
         self._before_load, self._is_restored = None, entry is not None
 
 
-def stepping(optimizer: Any, module: Any) -> torch.optim.Optimizer:
+def stepping_optimizer(optimizer: Any, module: Any) -> torch.optim.Optimizer:
     """Returns the optimizer whose `step` moves a model's parameters: that within a wrapper, or within SAM."""
     optimizer = unwrapped(getattr(optimizer, "base_optimizer", optimizer))
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_allreduce_delay"):

@@ -106,13 +106,13 @@ class CudaStreams:
         self._writers: list[Any] = []
         self._home: Any = None
 
-    def note(self) -> None:
+    def note_writer(self) -> None:
         """Notes that a gradient of the bucket was written on the current stream."""
         stream = self._cuda.current_stream(self._device)
         if stream not in self._writers:
             self._writers.append(stream)
 
-    def meet(self) -> None:
+    def wait_for_writers(self) -> None:
         """Makes the current stream wait for all gradients noted."""
         stream = self._cuda.current_stream(self._device)
         for writer in self._writers:
@@ -122,7 +122,7 @@ class CudaStreams:
 
     def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
         """Returns a coroutine that runs on the current stream, after all gradients noted."""
-        self.meet()
+        self.wait_for_writers()
         self._home = self._cuda.current_stream(self._device)
         return self._at_home(self._home, coroutine)
 
@@ -137,12 +137,12 @@ class CudaStreams:
                         finished: Result = stop.value
                         return finished
                 if isinstance(getattr(request, "buffer", None), torch.Tensor):
-                    self.join()  # whoever carries it out reads it on the current stream
+                    self.wait_for_coroutine()  # whoever carries it out reads it on the current stream
                 answer = yield request
         finally:
             coroutine.close()
 
-    def join(self) -> None:
+    def wait_for_coroutine(self) -> None:
         """Makes the current stream wait for the coroutine's work."""
         stream = self._cuda.current_stream(self._device)
         if self._home is not None and stream != self._home:

@@ -13,7 +13,7 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors.gradients import gradient_memory
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd, present_start
-from horovod_sparse.torch.driver import HorovodDriver, construction_errors, explain
+from horovod_sparse.torch.driver import HorovodDriver, construction_errors, raise_explained
 from horovod_sparse.training import allreduce as allreduces
 from horovod_sparse.training.agreement import compared
 from horovod_sparse.training.compression import Algorithms
@@ -269,7 +269,7 @@ def synchronize(handle: Any) -> Any:
     try:
         handle.driver.wait([handle.task])
     except hvd.HorovodInternalError as error:
-        explain(error)
+        raise_explained(error)
         raise
     handle.task.value()
     return handle.total

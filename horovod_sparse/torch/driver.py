@@ -258,8 +258,8 @@ def carry_out_together(
     return carry_out(coroutine, execute)
 
 
-def explain(error: BaseException) -> None:
-    """Raises what the user can change instead of a failure of Horovod's, where that is known."""
+def raise_explained(error: BaseException) -> None:
+    """Raises an error with a remedy in place of a known failure of Horovod's."""
     if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
         raise errors.UnsupportedError(
             "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "

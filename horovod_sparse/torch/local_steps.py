@@ -8,7 +8,7 @@ import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.tensors.local_steps import LocalBinding, stepping
+from horovod_sparse.tensors.local_steps import LocalBinding, stepping_optimizer
 from horovod_sparse.tensors.models import trained_by
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import HorovodEngine, OverHorovod, construction_errors
@@ -62,7 +62,7 @@ class LocalSteps(OverHorovod, LocalBinding):
         **options: Unpack[LocalOptions],
     ) -> None:
         schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.torch.LocalSteps")
-        optimizer = stepping(optimizer, model)
+        optimizer = stepping_optimizer(optimizer, model)
         if any(isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in model.modules()):
             allowed = "its module, or horovod_sparse.ddp.LocalSteps"
             raise ArgumentError("model", "a DistributedDataParallel", allowed)

@@ -45,7 +45,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     """Synchronizes gradients over Horovod; `warmup` measures and decides where the plan goes by times."""
 
     engine: HorovodEngine
-    explain = staticmethod(driver.explain)
+    raise_explained = staticmethod(driver.raise_explained)
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
             works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
             if ready and not works:
-                part.settle()
+                part.take_gradients()
                 self._deferred_parts.append(part)
             warmup = self.warmup
             entered = warmup.stamp() if warmup is not None and warmup.recording and complete else None
@@ -211,7 +211,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 self.loss_scale.note()
         part = self._part_of[parameter]
         if part.streams is not None:
-            part.streams.note()
+            part.streams.note_writer()
         delays[parameter] -= 1
         if delays[parameter] == 0:
             part.num_missing -= 1

@@ -135,7 +135,7 @@ class Sections(NamedTuple):
     value_codec: ValueCodec | None
 
 
-def tagged(code: int, num_elements: int) -> int:
+def format_tag(code: int, num_elements: int) -> int:
     """Returns an int32 of eight bits that say how a payload is written, and the low 24 of n."""
     word = code | (num_elements & 0xFFFFFF) << 8
     return word - 2**32 if word >= 2**31 else word
@@ -154,7 +154,7 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
     tag, header = None, HEADER_WORDS
     if not format.is_plain(dtype):
         code = 1 + (0 if value_codec is None else value_codec.code) + 8 * index_codec.code
-        tag, header = tagged(code, num_elements), HEADER_WORDS + 1
+        tag, header = format_tag(code, num_elements), HEADER_WORDS + 1
     index_words, value_words = words(count)
     ends = header + index_words, header + index_words + value_words, header + sum(words(format.padded(count)))
     return Sections(tag, header, *ends, index_codec, value_codec)

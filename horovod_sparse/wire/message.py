@@ -103,7 +103,7 @@ def pack(
     if values is not None and values.shape != indices.shape:
         raise ArgumentError("values", f"shape {values.shape}", f"as many values as indices, {indices.shape}")
     at = sections(format, count, num_elements, dtype)
-    buffer = begun(at.length, count, report, at.tag)
+    buffer = empty_message(at.length, count, report, at.tag)
     if at.tag is None:  # as they are
         buffer[at.header : at.indices] = indices
         if values is not None:
@@ -117,7 +117,7 @@ def pack(
     return buffer
 
 
-def begun(length: int, count: int, report: FoldReport, tag: int | None) -> NDArray[np.int32]:
+def empty_message(length: int, count: int, report: FoldReport, tag: int | None) -> NDArray[np.int32]:
     """Returns a buffer of `length` words of which the header alone is written."""
     buffer = np.empty(length, np.int32)
     buffer[0], buffer[1] = length if tag is None else -length, count

@@ -34,8 +34,8 @@ from horovod_sparse.kernels.quantization import (
 )
 from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
 from horovod_sparse.wire import HEADER_WORDS, Notes
-from horovod_sparse.wire.format import tagged
-from horovod_sparse.wire.message import begun
+from horovod_sparse.wire.format import format_tag
+from horovod_sparse.wire.message import empty_message
 
 #: words in front of the units
 HEADER = HEADER_WORDS + 1
@@ -48,12 +48,12 @@ def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
 def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
     """Returns a message of which the header alone is written: units and codes begin at `HEADER`."""
     length = quantized_words(code, num_elements, dtype)
-    return begun(length, num_elements, report, _tag(code, num_elements))
+    return empty_message(length, num_elements, report, _tag(code, num_elements))
 
 
 def _tag(code: Quantization, num_elements: int) -> int:
     # 128 to 255 is no selection's code; groups of another length are met by the message's
-    return tagged(0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80, num_elements)
+    return format_tag(0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80, num_elements)
 
 
 def sum_quantized(

@@ -6,7 +6,7 @@ import pytest
 
 from horovod_sparse.cli import calibrate
 from horovod_sparse.cli.main import main
-from horovod_sparse.cli.worth_it import Case, recommended, rows_of
+from horovod_sparse.cli.worth_it import Case, recommended_row, rows_of
 from support.documents import ROOT
 
 WORTH = ["worth-it", "--params", "1M", "--step-ms", "100", "--nodes", "4", "--bandwidth", "1gbit"]
@@ -95,7 +95,7 @@ def test_the_demo_s_passes_are_within_15_percent():
 )
 def test_what_saves_nothing_is_not_recommended(nodes, bits_per_second, name):
     case = Case(1_000_000, 0.05, nodes, bits_per_second, 1e-6)
-    assert recommended(case, rows_of(case)).name == name
+    assert recommended_row(case, rows_of(case)).name == name
 
 
 def test_the_answer_has_code_to_paste_and_a_link(capsys):

@@ -15,7 +15,7 @@ from torch import nn
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.tensors.local_steps import stepping
+from horovod_sparse.tensors.local_steps import stepping_optimizer
 from support.memories import choose_memory
 from support.threads import MODELS, SIZE, Meeting, Rank, equal, half_of, on_ranks, sgd, trained
 
@@ -324,7 +324,7 @@ class SharpnessAware(torch.optim.Optimizer):
 def test_steps_within_a_wrapper_count_and_none_at_all_are_told():
     def body(one):
         outer = SharpnessAware(one.model.parameters())
-        local = one.binding(stepping(outer, one.model))
+        local = one.binding(stepping_optimizer(outer, one.model))
         for _ in range(4):
             one.gradients()
             outer.second_step()

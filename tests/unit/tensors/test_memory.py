@@ -30,7 +30,7 @@ MEMORIES = [GradientMemory(), DeviceMemory(torch.device("cpu"))]
 def test_what_a_dense_parameter_carries_joins_its_sum(memory):
     info = BucketInfo("w", 2, 1, 3)
     bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True))
-    bucket.accumulator.assign_held([np.array([0.5, 0.0], np.float32)])
+    bucket.accumulator.assign_arrays([np.array([0.5, 0.0], np.float32)])
     gradient = torch.tensor([1.0, 2.0])
     for expected in ([1.5, 2.0], [1.0, 2.0]):
         step = bucket.step(memory.foldable([gradient]))
@@ -40,7 +40,7 @@ def test_what_a_dense_parameter_carries_joins_its_sum(memory):
             step.send(request.buffer * 3)
         assert stop.value.value.values.tolist() == [3 * one for one in expected]
         bucket.accept()
-        assert bucket.accumulator.held() == ()
+        assert bucket.accumulator.host_arrays() == ()
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
@@ -97,12 +97,12 @@ def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, mo
     made = parameters(dtype)
     gradient = filled(made)
     before = [parameter.grad for parameter in made]
-    gradient.settle()
+    gradient.take_gradients()
     folded = gradient.foldable(2.0)
     kind = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
     given = folded.joined(kind) if memory == "host" else folded.double().numpy()
     np.testing.assert_array_equal(given, np.arange(gradient.bucket.info.num_elements) / 2)
-    assert not gradient.edited()
+    assert not gradient.edited_names()
     indices = np.array([0, 19, 23, 150, 0, 20, 161], np.int32)
     assert gradient.scatter(indices, np.arange(1.0, 8.0).astype(kind), scale) == 6
     expected = np.zeros(gradient.bucket.info.num_elements)
@@ -124,7 +124,7 @@ def test_gradients_that_are_missing_or_lie_otherwise_are_replaced():
     made[0].grad = None
     made[2].grad = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
     made[3].grad = made[3].grad.contiguous()
-    gradient.settle()
+    gradient.take_gradients()
     given = gradient.foldable(1.0).joined(np.dtype(np.float32))
     np.testing.assert_array_equal(given[:24], [*[0] * 20, 20, 0, 2, 0])
     np.testing.assert_array_equal(given[24:], np.arange(24, gradient.bucket.info.num_elements))
@@ -152,8 +152,8 @@ EDITS = {
 def test_an_edit_is_noticed(edit):
     made = parameters()
     gradient = filled(made)
-    gradient.settle()
+    gradient.take_gradients()
     made[3].grad.data = made[3].grad.data.clone()  # the same values elsewhere
-    assert not gradient.edited()
+    assert not gradient.edited_names()
     edit(made[4])
-    assert gradient.edited() == ["4"]
+    assert gradient.edited_names() == ["4"]

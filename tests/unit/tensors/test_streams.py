@@ -61,7 +61,7 @@ def test_work_goes_on_where_it_began_and_is_waited_for():
     cuda, seen = Cuda(first), []
     streams = CudaStreams(torch.device("cuda", 1), cuda)
     for cuda.now in (first, second, first, second):
-        streams.note()
+        streams.note_writer()
     work = streams.run(asking(cuda, seen))
     assert second.waited == ["first"]
     next(work)
@@ -71,11 +71,11 @@ def test_work_goes_on_where_it_began_and_is_waited_for():
     with pytest.raises(StopIteration, match="done"):
         work.send(10)
     assert cuda.now is caller
-    streams.join()
+    streams.wait_for_coroutine()
     assert seen == ["second"] * 3
     assert (first.waited, third.waited, caller.waited) == ([], [], ["second"])
     cuda.now = third  # the next step: nothing is left of this one
-    streams.note()
+    streams.note_writer()
     streams.run(asking(cuda, seen))
     assert third.waited == []
 
@@ -90,25 +90,25 @@ def test_a_part_waits_for_writers_before_it_touches_gradients(name, monkeypatch)
     parameter.grad = torch.ones(20)
     done = []
 
-    class Told:
-        def meet(self):
-            done.append("meet")
+    class Streams:
+        def wait_for_writers(self):
+            done.append("wait")
 
         def run(self, step):
             done.append("run")
             return step
 
-    settle = part.settle
-    monkeypatch.setattr(part, "settle", lambda: (done.append("settle"), settle()))
+    take = part.take_gradients
+    monkeypatch.setattr(part, "take_gradients", lambda: (done.append("take"), take()))
     undone = gradients.layout.unscaled
     monkeypatch.setattr(
         gradients.layout, "unscaled", lambda *given: (done.append("unscale"), undone(*given))[1]
     )
-    part.streams = Told()
+    part.streams = Streams()
     part.start(SimpleNamespace(start=lambda name, step: step.close()), 2.0)
-    assert done[0] == "meet"
+    assert done[0] == "wait"
     assert done[-1] == "run"
-    assert "settle" in done
+    assert "take" in done
 
 
 def test_learning_how_alike_gradients_are_never_waits(monkeypatch):
