@@ -331,7 +331,7 @@ def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _apply_whole(flat: Array, values: Array, scale: float) -> int:
-    """Overwrites an array with a sum of all its elements, scaled."""
+    """Overwrites an array with a scaled sum of all its elements; returns their number."""
     if flat.dtype == values.dtype:
         np.multiply(values, flat.dtype.type(scale), out=flat) if scale != 1.0 else np.copyto(flat, values)
     else:
