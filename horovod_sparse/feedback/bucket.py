@@ -188,6 +188,8 @@ class Bucket:
         leave the bucket as before, but for what was finite, which is in the residual.
         """
         reduced = yield from self.reduced(gradient)
+        if self.whole is not self.info:
+            absent = ()  # of a host's sum: its other ranks may have a gradient there
         report = self.fold(reduced, learning_rate, refused=refused, absent=absent)
         return (yield from self.synchronize(report, scale))
 

@@ -220,6 +220,17 @@ def test_a_hosts_sum_that_is_not_finite_is_applied_by_nobody() -> None:
     np.testing.assert_array_equal(np.sum(cluster.residuals(), 0, np.float64), 2 * large.astype(np.float64))
 
 
+def test_parameters_without_a_gradient_lose_nothing_of_others_with_two_levels() -> None:
+    """Their places in the bucket were taken for places in a rank's shard of it."""
+    cluster = SimulatedCluster(recipe("topk", density=0.25), 8, 4, topology=Topology.regular(2, 2))
+    given = np.array([0, 0, 0, 0, 1, 2, 3, 4], np.float32)
+    steps = [bucket.step(given, absent=[(0, 4)]) for bucket in cluster.buckets]
+    total = cluster.dense(run_lockstep(steps, topology=cluster.topology)[0])
+    for bucket in cluster.buckets:
+        bucket.accept()
+    np.testing.assert_array_equal(total + np.sum(cluster.residuals(), 0), 4 * given)
+
+
 def test_a_clipped_step_has_at_most_the_norm_that_was_asked_for() -> None:
     made = recipe("topk", density=1.0, feedback=ErrorFeedback(clip_norm=2.0))
     cluster = SimulatedCluster(made, 64, 4, topology=Topology.regular(2, 2))
