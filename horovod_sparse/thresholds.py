@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
 
 from horovod_sparse.arrays import Accumulator
+from horovod_sparse.checks import check_number
 from horovod_sparse.collectives import LOCAL, SCALED
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
@@ -51,10 +52,8 @@ class ThresholdScaling:
     gamma: float = 0.005
 
     def __post_init__(self) -> None:
-        if not self.beta >= 1.0:
-            raise ArgumentError("beta", self.beta, "a factor of 1 or more")
-        if not 0.0 < self.gamma < 1.0:
-            raise ArgumentError("gamma", self.gamma, "a number in (0, 1)")
+        check_number("beta", self.beta, "a factor of 1 or more", "[1, inf]")
+        check_number("gamma", self.gamma, "a number in (0, 1)", "(0, 1)")
 
     def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         return num_hits
@@ -121,12 +120,9 @@ class Sketch:
     memory: float = 0.85
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.exponent <= 1.0:
-            raise ArgumentError("exponent", self.exponent, "a number in (0, 1]")
-        if not self.limit >= 1.0:
-            raise ArgumentError("limit", self.limit, "a factor of 1 or more")
-        if not 0.0 <= self.memory < 1.0:
-            raise ArgumentError("memory", self.memory, "a weight in [0, 1)")
+        check_number("exponent", self.exponent, "a number in (0, 1]", "(0, 1]")
+        check_number("limit", self.limit, "a factor of 1 or more", "[1, inf]")
+        check_number("memory", self.memory, "a weight in [0, 1)", "[0, 1)")
 
     @staticmethod
     def _target(num_selected: int, state: ThresholdState) -> int:
@@ -153,7 +149,7 @@ class Sketch:
         hits = min(num_hits, self._order(num_selected, state))  # many magnitudes equal the threshold
         if state.share < 0.0 or state.threshold == 0.0:
             return hits
-        expected = state.share * state.correction * target
+        expected = max(0.0, state.share * state.correction * target)
         weight = self.memory * expected / (expected + _CHANCE)
         # + 1 and - 1: a window that gave nothing may give something again
         return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))

@@ -92,8 +92,10 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
     head: _Head = from_plain(_Head(), {name: entry[name] for name in fields & set(entry)}, "entry")
     if recipe is not None and head.algorithm != recipe.sparsifier.name:
         raise StateMismatchError(f"the saved state is of {head.recipe}, {advice.format(recipe.describe())}")
-    if (topology := topology_of(entry)) is not None and topology.size != head.size:
-        raise StateMismatchError(f"the saved state is damaged: {head.size} ranks, {topology.size} on hosts")
+    topology = topology_of(entry)
+    wrong = topology is not None and topology.size != head.size
+    if wrong or not 0 <= head.rank < head.size or head.step < 0:
+        raise StateMismatchError(f"the saved state is damaged: {head}")
     companions = list(entry["companions"])
     if recipe is not None:
         wanted = recipe.feedback.num_companions
@@ -123,6 +125,8 @@ def _progress(one: Mapping[str, Any], path: str = "") -> Progress:
     fields = dict(one)
     del fields["state"]  # which is checked against the sparsifier's own
     progress: Progress = from_plain(Progress(), fields, path)
+    if not 0 <= progress.since <= progress.step:
+        raise StateMismatchError(f"{path}.since is {progress.since}, not from 0 to step {progress.step}")
     return progress
 
 
