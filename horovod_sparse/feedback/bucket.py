@@ -188,8 +188,7 @@ class Bucket:
         leave the bucket as before, but for what was finite, which is in the residual.
         """
         reduced = yield from self.reduced(gradient)
-        if self.whole is not self.info:
-            absent = ()  # of a host's sum: its other ranks may have a gradient there
+        absent = absent if self.whole is self.info else ()  # a host's other ranks may have a gradient
         report = self.fold(reduced, learning_rate, refused=refused, absent=absent)
         return (yield from self.synchronize(report, scale))
 

@@ -92,9 +92,8 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
     head: _Head = from_plain(_Head(), {name: entry[name] for name in fields & set(entry)}, "entry")
     if recipe is not None and head.algorithm != recipe.sparsifier.name:
         raise StateMismatchError(f"the saved state is of {head.recipe}, {advice.format(recipe.describe())}")
-    topology = topology_of(entry)
-    wrong = topology is not None and topology.size != head.size
-    if wrong or not 0 <= head.rank < head.size or head.step < 0:
+    hosts = topology_of(entry)
+    if head.step < 0 or not 0 <= head.rank < head.size or (hosts and hosts.size != head.size):
         raise StateMismatchError(f"the saved state is damaged: {head}")
     companions = list(entry["companions"])
     if recipe is not None:
