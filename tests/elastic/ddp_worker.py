@@ -56,7 +56,7 @@ def trained(folder: Path, kill: int) -> tuple[list[int], list[dict[str, torch.Te
 
 def dying(folder: Path, kill: int) -> None:
     """Kills this process in a save, where it waits for the disk for the time with this number."""
-    calls, sync = iter(range(kill)), checkpoint._sync
+    calls, sync = iter(range(kill)), checkpoint._fsync
 
     def noticed(path: Path) -> None:
         if next(calls, None) is None:
@@ -64,7 +64,7 @@ def dying(folder: Path, kill: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         sync(path)
 
-    checkpoint._sync = noticed
+    checkpoint._fsync = noticed
 
 
 def main() -> None:
