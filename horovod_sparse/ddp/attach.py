@@ -77,6 +77,8 @@ def attach(
             allowed = "the module whose parameters the optimizer trains"
             raise ArgumentError("model", type(model).__name__, allowed)
         optimizer = unwrapped(optimizer)
+        if hasattr(optimizer, "_local_hooks"):  # both would step it
+            raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
         wrappers = wrappers_of(model)
         if not recipe.feedback.applies_rate:
             if schedule != Schedule():

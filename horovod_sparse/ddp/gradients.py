@@ -156,8 +156,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self._begin_pass(parameter)
             part = self._part_of[parameter]
             if parameter.grad is not None and parameter.grad.requires_grad:
-                what = "a gradient that has a gradient itself (create_graph=True) is not exchanged"
-                raise UnsupportedError(what)
+                raise UnsupportedError("gradients of create_graph=True cannot be exchanged: sums have none")
             if part.streams is not None:
                 part.streams.note_writer()
             if parameter in self._come:

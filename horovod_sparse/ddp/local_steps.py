@@ -70,7 +70,6 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
             if process_group is None or not wrappers:
                 process_group = group_of(model, wrappers, process_group, "process_group")
             stop_synchronizing(wrappers)
-            engine = DistributedEngine(
-                *(model, schedule.recipe, optimizer), process_group, settings.deadline_seconds
-            )
+            given = model, schedule.recipe, optimizer, process_group
+            engine = DistributedEngine(*given, settings.deadline_seconds)
             super().__init__(optimizer, model, engine, schedule, settings)

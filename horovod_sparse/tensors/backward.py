@@ -219,7 +219,8 @@ class GradientTraining(Training):
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:
             self.cancel_step(drop=drop, alike=True)
-            self.parts[0].given[0].grad.fill_(torch.inf)  # for the scaler to find
+            given = (one.grad for part in self.parts for one in part.given if one.grad is not None)
+            next(given).fill_(torch.inf)  # for the scaler to find
             self.overflow = error
             return
         self.cancel_step(drop=drop, alike=isinstance(error, _ALIKE))
@@ -270,7 +271,7 @@ class GradientTraining(Training):
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns this rank's entry, of tensors, numbers and strings alone (for ``weights_only=True``)."""
-        if self.under_way:
+        if any(part.task is not None for part in self.parts):  # passes may be accumulated
             raise errors.UnsupportedError(
                 "a training is saved between steps: call optimizer.step() or optimizer.synchronize() first"
             )

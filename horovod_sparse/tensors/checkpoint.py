@@ -76,8 +76,7 @@ def save(
 
     place = {"rank": training.rank, "world_rank": training.engine.ranks().world_rank}
     together = save_together(directory, entry, keep=keep, owner=training, **place)
-    step: int = training.engine.carry_out(together, training.topology, "checkpoint")
-    return step
+    return int(training.engine.carry_out(together, training.topology, "checkpoint"))
 
 
 def _make_entry(given: Any, training: Any, model: torch.nn.Module | None) -> dict[str, Any]:
@@ -92,8 +91,7 @@ def _make_entry(given: Any, training: Any, model: torch.nn.Module | None) -> dic
     kept: dict[str, Any] = {"optimizer": {"state": states, "param_groups": own.get("param_groups", [])}}
     if model is not None:
         kept["model"] = inner_of(model).state_dict()
-    plain: dict[str, Any] = _to_arrays({**entry, "training": kept})
-    return plain
+    return dict(_to_arrays({**entry, "training": kept}))
 
 
 def load(

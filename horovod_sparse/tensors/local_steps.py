@@ -123,8 +123,7 @@ class Displacement(local_steps.Displacement):
         return TensorEntry(name, self._view(self.start, number))
 
     def to_host(self, name: str) -> np.ndarray:
-        array: np.ndarray = getattr(self, name).cpu().to(self.start.dtype).numpy()
-        return array
+        return np.asarray(getattr(self, name).cpu().to(self.start.dtype).numpy())
 
     def assign_array(self, name: str, values: np.ndarray) -> None:
         getattr(self, name).copy_(torch.from_numpy(np.array(values)))
@@ -302,8 +301,9 @@ class LocalBinding(local_steps.LocalTraining):
 def stepping_optimizer(optimizer: Any, module: Any) -> torch.optim.Optimizer:
     """Returns the optimizer whose `step` moves a model's parameters: that within a wrapper, or within SAM."""
     optimizer = unwrapped(getattr(optimizer, "base_optimizer", optimizer))
-    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_allreduce_delay"):
-        allowed = "one of PyTorch, whose gradients nobody synchronizes: torch.optim.AdamW(...)"
+    others = "_allreduce_delay", "_horovod_sparse", "_synchronize_for_scaler"
+    if not isinstance(optimizer, torch.optim.Optimizer) or any(hasattr(optimizer, one) for one in others):
+        allowed = "one of PyTorch, without attach or DistributedOptimizer: torch.optim.AdamW(...)"
         raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(

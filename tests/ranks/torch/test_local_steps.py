@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.torch as hvd
 from horovod_sparse import ddp
-from horovod_sparse.errors import ArgumentError, DriftError, StateMismatchError, UnsupportedError
+from horovod_sparse.errors import DriftError, StateMismatchError, UnsupportedError
 from horovod_sparse.merging import Plan
 from support.dyadic import gradients_for
 from support.linear import LinearModel
@@ -102,15 +102,6 @@ def test_ranks_that_begin_apart_are_told_in_the_first_step(kind, rank):
         with pytest.raises(UnsupportedError, match=r"join\(\) fills in for ranks"), model.join():
             model(torch.ones(1, 2))
         return
-    with pytest.raises(ArgumentError, match="LocalSteps"):
-        net = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        hvd.LocalSteps(optimizer, net, every=2)
-        hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression="topk:density=0.5")
-    with pytest.raises(ArgumentError, match="optimizer"):
-        net = nn.Linear(2, 2)
-        wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-        hvd.LocalSteps(wrapped, net, every=2)
     with pytest.raises(DriftError, match=r"0\.weight"):
         Training(kind, seed=rank).train(rank, 1)
 

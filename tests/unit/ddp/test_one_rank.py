@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from horovod_sparse import ddp
 from horovod_sparse.ddp.distributed_engine import _errors_of
-from horovod_sparse.errors import UnsupportedError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from support.passes import backward, batches, flat, net_of, train
 
 
@@ -62,6 +62,27 @@ def test_an_optimizer_may_be_saved_after_a_backward_pass_that_failed(mesh, caplo
     failing.remove()
     backward(model, batch)
     assert "horovod_sparse" in optimizer.state_dict()
+
+
+@pytest.mark.parametrize("text", ["topk:density=0.5", "best"])
+def test_an_optimizer_is_attached_or_takes_local_steps(text, mesh):
+    net = net_of()
+    one, other = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    ddp.LocalSteps(one, net, every=2)
+    ddp.attach(net, text, other)
+    with pytest.raises(ArgumentError, match="without LocalSteps"):
+        ddp.attach(net, text, one)
+    with pytest.raises(ArgumentError, match="without attach"):
+        ddp.LocalSteps(other, net, every=2)
+
+
+def test_a_scaler_skips_a_step_whose_first_parameter_has_no_gradient(mesh):
+    nets = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
+    optimizer, scaler = torch.optim.SGD(nets.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 2.0**100)
+    ddp.attach(nets, "topk:density=0.5", optimizer)
+    scaler.scale(nets[0](torch.full((1, 3), 1e30)).sum()).backward()
+    scaler.step(optimizer)
+    assert all(one.isfinite().all() for one in nets.parameters())
 
 
 def test_a_parameter_that_is_replaced_is_named(mesh):

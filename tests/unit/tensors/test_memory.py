@@ -63,8 +63,7 @@ def test_who_refuses_a_dense_gradient_is_told(memory):
     info = BucketInfo("all", 3000, 1, 3)
     bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True))
     with pytest.raises(errors.EditedGradientError) as found:
-        step = bucket.step(memory.foldable([torch.ones(3000)]), refused=True)
-        carry_out(step, lambda request: request.buffer)
+        carry_out(bucket.step(memory.foldable([torch.ones(3000)]), refused=True), lambda one: one.buffer)
     assert list(found.value.where) == [1]
     bucket.abandon(drop=True)
     with pytest.raises(errors.NonFiniteSumError):
@@ -73,8 +72,7 @@ def test_who_refuses_a_dense_gradient_is_told(memory):
 
 
 def parameters(dtype=torch.float32):
-    shapes = [(4, 5), (), (3,)]
-    made = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    made = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in [(4, 5), (), (3,)]]
     made.append(torch.nn.Parameter(torch.ones(2, 3, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)))
     made.append(torch.nn.Parameter(torch.ones(6, 7, dtype=dtype).t()))
     return made

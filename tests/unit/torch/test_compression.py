@@ -61,8 +61,6 @@ def test_without_horovod_the_error_says_how_to_get_it(tmp_path):
         program += f"sys.path.insert(0, {str(tmp_path / name)!r})\n"
         program += (
             "try:\n    import horovod_sparse.torch\nexcept Exception as error:\n    print(repr(error))\n"
-        )
-        program += (
             "for name in ('horovod', 'horovod.torch', 'horovod_sparse.torch'): sys.modules.pop(name, None)\n"
         )
     done = ran(sys.executable, "-c", program)

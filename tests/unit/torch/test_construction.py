@@ -50,6 +50,8 @@ def test_names_are_checked_as_horovod_checks_them():
     for wrapped, compression in itertools.product([wrap(net), wrap(net, "none")], ["topk", "none"]):
         with pytest.raises(ArgumentError, match="made by DistributedOptimizer already"):
             hvd.DistributedOptimizer(wrapped, net.named_parameters(), compression=compression)
+        with pytest.raises(ArgumentError, match="without attach or DistributedOptimizer"):
+            hvd.LocalSteps(wrapped, net, every=2)
 
 
 @pytest.mark.parametrize("compression", ["topk:density=0.5", "none"])
@@ -64,6 +66,9 @@ def test_what_is_none_of_its_kind_is_refused_by_name(compression):
             wrap(net, compression, **{name: wrong})
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         wrap(net, compression, backward_passes_per_step="2")
+    hvd.LocalSteps(optimizer := torch.optim.SGD(net.parameters()), net, every=2)
+    with pytest.raises(ArgumentError, match="LocalSteps"):
+        hvd.DistributedOptimizer(optimizer, compression=compression)
 
 
 def test_what_is_no_compression_or_deadline_is_refused_by_name(monkeypatch):
@@ -96,21 +101,15 @@ def test_buckets_follow_the_model_not_the_parameter_groups():
     assert optimizer.plan == Plan((("2.bias", "0.bias"), ("2.weight", "0.weight")))
 
 
-@pytest.mark.parametrize(
-    ("kind", "warned"),
-    [
-        (torch.optim.SGD, False),
-        (partial(torch.optim.SGD, momentum=0.9), True),
-        (torch.optim.AdamW, True),
-        (torch.optim.RMSprop, True),
-        (torch.optim.Adagrad, True),
-    ],
-)
-def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, warned, caplog):
+OTHERS = partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, *OTHERS])
+def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, caplog):
     wrap(model(), optimizer=kind)
     assert "scale_residual" not in caplog.text
     wrap(model(), "topk:density=0.5,feedback=error(scale_residual=true)", optimizer=kind)
-    assert caplog.text.count("scale_residual=True is made for SGD without momentum") == warned
+    assert caplog.text.count("scale_residual=True is made for SGD without momentum") == (kind in OTHERS)
 
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
@@ -135,8 +134,7 @@ def test_replanning_without_a_plan_needs_a_way_to_make_one(monkeypatch):
 def test_hooks_measure_the_backward_of_every_parameter(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     seconds, tick = {"0.weight": 0.004, "2.weight": 0.002}, 1e-6
-    clock = itertools.count()  # looks
-    passed = [0.0]
+    clock, passed = itertools.count(), [0.0]
     monkeypatch.setattr(HostStamps, "now", lambda stamps: passed[0] + tick * next(clock))
 
     class Slow(torch.autograd.Function):

@@ -26,9 +26,7 @@ def net_of() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(9, 20), torch.nn.Tanh(), torch.nn.Linear(20, 2))
 
 
-def trained(
-    net: Any, optimizer: Any, count: int = 12, schedule: Any = None, missing: Any = None
-) -> list[Any]:
+def trained(net, optimizer, count=12, schedule=None, missing=None):
     generator = torch.Generator().manual_seed(1)
     for step in range(count):
         optimizer.zero_grad()
@@ -42,9 +40,7 @@ def trained(
     return [one.detach() for one in net.parameters()]
 
 
-def check_moves(
-    make: Any, count: int = 12, kept: Any = (), rtol: float = 2e-5, atol: float = 2e-6, **how: Any
-) -> None:
+def check_moves(make, count=12, kept=(), rtol=2e-5, atol=2e-6, **how):
     """One rank that sends everything moves as the optimizer alone does, and keeps the same state."""
     found, schedule, missing = [], how.pop("schedule", None), how.pop("missing", None)
     for sends in (True, False):
@@ -100,9 +96,7 @@ def test_a_schedule_of_rate_and_momentum_is_followed() -> None:
     ],
 )
 @pytest.mark.parametrize("missing", [lambda step: step < 9, lambda step: step % 3 > 0], ids=["late", "rare"])
-def test_a_parameter_that_is_used_late_or_rarely_moves_as_in_pytorch(
-    missing: Any, kind: Any, settings: Any, schedule: Any
-) -> None:
+def test_a_parameter_that_is_used_late_or_rarely_moves_as_in_pytorch(missing, kind, settings, schedule):
     """Its second moment has an age of its own; without a gradient nothing moves it, nor its momentum."""
     moments = ["step", "exp_avg_sq"] if kind is OPTIM.Adam else []
     how = {"missing": missing, "rtol": 1e-6, "atol": 1e-9, **schedule}
@@ -154,8 +148,7 @@ def test_best_is_found_by_the_optimizer() -> None:
 
 
 def named(name: str, base: type = OPTIM.Optimizer) -> Any:
-    own = {"step": lambda self, closure=None: None, "__module__": "elsewhere"}
-    kind = type(name, (base,), own)
+    kind = type(name, (base,), {"step": lambda self, closure=None: None, "__module__": "elsewhere"})
     return (lambda given: kind(given, {})) if base is OPTIM.Optimizer else kind
 
 
@@ -230,9 +223,8 @@ def test_muon_that_sends_everything_is_muon(settings: Any, schedule: Any) -> Non
 @pytest.mark.parametrize("how", ["foreach", "fused", "capturable", "tensor rate"])
 @pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.Adam, OPTIM.SGD, OPTIM.RMSprop])
 def test_forms_of_pytorchs_kernels_make_no_difference(kind: Any, how: str) -> None:
-    asked = (
-        {"lr": torch.tensor(0.01, dtype=torch.float64)} if how == "tensor rate" else {"lr": 0.01, how: True}
-    )
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    asked = {"lr": rate} if how == "tensor rate" else {"lr": 0.01, how: True}
     if how not in kind([torch.nn.Parameter(torch.zeros(2))]).param_groups[0] and how != "tensor rate":
         pytest.skip("has no such form")
     found = []
