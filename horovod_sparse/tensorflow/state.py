@@ -69,8 +69,10 @@ class StateKeeper:
             checked_states(self.synchronizer, fitting(self.synchronizer, entry))
 
     def _knows_all(self, entry: Mapping[str, Any]) -> bool:
-        """True if buckets have come for all saved variables, which may come one after the other."""
-        return self.synchronizer is not None and len(self.synchronizer.facts) >= len(entry["variables"])
+        """True if buckets have come for all saved variables: one after the other, or at once with `Steps`."""
+        own = self.synchronizer
+        whole = bool(getattr(own, "facts", None)) and hasattr(own, "schedule")
+        return whole or (own is not None and len(own.facts) >= len(entry["variables"]))
 
     def _load_when_planned(self) -> None:
         if self._loaded is not None and self._knows_all(self._loaded):
@@ -281,12 +283,11 @@ def load(
 def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
     """True if any rank sees a checkpoint; all ranks of the source ask together."""
     _, process_set = _keeper_of(source)
-    found: bool = carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME)
-    return found
+    return bool(carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME))
 
 
 def _keeper_of(source: Any) -> tuple[Any, Any]:
-    """Returns the `StateKeeper` or LocalSteps with the state, and the ranks."""
+    """Returns the `StateKeeper` with the state, and the ranks."""
     source = distributed_in(source) or source
     keeper = getattr(source, "_horovod_sparse_keeper", None)
     if keeper is None:
@@ -295,8 +296,7 @@ def _keeper_of(source: Any) -> tuple[Any, Any]:
             type(source),
             "a sparsifier such as Compression.topk(...), or an optimizer of DistributedOptimizer with one",
         )
-    known = getattr(keeper, "synchronizer", None) or source
-    process_set = getattr(known, "process_set", None) or hvd.global_process_set
+    process_set = getattr(keeper.synchronizer or source, "process_set", None) or hvd.global_process_set
     if not process_set.included():
         raise ArgumentError("source", type(source), "one whose process set includes this rank")
     return keeper, process_set
