@@ -221,7 +221,6 @@ def test_a_hosts_sum_that_is_not_finite_is_applied_by_nobody() -> None:
 
 
 def test_parameters_without_a_gradient_lose_nothing_of_others_with_two_levels() -> None:
-    """Their places in the bucket were taken for places in a rank's shard of it."""
     cluster = SimulatedCluster(recipe("topk", density=0.25), 8, 4, topology=Topology.regular(2, 2))
     given = np.array([0, 0, 0, 0, 1, 2, 3, 4], np.float32)
     steps = [bucket.step(given, absent=[(0, 4)]) for bucket in cluster.buckets]

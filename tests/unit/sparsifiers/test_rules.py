@@ -120,6 +120,7 @@ def holding(values: list[float]) -> HostAccumulator:
 def test_algorithm_5(count: int, factor: float) -> None:
     state = ThresholdScaling().steer(count, 1000, ThresholdState(threshold=2.0))
     assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
+    assert 1 < ThresholdScaling(beta=6).steer(count or 200, 1000, state).threshold / state.threshold < 1.002
 
 
 def test_the_sketch_by_hand() -> None:
