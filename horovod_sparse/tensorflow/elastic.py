@@ -97,7 +97,7 @@ class TensorFlowState(_Kept, _StockState):
     ) -> None:
         self.variables, self.session = list(variables or ()), session
         if not self.variables:
-            raise ArgumentError("variables", variables, "a list: eager execution has no global variables")
+            raise ArgumentError("variables", variables, "variables: eager execution has no list of them")
         self._init_state(attributes)
 
     def _all_variables(self) -> Sequence[Any]:
