@@ -354,7 +354,7 @@ class Accumulator:
             self._norm = self._norm_at_fold
 
     def accept(self) -> None:
-        """Called once the step is applied on all ranks."""
+        """Releases what only this step needed; called once it is applied on all ranks."""
 
     def drop(self, gradient: Any) -> None:
         """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.

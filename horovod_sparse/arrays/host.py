@@ -58,7 +58,7 @@ class HostAccumulator(Accumulator):
 
 
 class HostKernels(Kernels):
-    """Numba's kernels on NumPy's arrays; `where` is an array, a sum of squares a float."""
+    """Numba's kernels on NumPy's arrays; indices (`where`) are an array, sums of squares floats."""
 
     # Kernels themselves: a call of every step takes no detour.
     take: Callable[..., Array] = staticmethod(scatter.taken)

@@ -291,7 +291,7 @@ class Communicator:
         return task.value()
 
     def wait(self, tasks: Iterable[Task]) -> None:
-        """Waits until tasks are done. What a coroutine raises stays in its task."""
+        """Waits until tasks are done. Errors that all ranks have stay in their tasks; others are raised."""
         awaited, shared, since = list(tasks), self._shared, time.perf_counter()
         carried = shared.carried_seconds()
         while (pending := self._pending(awaited)) is not None:

@@ -169,7 +169,7 @@ class Bucket:
         self.accumulator.assign_arrays(held)
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
-        """Loads the sum of what the ranks of this host hold, [n] each; with one level that is loaded."""
+        """With two levels, loads the sum of what the ranks of this host hold, [n] each; with one, nothing."""
         yield from ()
 
     def step(

@@ -29,7 +29,7 @@ _NUM_WARMUP, _NUM_STEPS = 1, 5
 
 @dataclass(frozen=True)
 class BackwardTimes:
-    """Medians over steps."""
+    """Seconds of backward by parameter, each since the gradient before, as medians over steps."""
 
     #: by parameter, in the order in which gradients came; 0 for those that never came
     backward_seconds: Mapping[str, float]

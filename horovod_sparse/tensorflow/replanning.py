@@ -50,7 +50,7 @@ class PlannedTraining(VariablesTraining):
             self.warmup.stop_measuring()
 
     def stamped(self, gradients: Mapping[str, Any], host: HostFunctions) -> Mapping[str, Any]:
-        """Returns the gradients, or None, by name; while times are measured, once all have come."""
+        """Returns gradients by name; while times are measured, notes when each comes, without None."""
         warmup = self.warmup
         if warmup is None or not warmup.recording:
             return gradients

@@ -44,7 +44,7 @@ def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
 
 
 def without_own(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns copies of states without what an exact entry has."""
+    """Returns copies of the optimizer's states without residuals, which an exact entry saves itself."""
     own = RESIDUAL, LEANS
     return {
         key: {name: one for name, one in state.items() if name not in own} for key, state in states.items()

@@ -82,7 +82,7 @@ def wait_for_result(handle: int) -> Any:
 
 
 class _HorovodOwner:
-    """The owner that `claim` notes for the parameters of one of Horovod's own optimizers."""
+    """Owner of parameters of Horovod's own optimizer, whose hooks fall silent once ours claims one."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)

@@ -194,7 +194,7 @@ def write_checkpoint(
 def read_checkpoint(
     directory: str | os.PathLike[str], *, rank: int, size: int, step: int | None = None
 ) -> Synchronization[dict[str, Any]]:
-    """Reads this rank's entry of the newest checkpoint that is complete on all ranks."""
+    """Reads this rank's entry of the newest complete checkpoint, or of `step`; other sizes' are joined."""
     found = yield from done_by_all(lambda: survey(root_of(directory)), f"look into {directory}")
     root = root_of(directory)
     everyone = yield from shared_lines(

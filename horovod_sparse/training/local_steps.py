@@ -72,7 +72,7 @@ class Displacement:
         """
 
     def forget(self) -> None:
-        """Counts what this rank has learned since the exchange began as nothing: it had diverged before."""
+        """Copies the parameters to `sent`: what this rank has learned is counted from here on."""
 
     def entry(self, number: int, name: str) -> Entry:
         """Returns a common parameter, for ranks to compare."""
@@ -319,7 +319,7 @@ class LocalTraining(Steps):
         """Clears what of a diverged optimizer would spoil its next step."""
 
     def moved(self) -> list[Any]:
-        """Returns no moves: what a rank has learned is in its parameters."""
+        """Returns an empty list for each part: what a rank has learned is in its parameters."""
         return [[] for _ in self.parts]
 
     def roll_back(self) -> None:

@@ -147,7 +147,7 @@ class OwnMoves:
         return unpack_sum(message, 1, self._wire(num_moves), info.num_elements, info.value_dtype)
 
     def received(self, scale: float) -> SparseSum:
-        """Returns the sum of the oldest exchange, which is done; raises what all ranks find wrong with it."""
+        """Returns the sum of the oldest exchange; raises on all ranks if it overflows times `scale`."""
         exchange = self.in_flight[0]
         total: SparseSum = exchange.task.value()
         overflow = self._bucket.received(total, exchange.report, scale)

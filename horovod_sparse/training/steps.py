@@ -84,7 +84,7 @@ class Steps(Training):
         self._resume()
 
     def start_anew(self, start: Any) -> None:
-        """Resets states as `Training.start_anew` does, and has `_resume` take a checkpoint's moves back."""
+        """Resets states as in `Training`; `_resume` then adds moves in flight to the residual."""
         self.started_anew = True
         super().start_anew(start)
 

@@ -48,7 +48,7 @@ def _pick_bin(counts, k):  # type: ignore[no-untyped-def]
 
 @kernel
 def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
-    """The k-th largest (k from 1 to keys.size) of keys below 2**num_bits; keys stay as they are."""
+    """Returns the k-th largest (k from 1) of keys below 2**num_bits, and how many are larger."""
     scratch = np.empty(0, keys.dtype)
     current = keys
     left = num_bits

@@ -180,7 +180,7 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
 
 @kernel
 def _num_at_least(keys, count, low):  # type: ignore[no-untyped-def]
-    """Counts the keys from `low` on, above 0. Behind them there is room for a vector, which is 0."""
+    """Counts the keys >= `low`, which is above 0: the vector of zeros behind the keys must not count."""
     limits, reached = v.splat(v.as_key(keys[0], low)), 0
     for i in range(0, count, v.LANES):
         reached += v.count_bits(v.mask_at_least(v.load(keys, i), limits))

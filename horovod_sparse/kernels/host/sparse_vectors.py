@@ -156,7 +156,7 @@ def replace(
     total: Vector | None = None,
     again: Sequence[Vector] = (),
 ) -> tuple[int, list[Array]]:
-    """Replaces moves in arrays of a bucket by a sum over ranks, reading each array once.
+    """Puts old values back, multiplies by a factor, subtracts a sum over ranks, reading each array once.
 
     Args:
         arrays: float32 or float64; each with its start in the bucket, and a factor for all its elements.

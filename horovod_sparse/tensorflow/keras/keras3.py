@@ -176,7 +176,7 @@ class SavedState(CheckpointedState, _Saveable):
         store[_KEY] = np.frombuffer(self.serialize(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """Called by Keras; after a dense run there is nothing to load, and no residual."""
+        """Called by Keras. If the file is of a dense run, the residual begins at zero."""
         if _KEY in store.keys():  # noqa: SIM118 (Keras' stores are no mappings)
             self.deserialize(np.asarray(store[_KEY]).tobytes())
         else:
