@@ -138,8 +138,7 @@ class DistributedEngine:
             one for one in trained_by(optimizer, model).values() if hasattr(one, "device_mesh")
         ]
         mesh = shards[0].device_mesh if shards else None
-        #: number of this rank's shard, and of how many, where parameters are sharded; the same for all ranks
-        #: that synchronize with each other
+        #: number of this rank's shard, and of how many; all ranks that synchronize have the same
         self.shard: tuple[int, int] | None = mesh and (mesh.get_local_rank(), mesh.size())
         #: ranks that have the other shards of the same parameters: they step alike
         self.within = Carrier(mesh.get_group()) if mesh else None

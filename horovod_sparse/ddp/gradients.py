@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from horovod_sparse.collectives import shared_lines
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.ddp.steps import OverGroup, end_first_pass, refuse_join
-from horovod_sparse.errors import StateMismatchError, UnsupportedError
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors.backward import GradientTraining
@@ -273,8 +273,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             UnsupportedError: while a backward pass is under way.
         """
         self.meet()
-        shard = self.engine.shard
-        return self.save(**({} if shard is None else {"shard": list(shard)}))
+        return self.save()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Goes on from an entry, or from nothing; ranks agree in the next step.
@@ -286,15 +285,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if self.under_way:
             raise UnsupportedError("a model is loaded between steps, and this is within a backward pass")
         self.meet()
-        own = None if self.engine.shard is None else list(self.engine.shard)
-        if isinstance(entry, Mapping) and entry.get("shard") != own:
-            saved, here = (
-                "whole parameters" if one is None else f"shard {one} (which, of how many)"
-                for one in (entry.get("shard"), own)
-            )
-            raise StateMismatchError(
-                f"the saved state is of {saved}, this rank trains {here}: load what such a rank has saved"
-            )
         self.load(None if entry is None else checked_entry(self, entry))
 
 

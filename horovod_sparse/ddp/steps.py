@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.collectives import Communicator
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding
 from horovod_sparse.tensors.models import ModelBuffers, claim, inner_of, tell_of_loading
@@ -37,6 +37,19 @@ class OverGroup:
     def agree(self: Any, **how: Any) -> None:
         super().agree(**how)  # type: ignore[misc]
         self.starter.label = self.label
+
+    def save(self: Any, **more: Any) -> dict[str, Any]:
+        shard = {"shard": [*self.engine.shard]} if self.engine.shard else {}
+        return super().save(**more, **shard)  # type: ignore[misc]
+
+    def check_fits(self, entry: Mapping[str, Any], *facts: Any) -> None:
+        own = self.engine.shard and [*self.engine.shard]
+        if (saved := entry.get("shard")) != own:
+            raise StateMismatchError(
+                f"the saved state is of shard {saved} (which, of how many; None: of whole parameters), this "
+                f"rank trains {own}: load what such a rank has saved"
+            )
+        super().check_fits(entry, *facts)  # type: ignore[misc]
 
     def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
         if self.engine.within is None:
@@ -100,10 +113,8 @@ def refuse_join(model: Any, *_: Any) -> None:
 def refuse_hooks(model: DistributedDataParallel) -> None:
     """Refuses a model whose gradients somebody else synchronizes."""
     if model._comm_hooks:
-        raise UnsupportedError(
-            "the model has a communication hook, which synchronizes gradients: attach to a "
-            "DistributedDataParallel without one"
-        )
+        words = "the model has a communication hook, which synchronizes gradients: give one without"
+        raise UnsupportedError(words)
 
 
 def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> None:
