@@ -138,7 +138,7 @@ def test_a_message_that_nobody_awaits_is_a_named_error(each_way_once, rank, size
         time.sleep(0.02)
     found = [error for error in errors if error is not None]
     assert found and all(isinstance(error, CollectiveMismatchError) for error in found)
-    assert f"ranks [{(rank - 1) % size}] sent some" in str(found[0])
+    assert f"ranks [{(rank - 1) % size}]" in str(found[0])
     driver.clear()  # what is still on its way must not meet the next test
 
 
