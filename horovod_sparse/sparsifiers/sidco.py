@@ -82,7 +82,7 @@ _NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class SIDCoState(SparsifierState):
-    """What SIDCo has learned about the number of fits of the tail."""
+    """State of the search for the number of fits of the tail."""
 
     #: how often the tail is fitted now
     num_stages: int = field(default=1, metadata=LOCAL)

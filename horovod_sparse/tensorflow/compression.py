@@ -1,4 +1,4 @@
-"""What `compression=` takes: every sparsifier, with what it remembers, and Horovod's own choices."""
+"""Values of `compression=`: every sparsifier, with its state, and Horovod's own choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `compression=` takes: sparsifiers as compressors, Horovod's own choices; and sums of tensors by it."""
+"""Values of `compression=`: sparsifiers and Horovod's own choices; and `allreduce` of tensors by them."""
 
 from __future__ import annotations
 

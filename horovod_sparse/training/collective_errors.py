@@ -128,7 +128,7 @@ def refuse_unlinked_processes(hvd: Any) -> None:
 
 
 class Outcome(enum.IntEnum):
-    """What all ranks do with a step, alike."""
+    """The fate of a step, the same on all ranks: applied, skipped or an error."""
 
     APPLIED = 0
     SKIPPED = 1

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside an exchange of steps, and what they average with it."""
+"""Facts that travel with an exchange of steps: step lengths, failures, and statistics to average."""
 
 from __future__ import annotations
 
