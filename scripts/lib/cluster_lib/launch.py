@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster_lib.errors import ClusterError
 from cluster_lib.network import RUN_MARK, end_processes, processes
 from cluster_lib.record import INTERFACE, SUBNET, Cluster, locked
+from cluster_lib.system import ClusterError
 from cluster_lib.system import run as run_command
 
 HERE = Path(__file__).resolve().parent
@@ -119,7 +119,6 @@ def run(
     command: list[str],
     settings: list[str],
     timeout_s: float | None,
-    show_all: bool,
 ) -> int:
     """Run `command` as `num_ranks` ranks; the exit code of the first that failed, 124 after a timeout.
 
@@ -127,8 +126,7 @@ def run(
     """
     if num_ranks < 1:
         raise ClusterError(f"-np {num_ranks} is out of range", "Allowed: 1 and more.")
-    show = "all" if show_all else "first"
-    rank_command = ["bash", str(HERE / "one_rank.sh"), show, str(cluster.logs), *command]
+    rank_command = ["bash", str(HERE / "one_rank.sh"), str(cluster.logs), *command]
     make = {"mpi": mpi_command, "gloo": gloo_command}[kind]
     launcher = make(cluster, num_ranks, rank_command)
     variables = environment(cluster, settings)
@@ -142,7 +140,7 @@ def run(
             folder.mkdir()
         status = _watch(cluster, launcher, variables, timeout_s)
     if status:
-        _report(cluster.logs, status, timeout_s, show_all)
+        _report(cluster.logs, status, timeout_s)
     return status
 
 
@@ -201,7 +199,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _report(logs: Path, status: int, timeout_s: float | None, show_all: bool) -> None:
+def _report(logs: Path, status: int, timeout_s: float | None) -> None:
     """Say how the run ended, and the last words of the ranks that the terminal has not seen."""
     failed = [path.read_text().split() for path in logs.glob("rank-*.failed")]
     codes = {int(rank): code for _, rank, code in sorted(failed)}
@@ -223,7 +221,7 @@ def _report(logs: Path, status: int, timeout_s: float | None, show_all: bool) ->
     else:
         _say(f"cluster: the launch failed with exit code {status}")
     for rank in shown:
-        if tails.get(rank) and not show_all:
+        if tails.get(rank):
             _say(f"--- rank {rank}, the end of {logs}/rank-{rank}.log")
             _say("\n".join(tails[rank]))
 

@@ -1,18 +1,18 @@
 """The commands of scripts/cluster."""
 
 import argparse
+import json
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from cluster_lib import launch
-from cluster_lib.errors import ClusterError
 from cluster_lib.measure import measure
-from cluster_lib.network import make, remove, set_rate
+from cluster_lib.network import counters, make, processes, remove
 from cluster_lib.record import Cluster, load, load_all, load_complete
-from cluster_lib.show import show_measurements, show_states, state
-from cluster_lib.system import check_machine, end
+from cluster_lib.system import ClusterError, check_machine, end
 
 _ENTER = Path(__file__).resolve().parent / "enter"
 
@@ -33,13 +33,6 @@ def _parser() -> argparse.ArgumentParser:
         "--rate", default="1gbit", help="what each may send, and receive: 1gbit, 100mbit, unlimited"
     )
 
-    up.add_argument(
-        "--ranks-per-host", type=int, default=1, help="that run starts without -np (default: %(default)s)"
-    )
-
-    rate = commands.add_parser("rate", parents=[named], help="another rate, while ranks run")
-    rate.add_argument("rate", help="as of `up`; not unlimited, nor where it was")
-
     run = commands.add_parser(
         "run", parents=[named], help="run ranks on the hosts", usage="%(prog)s [options] -- COMMAND"
     )
@@ -47,14 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--gloo", dest="kind", action="store_const", const="gloo", help="(default)")
     kind.add_argument("--mpi", dest="kind", action="store_const", const="mpi", help="launch with mpirun")
     run.set_defaults(kind="gloo")
-    run.add_argument("-np", type=int, metavar="N", help="how many ranks (default: as `up` says)")
+    run.add_argument("-np", type=int, metavar="N", help="how many ranks (default: one a host)")
     run.add_argument(
         "-x", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank"
     )
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="end it after that, with exit code 124")
-    run.add_argument(
-        "--all-output", action="store_true", help="every rank's output, its rank before each line"
-    )
 
     enter = commands.add_parser(
         "enter",
@@ -80,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(options: argparse.Namespace) -> int:
-    cluster = Cluster.check(options.name, options.hosts, options.rate, options.ranks_per_host)
+    cluster = Cluster.check(options.name, options.hosts, options.rate)
     if make(cluster):
         print("removed what a killed `up` had left", file=sys.stderr)
     print(
@@ -91,19 +81,10 @@ def _up(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rate(options: argparse.Namespace) -> int:
-    set_rate(load_complete(options.name), options.rate)
-    return 0
-
-
 def _run(options: argparse.Namespace) -> int:
     cluster = load_complete(options.name)
-    num_ranks = cluster.num_hosts * cluster.ranks_per_host if options.np is None else options.np
-    return launch.run(
-        *(cluster, options.kind, num_ranks, options.words, options.x),
-        timeout_s=options.timeout,
-        show_all=options.all_output,
-    )
+    num_ranks = cluster.num_hosts if options.np is None else options.np
+    return launch.run(cluster, options.kind, num_ranks, options.words, options.x, options.timeout)
 
 
 def _enter(options: argparse.Namespace) -> int:
@@ -115,15 +96,48 @@ def _enter(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     cluster = load_complete(options.name)
-    show_measurements(cluster, measure(cluster, round(options.megabytes * 10**6)), options.json)
+    asked, found = cluster.rate.bits_per_second, measure(cluster, round(options.megabytes * 10**6))
+    if options.json:
+        print(json.dumps([{"asked_bits_per_second": asked, **one} for one in found], indent=2))
+        return 0
+    for one in found:
+        reached = one["slowest_bits_per_second"]
+        share = f" ({100 * reached / asked:.1f} %)" if asked else ""
+        print(
+            f"{one['pattern']}: {one['transfers']} x {options.megabytes:g} MB, {reached / 10**6:,.1f} Mbit/s"
+            f" of {cluster.rate.text}{share}, {one['dropped_packets']} dropped"
+        )
     return 0
+
+
+def _state(cluster: Cluster) -> dict[str, Any]:
+    """What is known about a cluster, with the counters of its hosts; an incomplete one has no hosts."""
+    try:
+        hosts = counters(load_complete(cluster.name))
+    except ClusterError:
+        hosts = []
+    facts = {"name": cluster.name, "complete": bool(hosts), "rate": cluster.rate.text}
+    return {**facts, "num_processes": len(processes(cluster)), "hosts": hosts}
 
 
 def _status(options: argparse.Namespace) -> int:
     if options.name is not None and load(options.name) is None:
         raise ClusterError(f"there is no cluster {options.name!r}")
-    clusters = [cluster for cluster, _ in load_all() if options.name in (None, cluster.name)]
-    show_states([state(cluster) for cluster in clusters], options.json)
+    states = [_state(one) for one, _ in load_all() if options.name in (None, one.name)]
+    if options.json:
+        print(json.dumps(states, indent=2))
+        return 0
+    if not states:
+        print("no cluster is up")
+    for one in states:
+        if not one["complete"]:
+            print(f"cluster {one['name']}: incomplete; scripts/cluster down --name {one['name']}")
+            continue
+        words = f"{len(one['hosts'])} hosts at {one['rate']}, {one['num_processes']} processes"
+        print(f"cluster {one['name']}: {words}")
+        for host in one["hosts"]:
+            counted = f"{host['tx_bytes']:,} bytes sent, {host['rx_bytes']:,} received"
+            print(f"  {host['host']} {host['address']}: {counted}, {host['dropped']} dropped")
     return 0
 
 
@@ -134,15 +148,7 @@ def _down(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {
-    "up": _up,
-    "rate": _rate,
-    "run": _run,
-    "enter": _enter,
-    "measure": _measure,
-    "status": _status,
-    "down": _down,
-}
+_COMMANDS = {"up": _up, "run": _run, "enter": _enter, "measure": _measure, "status": _status, "down": _down}
 
 
 def main() -> int:

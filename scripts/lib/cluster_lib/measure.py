@@ -4,48 +4,54 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cluster_lib.errors import ClusterError
 from cluster_lib.network import RUN_MARK, counters, end_processes
 from cluster_lib.record import Cluster, locked
+from cluster_lib.system import ClusterError
 
 _HERE = Path(__file__).resolve().parent
-_PORT = 5201
+_PORT, _PIECE = 5201, 1 << 18
+# Prints `ready`, then bytes and seconds from first to last byte: the first piece starts the clock.
+_RECEIVE = f"""
+import socket, time
+with socket.create_server(("", {_PORT})) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    buffer, total = bytearray({_PIECE}), 0
+    connection.recv_into(buffer)
+    started = time.perf_counter()
+    while count := connection.recv_into(buffer):
+        total += count
+    print(total, time.perf_counter() - started, flush=True)
+"""
+_SEND = f"""
+import socket, sys
+left, piece = int(sys.argv[2]), memoryview(bytes({_PIECE}))
+with socket.create_connection((sys.argv[1], {_PORT}), timeout=30) as connection:
+    connection.settimeout(None)
+    while left > 0:
+        left -= connection.send(piece[: min(left, {_PIECE})])
+"""
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One pattern of transfers and the payload it moved, bits per second of the slowest transfer."""
-
-    pattern: str
-    transfers: int
-    bytes_each: int
-    slowest_bits_per_second: float
-    dropped_packets: int
-
-
-def measure(cluster: Cluster, num_bytes: int) -> list[Measurement]:
+def measure(cluster: Cluster, num_bytes: int) -> list[dict[str, Any]]:
     """One pair of hosts, then a ring in which every host sends and receives at once, as an allreduce does."""
     if cluster.num_hosts < 2:
         raise ClusterError("a transfer needs two hosts", f"Cluster {cluster.name!r} has one.")
-    hosts = range(cluster.num_hosts)
-    patterns = {
-        "one pair": [(0, 1)],
-        "ring, all at once": [(index, (index + 1) % cluster.num_hosts) for index in hosts],
-    }
+    ring = [(index, (index + 1) % cluster.num_hosts) for index in range(cluster.num_hosts)]
     with locked(cluster.folder / "run.lock", f"cluster {cluster.name!r} is busy with a run"):
         try:
-            return [_measure(cluster, name, pairs, num_bytes) for name, pairs in patterns.items()]
+            patterns = (("one pair", [(0, 1)]), ("ring, all at once", ring))
+            return [_measure(cluster, name, pairs, num_bytes) for name, pairs in patterns]
         finally:
             end_processes(cluster, of_run=True)
 
 
-def _start(cluster: Cluster, index: int, *arguments: str) -> "subprocess.Popen[str]":
+def _start(cluster: Cluster, index: int, program: str, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [str(_HERE / "enter"), cluster.host(index), sys.executable, str(_HERE / "transfer.py"), *arguments],
+        [str(_HERE / "enter"), cluster.host(index), sys.executable, "-c", program, *arguments],
         env={**os.environ, RUN_MARK: cluster.name},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -53,30 +59,26 @@ def _start(cluster: Cluster, index: int, *arguments: str) -> "subprocess.Popen[s
     )
 
 
-def _measure(cluster: Cluster, name: str, pairs: Iterable[tuple[int, int]], num_bytes: int) -> Measurement:
-    drops = sum(counter.dropped for counter in counters(cluster))
-    pairs = list(pairs)
-    receivers = [_start(cluster, target, "receive", str(_PORT)) for _, target in pairs]
+def _measure(cluster: Cluster, name: str, pairs: list[tuple[int, int]], num_bytes: int) -> dict[str, Any]:
+    drops = sum(host["dropped"] for host in counters(cluster))
+    receivers = [_start(cluster, target, _RECEIVE) for _, target in pairs]
     for receiver in receivers:
         assert receiver.stdout is not None
         receiver.stdout.readline()
-    senders = [
-        _start(cluster, source, "send", cluster.address(target), str(_PORT), str(num_bytes))
-        for source, target in pairs
-    ]
+    for source, target in pairs:
+        _start(cluster, source, _SEND, cluster.address(target), str(num_bytes))
     # Ten times what it should take, and never for ever.
-    bits = cluster.rate.bits_per_second or 10**9
-    deadline = time.monotonic() + 30 + 10 * 8 * num_bytes / bits
+    deadline = time.monotonic() + 30 + 80 * num_bytes / (cluster.rate.bits_per_second or 10**9)
     rates = []
-    for sender, receiver in zip(senders, receivers, strict=True):
+    for receiver in receivers:
         try:
             output, _ = receiver.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            sender.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise ClusterError(f"a transfer of {num_bytes} bytes did not end in time ({name})") from None
-        if sender.returncode or receiver.returncode:
+        if receiver.returncode:
             raise ClusterError(f"a transfer failed ({name})")
         total, seconds = output.split()
         rates.append(8 * int(total) / float(seconds))
-    dropped = sum(counter.dropped for counter in counters(cluster)) - drops
-    return Measurement(name, len(pairs), num_bytes, min(rates), dropped)
+    dropped = sum(host["dropped"] for host in counters(cluster)) - drops
+    facts = {"pattern": name, "transfers": len(pairs), "bytes_each": num_bytes}
+    return {**facts, "slowest_bits_per_second": min(rates), "dropped_packets": dropped}

@@ -9,13 +9,11 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from cluster_lib.errors import ClusterError
-from cluster_lib.rate import Rate
-from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked, tidy
-from cluster_lib.system import end_if_asked, run
+from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked
+from cluster_lib.system import ClusterError, end_if_asked, run
 
 LOCK = STATE / "lock"
 # Marks what a run started, and nothing that the user started with `enter`.
@@ -50,7 +48,6 @@ def make(cluster: Cluster) -> bool:
             end_if_asked()
         except BaseException:
             _remove(cluster)
-            tidy(LOCK)
             raise
         cluster.save(complete=True)
         return found is not None
@@ -82,23 +79,6 @@ def _build(cluster: Cluster) -> None:
         run("ip", "-n", switch, "link", "set", port, "up")
 
 
-def set_rate(cluster: Cluster, text: str) -> None:
-    """Give every port another rate, whatever runs on the hosts.
-
-    Raises:
-        ClusterError: the rate is none, or there was none before.
-    """
-    rate = Rate.parse(text)
-    if rate.bits_per_second is None or cluster.rate.bits_per_second is None:
-        raise ClusterError(f"the rate cannot be changed from {cluster.rate.text} to {text}", "Make another.")
-    for index in range(cluster.num_hosts):
-        for namespace, device in ((cluster.namespace(index), INTERFACE), (cluster.switch, f"port{index}")):
-            run("tc", "-n", namespace, "qdisc", "change", "dev", device, "root", *rate.tbf)
-        piece = str(rate.piece_bytes)
-        run("ip", "-n", cluster.namespace(index), "link", "set", INTERFACE, "gso_max_size", piece)
-    replace(cluster, rate=rate).save(complete=True)
-
-
 def _add_namespace(namespace: str) -> None:
     run("ip", "netns", "add", namespace)
     # A link without IPv6 is silent, so the counters see the ranks' traffic alone; the loopback
@@ -113,7 +93,6 @@ def remove(name: str) -> bool:
         found = load(name)
         if found is not None:
             _remove(found[0])
-        tidy(LOCK)
         return found is not None
 
 
@@ -162,39 +141,17 @@ def end_processes(cluster: Cluster, of_run: bool = False, patience_s: float = 2.
     return len(first)
 
 
-@dataclass(frozen=True)
-class Counters:
-    """What went over a host's interface since `up`, seen from the host."""
-
-    host: str
-    namespace: str
-    address: str
-    interface: str
-    tx_bytes: int
-    rx_bytes: int
-    tx_packets: int
-    rx_packets: int
-    dropped: int
-
-    as_dict = asdict
-
-
-def counters(cluster: Cluster) -> list[Counters]:
-    """The counters of all hosts, read at one moment at the switch's ports."""
+def counters(cluster: Cluster) -> list[dict[str, Any]]:
+    """What went over every host's interface since `up`, read at one moment at the switch's ports."""
     links = json.loads(run("ip", "-n", cluster.switch, "-s", "-j", "link", "show", "type", "veth"))
     ports = {link["ifname"]: link["stats64"] for link in links}
     queues = json.loads(run("tc", "-n", cluster.switch, "-s", "-j", "qdisc", "show"))
     drops = {queue["dev"]: queue["drops"] for queue in queues if queue["kind"] == "tbf"}
-    result = []
-    for index in range(cluster.num_hosts):
+    found = []
+    for index, host in enumerate(cluster.hosts):
         port = f"port{index}"
         # What the port receives is what the host sends.
-        sent, received = ports[port]["rx"], ports[port]["tx"]
-        result.append(
-            Counters(
-                *(cluster.host(index), cluster.namespace(index), cluster.address(index), INTERFACE),
-                *(sent["bytes"], received["bytes"], sent["packets"], received["packets"]),
-                drops.get(port, 0),
-            )
-        )
-    return result
+        moved = {"tx_bytes": ports[port]["rx"]["bytes"], "rx_bytes": ports[port]["tx"]["bytes"]}
+        place = {"host": host, "address": cluster.address(index)}
+        found.append({**place, **moved, "dropped": drops.get(port, 0)})
+    return found

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# One rank of a run:   one_rank.sh first|all LOG_FOLDER COMMAND...
-# first: rank 0 speaks to the terminal, the others to LOG_FOLDER/rank-N.log.
-# all: every rank speaks to both, each line with its rank in front.
+# One rank of a run:   one_rank.sh LOG_FOLDER COMMAND...
+# Rank 0 speaks to the terminal, the others to LOG_FOLDER/rank-N.log.
 # A rank that fails leaves LOG_FOLDER/rank-N.failed with the time and its exit code.
 set -uo pipefail
-show="$1" folder="$2"
-shift 2
+folder="$1"
+shift
 # Horovod's launcher sets the first, Open MPI the second.
 rank="${HOROVOD_RANK:-${OMPI_COMM_WORLD_RANK:-0}}"
 log="$folder/rank-$rank.log"
@@ -16,10 +15,7 @@ if [[ -n "${OMPI_COMM_WORLD_RANK:-}" ]]; then
     # (Not nproc: it says what OMP_NUM_THREADS says.)
     taskset --cpu-list --pid "$((rank % $(getconf _NPROCESSORS_ONLN)))" $$ >/dev/null 2>&1 || true
 fi
-if [[ "$show" == all ]]; then
-    "$@" > >(tee "$log" | sed -u "s/^/[$rank] /") 2>&1 </dev/null || status=$?
-    wait
-elif [[ "$rank" == 0 ]]; then
+if [[ "$rank" == 0 ]]; then
     "$@" </dev/null || status=$?
 else
     "$@" >"$log" 2>&1 </dev/null || status=$?

@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 
-from cluster_lib.errors import ClusterError
+from cluster_lib.system import ClusterError
 
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_UNITS = {"mbit": 10**6, "gbit": 10**9}
 _LOWEST, _HIGHEST = 10**6, 100 * 10**9
 
 
@@ -21,13 +21,12 @@ class Rate:
         """Read `1gbit`, `2.5gbit`, `100mbit` or `unlimited`."""
         if text == "unlimited":
             return cls(text, None)
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
         bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
         if not _LOWEST <= bits <= _HIGHEST:
             raise ClusterError(
                 f"--rate {text!r} is not a rate",
-                "Allowed: a number with kbit, mbit or gbit from 1mbit to 100gbit, such as 1gbit or 2.5gbit,",
-                "or unlimited.",
+                "Allowed: a number with mbit or gbit from 1mbit to 100gbit, such as 2.5gbit, or unlimited.",
             )
         return cls(text, bits)
 

@@ -6,7 +6,6 @@ first thing is made, so whatever was made is recorded, whenever the command was 
 
 import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster_lib.errors import ClusterError
 from cluster_lib.rate import Rate
+from cluster_lib.system import ClusterError
 
 STATE = Path("/run/horovod_sparse_cluster")
 NAMESPACES = Path("/run/netns")
@@ -29,24 +28,19 @@ SUBNET = "198.18.0.0/24"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that share a switch, all with the same rate, and with as many ranks if a run does not say."""
+    """Hosts that share a switch, all with the same rate."""
 
     name: str
     num_hosts: int
     rate: Rate
-    ranks_per_host: int = 1
 
     @classmethod
-    def check(cls, name: str, num_hosts: int, rate: str, ranks_per_host: int = 1) -> "Cluster":
+    def check(cls, name: str, num_hosts: int, rate: str) -> "Cluster":
         """A cluster as the user asks for it, or a ClusterError that says what is allowed."""
         check_name(name)
         if not 1 <= num_hosts <= MOST_HOSTS:
             raise ClusterError(f"--hosts {num_hosts} is out of range", f"Allowed: 1 to {MOST_HOSTS}.")
-        if not 1 <= ranks_per_host <= MOST_HOSTS:
-            raise ClusterError(
-                f"--ranks-per-host {ranks_per_host} is out of range", f"Allowed: 1 to {MOST_HOSTS}."
-            )
-        return cls(name, num_hosts, Rate.parse(rate), ranks_per_host)
+        return cls(name, num_hosts, Rate.parse(rate))
 
     def host(self, index: int) -> str:
         return f"{self.name}-{index}"
@@ -89,13 +83,7 @@ class Cluster:
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [f"{self.address(index)} {self.host(index)}" for index in range(self.num_hosts)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        facts = {
-            "name": self.name,
-            "hosts": self.num_hosts,
-            "rate": self.rate.text,
-            "ranks_per_host": self.ranks_per_host,
-            "complete": complete,
-        }
+        facts = {"name": self.name, "hosts": self.num_hosts, "rate": self.rate.text, "complete": complete}
         draft = self.folder / "record.json.new"
         draft.write_text(json.dumps(facts) + "\n")
         draft.replace(self.folder / "record.json")
@@ -120,8 +108,7 @@ def load(name: str) -> tuple[Cluster, bool] | None:
         facts = json.loads((STATE / name / "record.json").read_text())
     except FileNotFoundError:
         return None
-    each = facts.get("ranks_per_host", 1)
-    return Cluster(facts["name"], facts["hosts"], Rate.parse(facts["rate"]), each), facts["complete"]
+    return Cluster(facts["name"], facts["hosts"], Rate.parse(facts["rate"])), facts["complete"]
 
 
 def load_complete(name: str) -> Cluster:
@@ -151,35 +138,14 @@ def load_all() -> list[tuple[Cluster, bool]]:
 @contextmanager
 def locked(path: Path, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends; `busy` is the error of not waiting."""
-    while True:
-        STATE.mkdir(exist_ok=True)
-        try:
-            file = path.open("w")
-        except FileNotFoundError:
-            if path.parent == STATE:
-                continue
-            raise ClusterError(f"cluster {path.parent.name!r} has just been removed") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-            except BlockingIOError:
-                raise ClusterError(busy or "", "Wait for it, or use a cluster of another --name.") from None
-            # Whoever held it before may have removed the file; then this lock locks nothing.
-            if not _is_open_at(file.fileno(), path):
-                continue
-            yield
-            return
-
-
-def _is_open_at(descriptor: int, path: Path) -> bool:
+    STATE.mkdir(exist_ok=True)
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        file = path.open("w")
     except FileNotFoundError:
-        return False
-
-
-def tidy(lock: Path) -> None:
-    """Remove the folder of records once it holds nothing but the lock, which the caller has."""
-    if list(STATE.iterdir()) == [lock]:
-        lock.unlink()
-        STATE.rmdir()
+        raise ClusterError(f"cluster {path.parent.name!r} has just been removed") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError:
+            raise ClusterError(busy or "", "Wait for it, or use a cluster of another --name.") from None
+        yield

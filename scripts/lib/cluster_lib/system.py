@@ -5,11 +5,18 @@ import shutil
 import subprocess
 import sys
 
-from cluster_lib.errors import ClusterError
-
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
 
 _asked_to_end: list[int] = []
+
+
+class ClusterError(Exception):
+    """What went wrong, in one line, and what to do about it, a line each."""
+
+    def __init__(self, message: str, *advice: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.advice = advice
+        self.status = status
 
 
 def end(number: int, frame: object) -> None:

@@ -1,5 +1,6 @@
-"""Densities over the steps, positions drawn at random, and the two threshold rules, number by number."""
+"""Densities over the steps, positions drawn at random, thresholds and partitions, number by number."""
 
+import logging
 import pickle
 from collections import Counter
 from itertools import combinations
@@ -11,7 +12,10 @@ import pytest
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe
-from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, SparsifierState
+from horovod_sparse.sparsifiers.dgc import DGC
+from horovod_sparse.sparsifiers.exdyna import partition
+from horovod_sparse.sparsifiers.hard_threshold import HardThreshold, HardThresholdState
 from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
 from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
@@ -147,3 +151,63 @@ def test_the_sketch_by_hand() -> None:
     assert half.num_to_send(10**6, 100, ThresholdState(threshold=1.0, share=0.3)) == 64
     # a window that gave nothing has only its hits to go by
     assert half.num_to_send(7, 100, ThresholdState(threshold=1.0, share=0.0)) == 7
+
+
+class Sampled(HostAccumulator):
+    """An accumulator whose sample says what a test wants, and that notes the thresholds it is asked for."""
+
+    def __init__(self, values: Any, sample: list[float]) -> None:
+        super().__init__(len(values), density=0.1)
+        self.fold(np.array(values, np.float32))
+        self.sample, self.asked = np.array(sample, np.float32), []
+
+    def sample_magnitudes(self, stride: int, offset: int = 0) -> Any:
+        return self.sample
+
+    def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Any:
+        self.asked.append(threshold)
+        return super().at_least(threshold, start, stop)
+
+
+_RAMP = np.arange(1, 101)  # magnitudes 1 to 100, k = 10: the tenth largest is 91
+
+
+@pytest.mark.parametrize(
+    ("guess", "asked", "sent"),
+    [
+        (91.0, [91.0], range(90, 100)),  # 91 and more: exactly 10
+        (88.0, [88.0], range(87, 100)),  # 88 and more: 13 = 1.3 k, which is not above 1.3 k
+        (87.0, [87.0], range(90, 100)),  # 87 and more: 14 is above 1.3 k, so the 10 largest of them
+        (93.0, [93.0], range(92, 100)),  # 93 and more: 8 = 0.8 k, which is not below 0.8 k
+        # 94 and more: 7 is below; 0.8 * 94 = 75.2 lets 25 through: above 1.3 k, so the 10 largest.
+        (94.0, [94.0, 0.8 * 94.0], range(90, 100)),
+        (110.0, [110.0, 88.0], range(87, 100)),  # 110: nothing; 88: 13, as above
+        # 2000: 1600, 1280, 1024, ... ten times at most: 2000 * 0.8^10 = 214.7, nothing passes.
+        (2000.0, [2000.0 * 0.8**i for i in range(11)], []),
+    ],
+)
+def test_dgc_selects_hierarchically(guess: float, asked: list[float], sent: Any) -> None:
+    accumulator = Sampled(_RAMP, [guess] * 10)
+    found = DGC(density=0.1).select(accumulator, 10, SparsifierState(), BucketInfo("b", 100))
+    assert found.indices.tolist() == list(sent)
+    assert accumulator.asked == pytest.approx(asked)
+
+
+def test_a_threshold_that_is_left_out_is_told_once(caplog: Any) -> None:
+    info = BucketInfo("guessed once", 16)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # 1 / (2 sqrt(k)), k = 4 of 16
+            assert HardThreshold(density=0.25).threshold_for(info, HardThresholdState()) == 0.25
+    assert caplog.text.count("guessed once") == 1 and "threshold=" in caplog.text
+
+
+def test_exdynas_algorithm_2_by_hand() -> None:
+    # n = 1024 * 97 = 99 328, n_b = 1024: temp = 97, sz_blk = 97 - 97 % 32 = 96. At 96 elements per block
+    # 99 328 // 96 = 1034 blocks fit and 64 elements are left over. P = 4: quotient 258, remainder 2.
+    parts = partition(99_328, 4)
+    assert parts.block_length == 96
+    assert parts.num_blocks.tolist() == [259, 259, 258, 258]
+    # part 1 begins behind 259 blocks; the last ends with the bucket, 64 elements behind its last block
+    windows = [parts.window(part, 99_328) for part in (0, 1, 3)]
+    assert windows == [(0, 259 * 96), (259 * 96, 518 * 96), (776 * 96, 99_328)]
+    assert partition(1024 * 120, 4).block_length == 96  # 120 - 120 % 32
