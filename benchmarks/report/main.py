@@ -27,9 +27,9 @@ from benchmarks.report import pictures, rooms
 from benchmarks.studies import (
     adamw,
     convergence,
+    lengths,
     local,
     passes,
-    schedules,
     slow_links,
     threshold,
 )
@@ -39,15 +39,16 @@ from benchmarks.studies.study import ROOT, Result, measured
 __all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
 
 STUDIES = (
-    *(one.STUDY for one in (adamw, convergence, local, passes, schedules, slow_links, threshold)),
+    *(one.STUDY for one in (adamw, convergence, lengths, local, passes, slow_links, threshold)),
     *(sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY),
 )
-#: by name of the measurement; the tables of others are those of launches
+#: by name of the measurement, and of a table of it; the tables of others are those of launches
 TABLES: dict[str, Callable[[Result], str]] = {
     **{study.file.stem: study.table for study in STUDIES},
     **dict.fromkeys(("merging_hosts", "merging_names"), hosts_table),
     **dict.fromkeys(("frameworks", "local", "local_quantizers", "optimizer_steps"), timings_table),
     "demo": demo.table,
+    "lengths.law": lengths.law,
     "merging": plans.tables,
     "matrix": matrix_table,
     "merging_vgg16_cifar": tables.plans_on_hosts,
@@ -56,7 +57,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "sparse_allreduce": allreduce.tables,
     "train_parts": tables.parts,
 }
-_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(\n<!-- end of table -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table: ((\w+)[.\w]*) -->\n).*?(\n<!-- end of table -->)", re.DOTALL)
 #: by name in docs/pictures: what a picture is made of, and the figure
 PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
     name: (partial(measured, measurement), make)
@@ -78,7 +79,7 @@ def pages() -> dict[Path, str]:
     """Returns the text of every page below docs that shows a measurement, with its tables made anew."""
 
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{TABLES.get(match[2], launch_tables)(measured(match[2])).strip()}\n{match[3]}"
+        return f"{match[1]}\n{TABLES.get(match[2], launch_tables)(measured(match[3])).strip()}\n{match[4]}"
 
     texts = {path: path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
     return {path: _TABLE.sub(table, text) for path, text in texts.items()}

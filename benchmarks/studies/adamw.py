@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from benchmarks.studies.baselines import BASELINES
-from benchmarks.studies.study import Result, Study, at_best_rate, markdown
-from benchmarks.studies.tasks import gpt_task
+from benchmarks.studies.study import Result, Study, at_best_rate, behind, markdown
+from benchmarks.studies.tasks import Task, gpt_task
 from benchmarks.studies.training import train
 from horovod_sparse.feedback import ErrorFeedback, Recipe, parse_recipe
 from horovod_sparse.sparsifiers.dense import Dense
@@ -56,8 +56,6 @@ def _methods() -> dict[str, Method]:
     short = "topk:density=0.003,values=2bit,indices=gaps"
     methods["P=2, topk 0.3 %, 2 bits, gaps, adam"] = Method(2, f"{short},feedback=adam")
     methods["P=2, topk 0.3 %, 2 bits, gaps, adam, s = 1"] = Method(2, f"{short},{own}")
-    clipped = "topk:density=0.01,feedback=adam(clip_norm=1.0,whole_batch=false)"
-    methods["P=2, topk 1 %, adam, clipped, s = 1"] = Method(2, clipped)
     methods["P=2, qsgd"] = Method(2, "qsgd")
     methods |= {f"P=2, {name}": Method(2, name) for name in BASELINES if name != "dense"}
     for name in ("spardl", "oktopk", "gtopk", "exdyna", "micro"):
@@ -83,12 +81,17 @@ def rate_at(step: int, rate: float, setting: dict[str, Any]) -> float:
 
 
 def measure(run: str) -> Result:
-    """Trains once; the sum is clipped, but not what ranks normalize themselves."""
-    name, rate_text, seed = run.rsplit("/", 2)
-    method, rate = METHODS[name], float(rate_text.removeprefix("rate "))
+    """Trains once."""
+    name, rate, seed = run.rsplit("/", 2)
+    method = METHODS[name]
     setting = SETTING | method.setting
     shape = {name: setting[name] for name in ("layers", "width", "length") if name in setting}
     task = gpt_task(batch_size=setting["batch"] // method.size, **shape)
+    return trained(task, method, setting, float(rate.removeprefix("rate ")), int(seed.removeprefix("seed ")))
+
+
+def trained(task: Task, method: Method, setting: dict[str, Any], rate: float, seed: int) -> Result:
+    """Trains once; the sum is clipped, but not what ranks normalize themselves."""
     baseline = BASELINES.get(method.text)
     recipe = parse_recipe(method.text) if baseline is None else Recipe(Dense(), ErrorFeedback())
 
@@ -106,7 +109,7 @@ def measure(run: str) -> Result:
         size=method.size,
         num_steps=setting["num_steps"],
         learning_rate_at=lambda step: rate_at(step, rate, setting),
-        seed=int(seed.removeprefix("seed ")),
+        seed=seed,
         make_optimizer=make,
         edit=None if is_step else lambda gradient: clip(gradient, setting["clip_norm"]),
         exchange=None if baseline is None else lambda shapes: baseline.make(shapes, setting),
@@ -147,27 +150,21 @@ def table(result: Result) -> str:
         found = at_best_rate(result["runs"], name)
         if found is None:
             continue
-        of_dense = at_best_rate(result["runs"], "5 M, P=4, dense" if method.setting else "P=2, dense")
-        dense = {} if of_dense is None else of_dense[1]
+        dense = "5 M, P=4, dense" if method.setting else "P=2, dense"
+        more = behind(result["runs"], name, dense, "training_bits")
         rate, runs = found[0], list(found[1].values())
         means = {
             key: float(np.mean([run[key] for run in runs]))
             for key in ("training_bits", "bits", "bytes_per_step")
         }
         spread = max(run["training_bits"] for run in runs) - min(run["training_bits"] for run in runs)
-        behind = ""
-        common = sorted(seed for seed in found[1] if seed in dense)
-        if common:
-            base = float(np.mean([dense[seed]["training_bits"] for seed in common]))
-            own = [found[1][seed] for seed in common]
-            behind = f"{float(np.mean([run['training_bits'] for run in own])) - base:+.3f}"
         rows.append(
             [
                 name,
                 f"{rate:g}",
                 f"{means['training_bits']:.3f}",
                 f"{spread:.3f}",
-                behind,
+                f"{float(np.mean(more)):+.3f}" if more else "",
                 f"{means['bits']:.3f}",
                 f"{means['bytes_per_step'] / 1000:,.1f}",
                 f"{4 * runs[0]['num_elements'] / means['bytes_per_step']:.0f}x",

@@ -51,6 +51,13 @@ def at_best_rate(runs: Result, name: str) -> tuple[float, dict[int, Result]] | N
     return min(tried, key=lambda item: float(item[1][0]["training_bits"]), default=None)
 
 
+def behind(runs: Result, name: str, dense: str, score: str) -> list[float]:
+    """By how much more one method scores than another, each at its best rate, by common seed."""
+    found = [at_best_rate(runs, one) for one in (name, dense)]
+    own, base = ({} if one is None else one[1] for one in found)
+    return [own[seed][score] - base[seed][score] for seed in sorted(own.keys() & base.keys())]
+
+
 def save(path: Path, result: Mapping[str, Any]) -> None:
     """Writes a measurement, one line per run, so that a change shows which run it belongs to."""
     lines = []
@@ -107,11 +114,13 @@ class Study:
         machine = f"{platform.machine()}, Python {platform.python_version()}"
         result |= {"command": f"scripts/study {self.name}", "machine": machine, **self.facts}
         runs = result.setdefault("runs", {}) if self.names() else {}
-        for run in self.names():
-            if options.only in run and (options.again or run not in runs):
-                print(run, file=sys.stderr)
-                runs[run] = self.measure(run)
-                save(options.json, result)
+        done = set() if options.again else set(runs)
+        # what a run says may ask for further ones
+        while missing := [run for run in self.names() if options.only in run and run not in done]:
+            print(missing[0], file=sys.stderr)
+            runs[missing[0]] = self.measure(missing[0])
+            done.add(missing[0])
+            save(options.json, result)
         self.complete(result)
         save(options.json, result)
         print(self.table(result))

@@ -14,7 +14,7 @@ from gpt import GPT
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["DigitNet", "Task", "digits_task", "gpt_task", "small_digits_task", "text_task"]
+__all__ = ["DigitNet", "Task", "digits_task", "gpt_task", "text_task"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -74,16 +74,6 @@ class TextNet(nn.Module):
 def digits_task(width: int = 1920, batch_size: int = 16) -> Task:
     """A CNN on handwritten digits: 1.0 million parameters at the default width."""
     return _digits(lambda: DigitNet(width), batch_size)
-
-
-def small_digits_task(width: int = 64, batch_size: int = 16) -> Task:
-    """A perceptron on digits of 7 x 7 points: 3,850 parameters at the default width, for many runs."""
-
-    def perceptron() -> nn.Module:
-        hidden = (nn.Linear(49, width), nn.ReLU(), nn.Linear(width, 10))
-        return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), *hidden)
-
-    return _digits(perceptron, batch_size)
 
 
 def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:

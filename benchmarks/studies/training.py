@@ -32,7 +32,6 @@ class Trace:
         thresholds: of rank 0; NaN where the algorithm does not tell.
         global_error: ExDyna Eq. (1), of what the ranks held back when the step began.
         losses: mean over ranks, of the training batches.
-        applied_norms: L2 norms of the gradients that the optimizer got.
         facts: all that the algorithm tells of a step on rank 0.
         num_elements: n.
         bytes_per_step: sent by rank 0, on average.
@@ -48,7 +47,6 @@ class Trace:
     thresholds: list[float] = field(default_factory=list)
     global_error: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    applied_norms: list[float] = field(default_factory=list)
     facts: list[dict[str, float]] = field(default_factory=list)
     bytes_per_step: float = math.nan
     score: float = math.nan
@@ -85,8 +83,8 @@ def train(
         score_every: steps from one score on the way to the next; 0 for none.
         make_optimizer: makes another optimizer than the task's SGD; its rate is set in every step.
         edit: called with the averaged gradient, [n], which it may change, before a step.
-        exchange: made for the parameters' shapes, in place of the recipe; a trace then has losses, norms,
-            bytes and the score alone.
+        exchange: made for the parameters' shapes, in place of the recipe; a trace then has losses, bytes
+            and the score alone.
     """
     torch.manual_seed(seed)
     model = task.make_model()
@@ -149,7 +147,6 @@ def train(
             num_bytes += sent
         if edit is not None:
             edit(flat)
-        trace.applied_norms.append(float(flat.norm()))
         for parameter, view in zip(parameters, views, strict=True):
             if makes_steps:
                 parameter.data.mul_(now.shrink).sub_(view)

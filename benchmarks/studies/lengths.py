@@ -1,0 +1,137 @@
+"""How few elements AdamW may send, by the length of the training: every density at its own best rate.
+
+Ranks are simulated in one process, as in `adamw`. Sparse: `best`, values in 2 bits, indices as gaps. A rate
+is the best one where half of it and twice of it are worse: the rates to try follow from what is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from benchmarks.studies.adamw import SETTING, Method, trained
+from benchmarks.studies.study import Result, Study, at_best_rate, behind, load, markdown
+from benchmarks.studies.tasks import Task, gpt_task, text_task
+
+SIZE, SEEDS, GUESS = 2, (0, 1, 2), 4e-3
+DENSITIES = (0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
+#: of a run: of the last tenth of the steps, and of text that is never trained on
+SCORES = ("training_bits", "bits")
+#: bits behind dense training that count as nothing
+ALLOWED = 0.01
+#: 4 pieces of 32 bytes a rank, so that 10,000 steps take minutes
+TASKS: dict[str, Callable[[], Task]] = {
+    "GPT 0.12 M": partial(gpt_task, 2, 64, batch_size=4, length=32, num_bytes=4_000_000),
+    "LSTM 0.11 M": partial(text_task, 100, batch_size=4, length=32),
+    "GPT 0.47 M": partial(gpt_task, 4, 96, batch_size=4, length=32, num_bytes=4_000_000),
+}
+#: tasks and steps, in the order of measuring
+CELLS = [("GPT 0.12 M", 300), ("GPT 0.12 M", 1000), ("GPT 0.12 M", 3000), ("LSTM 0.11 M", 1000)]
+CELLS += [("GPT 0.12 M", 10_000), ("GPT 0.47 M", 1000), ("LSTM 0.11 M", 3000), ("GPT 0.47 M", 3000)]
+
+
+def densities(steps: int) -> list[float]:
+    """Those at which an element is sent 0.3 to 30 times in all; those near a first guess first."""
+    kept = [density for density in DENSITIES if 0.25 <= density * steps <= 31]
+    return sorted(kept, key=lambda density: abs(math.log(density * math.sqrt(steps) / 0.03)))
+
+
+def row(task: str, steps: int, density: float) -> str:
+    """A training but for rate and seed; dense at density 1."""
+    return f"{task}, {steps} steps/{'dense' if density == 1.0 else f'{100 * density:g} %'}"
+
+
+def names() -> list[str]:
+    """Rates of the first seed, until each row's best is bracketed; then the best with the other seeds.
+
+    Dense and the two first densities of all cells come before the others.
+    """
+    runs, guess = load(STUDY.file).get("runs", {}), GUESS
+    found: dict[str, None] = {}
+    ready = []
+    for part in slice(0, 3), slice(3, None):
+        for task, steps in CELLS:
+            for density in [1.0, *densities(steps)][part]:
+                name = row(task, steps, density)
+                best = at_best_rate(runs, name)
+                guess = guess if best is None else best[0]
+                near = (guess,) if best is None else (guess / 2, guess, guess * 2)
+                asked = [f"{name}/rate {rate:g}/seed 0" for rate in near]
+                found |= dict.fromkeys([*(run for run in runs if run.startswith(f"{name}/")), *asked])
+                if all(run in runs for run in asked):
+                    ready.append(asked[len(asked) // 2].removesuffix("0"))
+    return [*found, *(f"{run}{seed}" for seed in SEEDS[1:] for run in ready if f"{run}{seed}" not in found)]
+
+
+def measure(name: str) -> Result:
+    """Trains once."""
+    cell, method, rate, seed = name.split("/")
+    task, _, steps = cell.removesuffix(" steps").rpartition(", ")
+    percent = method.removesuffix(" %")
+    sparse = f"topk:density={percent}e-2,values=2bit,indices=gaps,feedback=adam"
+    setting = SETTING | {"num_steps": int(steps)}
+    numbers = float(rate.removeprefix("rate ")), int(seed.removeprefix("seed "))
+    return trained(TASKS[task](), Method(SIZE, "dense" if method == "dense" else sparse), setting, *numbers)
+
+
+def sends_needed(runs: Result, task: str, steps: int, score: str) -> str:
+    """How often an element has to be sent: by a line through the two densities around what is allowed."""
+    points = [
+        (statistics.fmean(more), math.log(density * steps))
+        for density in sorted(densities(steps))
+        if (more := behind(runs, row(task, steps, density), row(task, steps, 1.0), score))
+    ]
+    if not points or min(points)[0] > ALLOWED:
+        return f"> {math.exp(points[-1][1]):.2g}" if points else "-"
+    points = points[: points.index(min(points)) + 1]  # more sends than at the best density are no question
+    for (worse, few), (better, many) in reversed([*itertools.pairwise(points)]):
+        if worse > ALLOWED:
+            return f"{math.exp(few + (many - few) * (worse - ALLOWED) / (worse - better)):.2g}"
+    return f"< {math.exp(points[0][1]):.2g}"
+
+
+def table(result: Result) -> str:
+    """Each density at its own best rate."""
+    runs = result.get("runs", {})
+
+    def rows() -> Iterator[list[str]]:
+        for task, steps in CELLS:
+            for density in [1.0, *sorted(densities(steps), reverse=True)]:
+                if (found := at_best_rate(runs, name := row(task, steps, density))) is None:
+                    continue
+                rate, seeds = found
+                is_best = all(f"{name}/rate {near:g}/seed 0" in runs for near in (rate / 2, rate * 2))
+                more = [
+                    behind(runs, row(task, steps, density), row(task, steps, 1.0), score) for score in SCORES
+                ]
+                yield [
+                    *name.split("/"),
+                    f"{density * steps:g}",
+                    f"{rate:g}{'' if is_best else ' (edge)'}",
+                    *(f"{statistics.fmean(run[score] for run in seeds.values()):.3f}" for score in SCORES),
+                    *(f"{statistics.fmean(one):+.3f}" if one else "" for one in more),
+                    f"{max(more[0]) - min(more[0]):.3f}" if more[0] else "",
+                    f"{4 * seeds[0]['num_elements'] / seeds[0]['bytes_per_step']:,.0f}x",
+                    str(len(seeds)),
+                ]
+
+    head = ["training", "density", "sends", "rate", "bits, training", "held-out", "to dense, training"]
+    head += ["held-out", "spread", "fewer bytes", "seeds"]
+    return markdown(head, list(rows()))
+
+
+def law(result: Result) -> str:
+    """How often elements have to be sent, by the length of the training."""
+    runs = result["runs"]
+    rows = [
+        [f"{task}, {steps:,} steps", *(sends_needed(runs, task, steps, score) for score in SCORES)]
+        for task, steps in sorted(CELLS)
+    ]
+    return markdown(["sends of an element that are enough", "training", "held-out"], rows)
+
+
+_FACTS = {name: value for name, value in SETTING.items() if name not in ("num_steps", "batch")}
+STUDY = Study("lengths", names, measure, table, facts={"setting": _FACTS})
