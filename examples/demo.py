@@ -23,7 +23,6 @@ import source_text
 import torch
 import torch.distributed as dist
 from gpt import GPT, parameter_groups
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -39,29 +38,31 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "Network", "draw", "predicted", "table"]
 
 SIZE, LENGTH, BATCH, LEARNING_RATE = 4, 64, 2, 3e-3
-DENSE, FP16, ACCUMULATED, POWER = "dense", "fp16", "gradients of 8 passes", "PowerSGD of rank 4"
-SPARSE, LOCAL, ALONE = "sparse, every step", "sparse, 30 local steps", "alone"
+DENSE, POWER, LOCAL = "dense", "PowerSGD of rank 4", "DiLoCo, every=30"
+SPARSE, LATE, RARE, ALONE = "best", "best, delay=1", "best, every=15", "alone"
 #: passes from one synchronization to the next
-METHODS = {DENSE: 1, FP16: 1, ACCUMULATED: 8, POWER: 1, SPARSE: 1, LOCAL: 30}
-RECIPES = {SPARSE: "best:density=0.003,values=2bit,indices=gaps", LOCAL: "sparseloco"}
+METHODS = {DENSE: 1, POWER: 1, LOCAL: 30, SPARSE: 1, LATE: 1, RARE: 15}
+BEST = "best:density=0.003,values=2bit,indices=gaps"
 
 
-def attach(name: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Makes a model synchronize in one of these ways."""
-    if name == FP16:
-        model.register_comm_hook(None, fp16_compress_hook)
-    elif name == POWER:  # from the earliest step that it can
+def attach(name: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Any:
+    """Makes a model synchronize in one of these ways; returns what `best` is attached by."""
+    if name in (SPARSE, LATE, RARE):
+        schedule = {"every": METHODS[name], "delay": int(name == LATE)}
+        return horovod_sparse.ddp.attach(model, BEST, optimizer, **schedule)
+    if name == POWER:  # from the earliest step that it can
         model.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
-    elif name == SPARSE:
-        horovod_sparse.ddp.attach(model, RECIPES[SPARSE], optimizer)
     elif name == LOCAL:
-        horovod_sparse.ddp.LocalSteps(optimizer, model, every=METHODS[LOCAL], compression=RECIPES[LOCAL])
+        horovod_sparse.ddp.LocalSteps(optimizer, model, every=METHODS[LOCAL], outer="nesterov")
     elif name == ALONE:
         model.require_backward_grad_sync = False
+    return None
 
 
 def predicted(name: str, shapes: list[torch.Size], compute: float, rate: float) -> float:
-    """Seconds of a pass by the cost model: computing, and its part of a synchronization, which hides nowhere.
+    """Seconds of a pass by the cost model: computing, and its part of a synchronization.
+
+    With a delay that hides behind the next pass; else nowhere.
 
     Args:
         name: of the method.
@@ -70,18 +71,20 @@ def predicted(name: str, shapes: list[torch.Size], compute: float, rate: float) 
         rate: of a host, in bit/s; TCP's frames leave 95.6 % of it.
     """
     network, n = AlphaBeta(5e-5, 8 / (0.956 * rate)), sum(shape.numel() for shape in shapes)
-    added = 0.0
-    if name in RECIPES:
-        sent = list(bytes_by_round(parse_recipe(RECIPES[name]).sparsifier, SIZE, n))
-        added = 1e-4 + 1e-9 * n  # selection
+    added, selection = 0.0, 0.0
+    if name in (SPARSE, LATE, RARE):  # an exchange carries what each of its passes has selected
+        by_pass = bytes_by_round(parse_recipe(BEST).sparsifier, SIZE, n)
+        sent = [(kind, METHODS[name] * put) for kind, put in by_pass]
+        selection = 1e-4 + 1e-9 * n
     else:
         if name == POWER:  # two thin factors of each matrix that they halve
             thin = [(shape.numel(), 4 * sum(shape)) for shape in shapes if len(shape) > 1]
             n -= sum(whole - few for whole, few in thin if 2 * few < whole)
-        sent = [("allreduce", (2 if name == FP16 else 4) * n)]
+        sent = [("allreduce", 4 * n)]
     for kind, put in sent:
         added += network.seconds(CollectiveCost(num_rounds(kind, SIZE), share_of_bytes(kind, SIZE) * put))
-    return compute + added / METHODS[name]
+    added = max(0.0, added - compute) if name == LATE else added
+    return compute + selection + added / METHODS[name]
 
 
 class Network:
@@ -131,7 +134,7 @@ class Training:
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=25 if name == POWER else None)
         groups = parameter_groups(self.net, 0.1)
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
-        attach(name, self.model, self.optimizer)
+        self.sync = attach(name, self.model, self.optimizer)
         train, test = source_text.load()
         self.batches = source_text.batches(train, dist.get_rank(), SIZE, BATCH, LENGTH, 10**6)
         (self.test,) = source_text.batches(test, dist.get_rank(), SIZE, 32, LENGTH, 1)
@@ -141,24 +144,19 @@ class Training:
         rising = 0.0 if progress is None else LEARNING_RATE * min(1.0, progress / 0.1)
         for group in self.optimizer.param_groups:
             group["lr"] = rising * 0.5 * (1 + math.cos(math.pi * (progress or 0.0)))
-        sent, started, rest = self.network.sent(), time.perf_counter(), self.every
-        share = self.every if self.name == ACCUMULATED else 1
-        while rest:
-            rest -= 1
-            steps = self.name != ACCUMULATED or not rest
-            with contextlib.nullcontext() if steps else self.model.no_sync():
-                (bits(self.model, next(self.batches)) * math.log(2) / share).backward()
-            if steps:  # what ranks have normalized themselves is not clipped
-                most = math.inf if self.name == SPARSE else 1.0
-                torch.nn.utils.clip_grad_norm_(self.net.parameters(), most)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+        sent, started = self.network.sent(), time.perf_counter()
+        for _ in range(self.every):
+            (bits(self.model, next(self.batches)) * math.log(2)).backward()
+            if self.sync is None:  # a rank's own steps have their length whatever its gradients' norm
+                torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             self.network.wait()
         return mean(time.perf_counter() - started, self.network.sent() - sent)
 
     def score(self) -> float:
-        """Bits per byte of test text, of which each rank reads a part."""
-        with torch.no_grad():
+        """Bits per byte of test text, of which each rank reads a part, by the parameters that all have."""
+        with torch.no_grad(), self.sync.common() if self.sync else contextlib.nullcontext():
             return round(mean(float(bits(self.model.module, self.test)))[0], 4)
 
     def run(self, seconds: float) -> dict[str, Any]:

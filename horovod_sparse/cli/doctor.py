@@ -124,7 +124,8 @@ def examine(everyone: Sequence[Facts], asked: str | None = None) -> Iterator[Fin
         yield Finding("good", "launch", words)
     if first["launcher"] != "torchrun":
         yield from _horovod(first, asked)
-        yield from _settings(first["settings"])
+        if "horovod" in first["packages"]:
+            yield from _settings(first["settings"])
     for name in first["settings"]:
         if name.startswith("HOROVOD_SPARSE_") and name.removeprefix("HOROVOD_SPARSE_") not in _OURS:
             do = f"Nobody reads it; known are {', '.join(_OURS)}"

@@ -146,9 +146,7 @@ def _lock(folder: str | None) -> int | None:
             break
         if waited > _QUIET_SECONDS and not told:
             told = True
-            _log.warning(
-                "waiting for another process of this user, which compiles kernels and holds %s", path
-            )
+            _log.warning("waiting for another process of this user to compile kernels; its lock: %s", path)
         time.sleep(_PAUSE_SECONDS)
     os.close(descriptor)
     return None

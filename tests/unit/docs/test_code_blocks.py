@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import yaml
@@ -123,3 +124,25 @@ def test_what_worth_it_printed_is_what_it_prints(capsys: pytest.CaptureFixture[s
             assert capsys.readouterr().out.split() == printed.text.split(), printed.place
             found += 1
     assert found
+
+
+@pytest.mark.parametrize("line", ["with", pytest.param("without", marks=pytest.mark.nightly)])
+def test_the_readme_says_what_its_script_prints_on_two_ranks(line: str, tmp_path: Path) -> None:
+    script, printed = next(pair for pair in itertools.pairwise(BLOCKS) if pair[0].what == "torchrun")
+    code, expected = script.text, [printed.text] * 2
+    prose = r"both end at ([\d.]+), without the line at ([\d.]+) and ([\d.]+)\."
+    said = re.search(prose, (ROOT / "README.md").read_text("utf-8"))
+    assert said and printed.text.startswith(f"loss {said[1]};")
+    if line == "without":
+        expected = [f"loss {loss}" for loss in said.groups()[1:]]
+        code = re.sub(r".*# this line\n", "", code).replace("; {sync.telemetry.summary()}", "")
+    (tmp_path / "train.py").write_text(code)
+    torchrun = Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2
+    done = ran(*torchrun, tmp_path / "train.py", PYTHONPATH=str(ROOT))
+    found = sorted(re.findall("^loss.*", done.stdout, re.MULTILINE))
+    for wanted, own in zip(map(numbers, expected), map(numbers, found), strict=True):
+        assert own[: len(wanted)] == pytest.approx(wanted, rel=0.03)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", text)]
