@@ -15,6 +15,7 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.planning.calibration import QUICK, BucketMemory, Extent, calibration
+from horovod_sparse.planning.profile import Profile
 from horovod_sparse.planning.request import Decision, PlanRequest
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.sparsifiers import Sparsifier
@@ -133,6 +134,13 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     return BackwardTimes(backward, slowest * statistics.fmean(forward))
 
 
+def with_times(profile: Profile, times: BackwardTimes | None) -> Synchronization[Profile]:
+    """Returns a profile with the `mean_times` of all ranks, in the model's order."""
+    measured = yield from mean_times(times)
+    backward = dict(reversed(list(measured.backward_seconds.items())))
+    return dataclasses.replace(profile, backward_seconds=backward, forward_seconds=measured.forward_seconds)
+
+
 def decide(
     request: PlanRequest,
     where: ClusterFacts,
@@ -160,12 +168,7 @@ def decide(
         profile = request.profile
         profile.check(where)  # refuses what cannot be applied
     if not profile.backward_seconds:
-        measured = yield from mean_times(times)
-        profile = dataclasses.replace(
-            profile,
-            backward_seconds=dict(reversed(list(measured.backward_seconds.items()))),
-            forward_seconds=measured.forward_seconds,
-        )
+        profile = yield from with_times(profile, times)
     told, failure = None, None
     if where.rank == 0:
         try:
@@ -199,8 +202,8 @@ class WarmUp:
     """Measures backward in a training's first steps, and then decides about the plan.
 
     Ranks count synchronizations, which are the same on all of them; so all decide after the same one,
-    whatever each has measured. In elastic training, where a worker that joins counts anew, and in graphs,
-    whose buckets are fixed (not `automatic`), `decide_now` has to be called, by all ranks together.
+    whatever each has measured. In elastic training, where a worker that joins counts anew, all ranks call
+    `decide_now` together.
     """
 
     def __init__(
@@ -211,20 +214,19 @@ class WarmUp:
         carry_out: Callable[[Decide], Decision],
         stamps: HostStamps,
         decision: Decision | None = None,
-        automatic: bool = True,
     ) -> None:
         self.request, self.decision, self.stamp = request, decision, stamps.now
         self._parameters, self._sparsifier, self._carry_out = list(parameters), sparsifier, carry_out
         self._recorder: BackwardRecorder | None = None
         self._own: BackwardTimes | None = None
-        self._between, self._automatic, self._left = stamps.seconds_between, automatic, 0
+        self._between, self._left = stamps.seconds_between, 0
         #: True while hooks have to take stamps
         self.recording = False
         #: True from the step on, the same on all ranks, after which `decide_now` may be called
         self.is_measured = False
-        self._decides = automatic and os.environ.get("HOROVOD_ELASTIC") != "1"
+        self._decides = os.environ.get("HOROVOD_ELASTIC") != "1"
         if request.measures and decision is None:
-            if automatic and not self._decides:
+            if not self._decides:
                 _log.warning(
                     "in elastic training the plan stays the default one until all ranks call "
                     "optimizer.replan(): workers that join have not measured what the others have"
@@ -242,12 +244,10 @@ class WarmUp:
             self._recorder.arrived(name, entered, left)
 
     def measure(self, num_steps: int) -> None:
-        """Measures further steps, in graphs after one without a beginning; all ranks begin together."""
+        """Measures further steps; all ranks begin together."""
         check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
-        self._record(num_steps + (not self._automatic), 0)
-        self._decides = self._automatic
-        if self._recorder is not None and self._automatic:
-            self._recorder.begin(self.stamp())
+        self._record(num_steps, 0).begin(self.stamp())
+        self._decides = True
 
     def measure_anew(self, parameters: Sequence[ParameterFacts]) -> None:
         """Measures anew after parameters have joined on all ranks, unless the plan has been decided."""
@@ -301,10 +301,11 @@ class WarmUp:
         self.decision, self.is_measured = self._carry_out(made), False
         return self.decision
 
-    def _record(self, num_steps: int, num_warmup: int) -> None:
+    def _record(self, num_steps: int, num_warmup: int) -> BackwardRecorder:
         names = [parameter.name for parameter in self._parameters]
         self._recorder, self._left = BackwardRecorder(names, num_warmup, self._between), num_steps
         self.is_measured, self.recording = False, True
+        return self._recorder
 
     def _finish_recording(self) -> None:
         """Stops recording, and keeps medians of what was recorded."""

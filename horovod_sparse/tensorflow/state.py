@@ -104,31 +104,6 @@ class WithState:
         """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
         return None if self._bound is None else self._bound.decision
 
-    @property
-    def is_measured(self) -> bool:
-        """True if backward times wait for `replan`: from the same step on, on all ranks."""
-        warmup = getattr(self._bound, "warmup", None)
-        return warmup is not None and warmup.is_measured
-
-    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
-        """Changes the buckets between two steps; every rank does so alike. Residuals are kept.
-
-        Functions that were traced before have to be traced again; they raise an error otherwise.
-
-        Args:
-            plan: the new one. If left out, it is made as `merging` and `tensor_selection` ask for: costs
-                are measured again, unless a profile was given, and all ranks take rank 0's plan.
-            measure_steps: without a plan: so many steps are measured first, in functions that are traced
-                from now on, after one that has no beginning; call again when `is_measured` says so.
-
-        Raises:
-            ArgumentError: if no plan is given and `merging` was not either, or the plan does not fit.
-            ProfileMismatchError: on every rank alike, if no step has been measured.
-            UnsupportedError: while a step is under way.
-        """
-        if self._bound is not None:
-            self._bound.plan_anew(plan, measure_steps)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals and sparsifier states; empty before the first step."""
         return {} if self._horovod_sparse_keeper is None else self._horovod_sparse_keeper.state_dict()

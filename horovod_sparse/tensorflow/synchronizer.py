@@ -13,13 +13,11 @@ import tensorflow as tf
 
 from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.plans import Plan
 from horovod_sparse.tensorflow import graph
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import carry_out_together, marks_of, reduce_densely
 from horovod_sparse.tensorflow.driver import Driver, shaped
 from horovod_sparse.tensorflow.parts import Part
-from horovod_sparse.tensorflow.replanning import PlannedTraining
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
@@ -32,7 +30,7 @@ from horovod_sparse.training.settings import RAISE, Settings
 Gradient = Any
 
 
-class GradientSynchronizer(PlannedTraining):
+class GradientSynchronizer(VariablesTraining):
     """Synchronizes gradients of variables that it knows by identity, eagerly and within `tf.function`.
 
     All of a step is host state that host functions look up when a graph runs: it outlives any number of
@@ -67,10 +65,6 @@ class GradientSynchronizer(PlannedTraining):
     def is_needed(self) -> bool:
         """True if this rank takes part. One rank alone does what each of many does."""
         return takes_part(self.process_set)
-
-    def plan_anew(self, plan: Plan | None, measure_steps: int | None) -> None:
-        if self.is_needed:
-            super().plan_anew(plan, measure_steps)
 
     def _retire(self) -> None:
         self._eagerly = graph.EagerCalls(self._build)  # our own functions
@@ -135,7 +129,6 @@ class GradientSynchronizer(PlannedTraining):
             gradients = [as_dense(gradient) for gradient in gradients]
         build: Callable[..., list[Any]] = self._build
         if tf.executing_eagerly():
-            self.refuse_to_measure("eager steps")  # a tape gives all gradients at once
             build = self._eagerly
         try:
             *results, skipped = build(gradients, variables, as_rate(learning_rate), scaled)
@@ -179,13 +172,8 @@ class GradientSynchronizer(PlannedTraining):
             for name, marked in zip(gathered, marks, strict=True):
                 if ranks := np.flatnonzero(marked).tolist():
                     found.append(NonFiniteGradientError(name, dict.fromkeys(ranks, name)))
-            outcome, warmup = None, self.warmup
-            try:
-                parts = list(map(self.part_of, tasks))
-                arrays, outcome = self._finish_step(parts, found, scaled)
-            finally:
-                if warmup is not None:
-                    (warmup.after_step if outcome == Outcome.APPLIED else warmup.forget_step)()
+            parts = list(map(self.part_of, tasks))
+            arrays, outcome = self._finish_step(parts, found, scaled)
             for part in parts:
                 if not part.dense and outcome == Outcome.APPLIED:
                     part.take_back(absent)
@@ -247,7 +235,6 @@ class GradientSynchronizer(PlannedTraining):
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
         """Starts all rounds; returns gradients, positions by name of those in buckets, parts and tokens."""
         if self.add(gradients, variables):
-            self.measure()
             if self.on_planned is not None:
                 self.on_planned()
             self.agree()
@@ -269,10 +256,10 @@ class GradientSynchronizer(PlannedTraining):
                     label = f"{self.engine.label}.other{i}"
                     results[i] = reduce_densely(gradient, label, self.process_set, self._averages)
             parts = self.parts_of(by_name, slices)
-            given = self.stamped({name: gradients[i] for name, i in by_name.items()}, self.host)
+            given = {name: gradients[i] for name, i in by_name.items() if gradients[i] is not None}
             tensors = [
                 [
-                    tf.zeros(shape, part.dtype) if given.get(name) is None else given[name]
+                    given[name] if name in given else tf.zeros(shape, part.dtype)
                     for name, shape in zip(part.names, part.shapes, strict=True)
                 ]
                 for part in parts

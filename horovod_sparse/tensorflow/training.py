@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import UnsupportedError, warn_once
+from horovod_sparse.errors import ArgumentError, UnsupportedError, warn_once
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan, make_plan
@@ -148,9 +148,9 @@ class VariablesTraining(Training):
         part = self._by_task.get(task)
         if part is None:
             raise UnsupportedError(
-                "this function was traced before the plan changed: trace it again, by "
+                "this function was traced before ranks took another plan: trace it again, by "
                 "step = tf.function(step.python_function), or by model.make_train_function(force=True) "
-                "where Keras has made it (hvd.callbacks.ReplanCallback does so)"
+                "where Keras has made it"
             )
         return part
 
@@ -196,6 +196,9 @@ class VariablesTraining(Training):
             plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
         else:
             yield from compared(asked_of(request))
+            if request is not None and request.measures and not (request.has_times or request.failure):
+                allowed = "one with backward times of this model, which hvd.measured_profile(...) makes"
+                raise ArgumentError("profile", request.profile and "one without them", allowed)
 
             def cluster() -> ClusterFacts:
                 topology = launched_hosts(self.settings.levels, self.engine.ranks())
@@ -234,13 +237,6 @@ class VariablesTraining(Training):
 
     def _retire(self) -> None:
         """Called when functions that were traced so far cannot go on."""
-
-    def change_plan(self, plan: Plan, decision: Decision | None = None) -> None:
-        """Takes other buckets, keeps residuals; functions have to be traced again, also for an equal plan."""
-        plan.check(self.parameters)
-        self._by_task.clear()
-        self.replan(plan)
-        self.decision = decision
 
 
 #: attribute of a variable: telemetries of the last two trainings that it was in

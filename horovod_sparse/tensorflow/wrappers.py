@@ -69,8 +69,7 @@ def DistributedGradientTape(
         compression: a sparsifier (``Compression.exdyna(density=0.001)``), or one of Horovod's. This and all
             other arguments are those of `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
-            `horovod_sparse.training.settings.Settings`. Plans by times are measured in a `tf.function`, and
-            taken by `compression.replan`.
+            `horovod_sparse.training.settings.Settings`.
     """
     arguments = Arguments.of(locals(), DistributedGradientTape)
     if not isinstance(gradtape, tf.GradientTape):

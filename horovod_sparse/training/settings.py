@@ -75,8 +75,7 @@ class Settings:
             ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
             of a workload and a cost model, or a `Plan`. Those that go by times (the last two by name)
             begin with the default plan, measure 5 steps and the cluster, and after 7 steps in all take
-            rank 0's plan. (In TensorFlow the plan changes when `hvd.callbacks.ReplanCallback` or `replan`
-            says so.)
+            rank 0's plan. (TensorFlow measures before: `horovod_sparse.tensorflow.measured_profile`.)
         tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
             ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
             facts that says yes or no. If nothing is said of buckets either, buckets of fewer than 65,536

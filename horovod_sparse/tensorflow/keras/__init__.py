@@ -23,5 +23,6 @@ from horovod_sparse.tensorflow.keras.optimizer import (
     PartialDistributedOptimizer as PartialDistributedOptimizer,
 )
 from horovod_sparse.tensorflow.keras.optimizer import load_model as load_model
+from horovod_sparse.tensorflow.measuring import measured_profile as measured_profile
 from horovod_sparse.tensorflow.state import load as load
 from horovod_sparse.tensorflow.state import save as save

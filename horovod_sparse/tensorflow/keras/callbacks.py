@@ -213,21 +213,6 @@ def _velocities(optimizer: Any) -> list[Any]:
     return []
 
 
-class ReplanCallback(tf.keras.callbacks.Callback):
-    """Calls the optimizer's `replan` once its first steps are measured, and has the step traced again.
-
-    For ``DistributedOptimizer(..., merging="optimal")`` and the like. All ranks have taken as many steps by
-    then, so all do so after the same batch. Without a need for times it does nothing.
-    """
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
-        if getattr(optimizer, "is_measured", False):
-            optimizer.replan()
-            # `fit` looks the function up before every batch
-            self.model.make_train_function(force=True)
-
-
 class TelemetryCallback(tf.keras.callbacks.Callback):
     """Puts what the last step of an epoch sent and held back into its logs: see `Telemetry.scalars`.
 

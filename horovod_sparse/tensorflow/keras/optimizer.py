@@ -89,14 +89,12 @@ def DistributedOptimizer(
         every: steps from one exchange to the next, with "best" alone: see `horovod_sparse.training.steps`.
         delay: exchanges after which a mean is applied, with "best" alone.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
-            `horovod_sparse.training.settings.Settings`. Plans by times are taken by
-            `hvd.callbacks.ReplanCallback`. Under tf-keras ``on_nonfinite="skip"`` is refused, and
-            `check_every` compares variables of the model alone.
+            `horovod_sparse.training.settings.Settings`. Under tf-keras ``on_nonfinite="skip"`` is refused,
+            and `check_every` compares variables of the model alone.
 
     Returns:
         The optimizer itself, with all that it has: it is of a class derived from its own now, with
-        `telemetry`, `plan`, `decision`, `is_measured`, `replan`, `state_dict`, `load_state_dict` and
-        `register_local_var`.
+        `telemetry`, `plan`, `decision`, `state_dict`, `load_state_dict` and `register_local_var`.
     """
     arguments = Arguments.of(locals(), DistributedOptimizer).checked()
     check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
@@ -125,7 +123,7 @@ def DistributedOptimizer(
             arguments.compression.serve(optimizer, recipe)
             if not recipe.feedback.applies_rate:
                 refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
-            synchronizer = _synchronizer(arguments, is_scaler, settings_of(optimizer))
+            synchronizer = _synchronizer(arguments, settings_of(optimizer))
         keeper = arguments.compression._horovod_sparse_keeper
     if is_keras3(optimizer):
         from horovod_sparse.tensorflow.keras import keras3  # Keras 3 need not be installed
@@ -170,15 +168,12 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _synchronizer(arguments: Arguments, is_scaler: bool, own: Mapping[str, Any]) -> GradientSynchronizer:
+def _synchronizer(arguments: Arguments, own: Mapping[str, Any]) -> GradientSynchronizer:
     synchronizer = arguments.synchronizer()
     # ranks compare these, too: no variable tells of them. The rate is a variable, which may be broadcast
     told = {name: own[name] for name in own if name not in ("name", "learning_rate")}
     told = {name: value for name, value in told.items() if isinstance(value, (str, float, int, type(None)))}
     synchronizer.engine.given = {**told, **synchronizer.engine.given}
-    if arguments.backward_passes_per_step > 1 or is_scaler:
-        where = "a LossScaleOptimizer" if is_scaler else "backward_passes_per_step above 1"
-        synchronizer.refuse_to_measure(where)
     return synchronizer
 
 
@@ -217,8 +212,6 @@ class KerasReduction(GradientReduction):
                 "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer (which "
                 "mixed_float16 puts around an optimizer), whose scale may change between passes"
             )
-        if isinstance(self.synchronizer, GradientSynchronizer):
-            self.synchronizer.refuse_to_measure("a LossScaleOptimizer")
         if self.fixed_scale is not None:
             return self.fixed_scale, False
         # where a LossScaleOptimizer keeps what changes

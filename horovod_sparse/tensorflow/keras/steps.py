@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod_sparse.collectives import shared_lines
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Progress, Recipe
-from horovod_sparse.plans import Plan, make_plan
+from horovod_sparse.plans import make_plan
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.keras.host import HostVariables, KerasEngine, OverKeras, by_name
@@ -188,13 +188,6 @@ class KerasSteps(OverKeras, Steps):
         self._meet_variables(())
         self.meet()
         super().finish()
-
-    def plan_anew(self, plan: Plan | None, measure_steps: int | None = None) -> None:
-        """Takes another plan, on all ranks alike."""
-        if plan is None:
-            raise UnsupportedError("with this feedback replan() needs a plan: call replan(plan)")
-        self.settle()
-        self.replan(plan)
 
     def shared_entries(self) -> Sequence[Any]:
         entries: list[Any] = [HostEntry("the learning rate", np.array([self._rate]))]

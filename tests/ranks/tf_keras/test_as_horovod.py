@@ -164,7 +164,6 @@ def test_a_scaler_may_be_wrapped_too(rank, size):
     ("arguments", "scale", "words"),
     [
         ({"backward_passes_per_step": 2}, {}, "backward_passes_per_step"),
-        ({"merging": "optimal"}, {}, "profile"),
         ({}, {"dynamic": False, "initial_scale": 8.0}, "the other way round"),
     ],
 )

@@ -92,7 +92,6 @@ REFUSED = [
     (ArgumentError, "^optimizer='sgd'.*keras.optimizers.SGD", lambda: wrapped("sgd")),
     (ArgumentError, "^gradtape=", lambda: hvd_tf.DistributedGradientTape(tf.GradientTape)),
     (ArgumentError, "^process_set=", {"process_set": 3}),
-    (ArgumentError, "^plan=", lambda: wrapped().replan("single")),
     (ArgumentError, "^variable=", lambda: wrapped().register_local_var("weight")),
     (ArgumentError, "^grads=", lambda: wrapped().apply([tf.ones(2)] * 2, [keras.Variable([1.0, 2.0])])),
     (ArgumentError, "^root_rank=", lambda: hvd.callbacks.BroadcastGlobalVariablesCallback("0")),
