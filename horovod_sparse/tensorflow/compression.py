@@ -36,7 +36,7 @@ class SparseCompressor(WithState, Compressor):
     step. So make it once, outside of the training loop and of `tf.function`, one for every tape or
     optimizer, and pass it whenever you wrap a tape.
 
-    Stock Horovod's tapes and optimizers reduce gradients by it as ours do: see `adoption`.
+    Stock Horovod's tapes and optimizers reduce gradients by it as ours do.
 
     It may be pickled before `hvd.init()`: the recipe travels, what it remembers does not.
 

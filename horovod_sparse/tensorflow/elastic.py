@@ -12,7 +12,7 @@ from horovod.tensorflow.elastic import run as run
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.functions import broadcast_object, broadcast_variables
+from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.state import distributed_in
 from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
@@ -26,7 +26,7 @@ class _Kept:
 
     def _init_state(self, attributes: dict[str, Any]) -> None:
         self._save_model()
-        ObjectState.__init__(self, bcast_object=broadcast_object, get_rank=hvd.rank, **attributes)
+        ObjectState.__init__(self, bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **attributes)
 
     def sync(self) -> None:
         """Gives all ranks what rank 0 has, and saves it."""

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow.functions import allgather_object as allgather_object
-from horovod.tensorflow.functions import broadcast_object as broadcast_object
-from horovod.tensorflow.functions import broadcast_object_fn as broadcast_object_fn
+from horovod.tensorflow.functions import *  # noqa: F403
 
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd

@@ -11,14 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.collectives import Synchronization
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import carry_out_together, construction_errors
 from horovod_sparse.tensorflow.compression import SparseCompressor
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.tensors import as_variable, unique_names
 from horovod_sparse.tensorflow.training import facts_of, is_sparsifiable
-from horovod_sparse.topology import ClusterFacts, Placement, Topology, own_place
+from horovod_sparse.topology import ClusterFacts, Placement, launched_hosts
 from horovod_sparse.training.agreement import common_names
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def measured_profile(
     process_set: Any = hvd.global_process_set,
     *,
     num_steps: int = 5,
-    levels: str = "flat",
 ) -> Profile:
     """Measures what ``merging="omgs"``, "optimal" and ``tensor_selection="cost"`` go by; all ranks call it.
 
@@ -41,12 +40,11 @@ def measured_profile(
     seconds.
 
     Args:
-        loss: computes the loss of a batch; it is traced, and runs in `num_steps` + 2 steps.
+        loss: computes the loss of a batch; it is traced, and runs in `num_steps` + 1 steps.
         variables: that are trained.
         compression: a sparsifier, which goes by the profile.
         process_set: the ranks that train.
         num_steps: steps whose backward pass is measured.
-        levels: as for the training.
 
     Returns:
         A profile for ``profile=``, equal on all ranks; its `save` writes it for the next run.
@@ -55,10 +53,7 @@ def measured_profile(
     from horovod_sparse.planning.warmup import BackwardRecorder, with_times
 
     check_count("num_steps", num_steps)
-    own, host = [as_variable(one) for one in variables], HostFunctions()
-    names, rules = unique_names(own), compression.recipe.rules
-    recorder = BackwardRecorder(names, 1, lambda start, stop: stop - start)
-    found: dict[str, Any] = {}
+    own, host, found = [as_variable(one) for one in variables], HostFunctions(), dict[str, Any]()
 
     def stamp(name: str) -> Callable[[np.ndarray], list[int]]:
         def arrived(_gradient: np.ndarray) -> list[int]:
@@ -72,33 +67,32 @@ def measured_profile(
     def step() -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             value = loss()
-        gradients = dict(zip(names, tape.gradient(value, own), strict=True))
-        found.update(
-            {name: one for name, one in zip(names, own, strict=True) if is_sparsifiable(gradients[name], one)}
-        )
+        pairs = zip(tape.gradient(value, own), own, strict=True)
+        gradients, chosen = zip(*(pair for pair in pairs if is_sparsifiable(*pair)), strict=True)
+        found.update(zip(unique_names(chosen), chosen, strict=True))
         with tf.device(HOST):
-            return [host.run(stamp(name), [gradients[name]], [tf.int64])[0] for name in found]
+            given = zip(found, gradients, strict=True)
+            return [host.run(stamp(name), [gradient], [tf.int64])[0] for name, gradient in given]
 
-    step()
+    step.get_concrete_function()
+    recorder = BackwardRecorder(list(found), 1, lambda start, stop: stop - start)
     for _ in range(1 + num_steps):
         recorder.begin(time.perf_counter())
         step()
         recorder.end()
-    facts = [fact for fact, _ in facts_of(list(found), list(found.values()), rules).values()]
+    facts = facts_of(list(found), list(found.values()), compression.recipe.rules)
 
-    def measured(topology: Topology | None) -> Synchronization[Profile]:
-        _, known = yield from common_names("", facts)
+    def measured() -> Synchronization[Profile]:
+        parameters = [fact for fact, _ in facts.values()]
+        _, names = yield from common_names("", parameters)
         where = dataclasses.replace(ClusterFacts.of(process_set, "tensorflow", hvd), topology=topology)
-        dtype = max(facts, key=lambda fact: fact.num_elements).dtype
+        dtype = max(parameters, key=lambda fact: fact.num_elements).dtype
         given = [compression.recipe.sparsifier]
         profile = yield from calibration(where, given, extent=QUICK, topology=topology, dtype=dtype)
         times = recorder.times()
-        backward = {known[name]: seconds for name, seconds in times.backward_seconds.items() if name in known}
+        backward = {names[name]: seconds for name, seconds in times.backward_seconds.items()}
         return (yield from with_times(profile, dataclasses.replace(times, backward_seconds=backward)))
 
-    name, topology = "horovod_sparse.planning", None
-    if levels == "host":
-        place = own_place(Placement.of_horovod(hvd, process_set))
-        topology = Topology.of(carry_out_together(shared_lines(place), process_set, name, looks=True))
-    profile: Profile = carry_out_together(measured(topology), process_set, name, topology, looks=True)
+    topology, name = launched_hosts("host", Placement.of_horovod(hvd, process_set)), "horovod_sparse.planning"
+    profile: Profile = carry_out_together(measured(), process_set, name, topology, looks=True)
     return profile

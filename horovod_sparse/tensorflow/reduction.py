@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,3 +140,29 @@ class Reduction:
             bad.append(tf.reduce_any(marks_of(local, self._name, ranks) > 0))
         factor = tf.where(tf.reduce_any(bad), tf.cast(float("nan"), scale.dtype), scale) if bad else scale
         return [times(gradient, factor) for gradient in results]
+
+
+def reduced_once(
+    reduce: Callable[[list[Any], list[Any]], list[Any]],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+) -> list[Any]:
+    """Reduces one gradient a variable, also where a tape is asked for it twice (of layers that share it)."""
+    first: dict[Any, int] = {}
+    for i, variable in enumerate(variables):
+        first.setdefault(variable.ref(), i)
+    positions = first.values()
+    reduced = reduce([gradients[i] for i in positions], [variables[i] for i in positions])
+    found = dict(zip(first, reduced, strict=True))
+    return [found[variable.ref()] for variable in variables]
+
+
+class GradientReduction:
+    """Reduces gradients in the place of Horovod's own function; Horovod takes it as `compression=`."""
+
+    def __init__(self, synchronizer: Any) -> None:
+        self.synchronizer = synchronizer
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, grads: Sequence[Any], vars: Sequence[Any], _generic_names: bool = False) -> list[Any]:
+        return reduced_once(self.synchronizer.synchronize, grads, vars)

@@ -1,10 +1,15 @@
-"""Tapes and optimizers by their names in `horovod.tensorflow`, with a sparsifier where one is given."""
+"""Tapes and optimizers by their names in `horovod.tensorflow`, with a sparsifier where one is given.
+
+Horovod's own tape and optimizers of TensorFlow 1 get the function that reduces their gradients from
+`horovod.tensorflow._make_allreduce_grads_fn`. This module wraps it: they take our `compression=`, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod._keras as _horovod_keras
@@ -13,18 +18,37 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.adoption import GradientReduction, reduced_once
 from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
-from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.reduction import GradientReduction, Reduction, reduced_once
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import as_variable, checked_variable
 from horovod_sparse.training.settings import PlannedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+def _adopted(make: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(make)
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(make)
+    def make_reduction(*positional: Any, **named: Any) -> Any:
+        given = signature.bind(*positional, **named).arguments
+        compression = given["compression"]
+        if isinstance(compression, SparseCompressor):
+            compression.refuse_optimizer()
+            return GradientReduction(Arguments(**given).checked().synchronizer())
+        return compression if isinstance(compression, GradientReduction) else make(*positional, **named)
+
+    return make_reduction
+
+
+if not hasattr(hvd._make_allreduce_grads_fn, "__wrapped__"):  # doctests import this module a second time
+    hvd._make_allreduce_grads_fn = _adopted(hvd._make_allreduce_grads_fn)
 
 
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take

@@ -14,7 +14,7 @@ from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.functions import allgather_object, broadcast_variables
+from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.keras import local_steps
 from horovod_sparse.tensorflow.keras.optimizer import is_keras3
 from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
@@ -110,7 +110,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         own = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
         name = "horovod_sparse.metrics"
         with tf.device(self.device), Watch(None, hvd.global_process_set).together(name):
-            everyone = allgather_object(own, name=name)
+            everyone = hvd.allgather_object(own, name=name)
         for name in dict.fromkeys(name for metrics in everyone for name in metrics):
             values = [metrics[name] for metrics in everyone if name in metrics]
             logs[name] = sum(values) / len(values)

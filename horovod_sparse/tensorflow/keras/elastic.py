@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow.keras.elastic import CommitStateCallback as CommitStateCallback
-from horovod.tensorflow.keras.elastic import UpdateBatchStateCallback as UpdateBatchStateCallback
-from horovod.tensorflow.keras.elastic import UpdateEpochStateCallback as UpdateEpochStateCallback
+from horovod.tensorflow.keras.elastic import *  # noqa: F403
 
 from horovod_sparse.tensorflow.elastic import TensorFlowKerasState
 from horovod_sparse.tensorflow.elastic import run as run

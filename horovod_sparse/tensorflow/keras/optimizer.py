@@ -13,13 +13,12 @@ from horovod.tensorflow.keras import DistributedOptimizer as _stock
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
-from horovod_sparse.tensorflow.adoption import GradientReduction
 from horovod_sparse.tensorflow.arguments import Again, Arguments, checked_layers
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.graph import is_synchronized
 from horovod_sparse.tensorflow.keras.stepping import bound, no_local_variables, own_class
-from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.reduction import GradientReduction, Reduction
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
