@@ -31,7 +31,7 @@ class Journal:
     def remember(self, where: Memory) -> tuple[Memory, ...]:
         """Records and returns the values at these indices in every array, just before they change."""
         known, self.found = self.found, None
-        read = () if known is None or not np.array_equal(known[0], where) else known[1:]
+        read = () if known is None or known[0] is not where else known[1:]
         olds = read + tuple(self._kernels.take(array, where) for array in self.arrays[len(read) :])
         self._changes.append((where, olds))
         return olds
@@ -126,17 +126,15 @@ class Accumulator:
                 allowed = "one without momentum or moment, or make the accumulator with companions=1"
                 raise ArgumentError("rule", rule, allowed)
             companion = self.companions[0]
-        rule.factors(self.dtype)  # refused before anything is forgotten
-        given = self._kernels.checked(gradient)
         if rule.keep_residual:
             self._apply_quantized()
+        self.report, self._norm = self._kernels.fold(
+            self._values, companion, gradient, self._maxima, rule, self._norm, self.step
+        )
         self._rest = None
         self._folded = rule, companion
         cleared = self.companions if rule.masking else ()
         self._journal = Journal(self._kernels, (self._values, *cleared))
-        self.report, self._norm = self._kernels.fold(
-            self._values, companion, given, self._maxima, rule, self._norm, self.step
-        )
         self._maxima_known = True
         self._norm_at_fold = self._norm
         return self.report
@@ -279,7 +277,11 @@ class Accumulator:
     def _remember_values(self, indices: Indices) -> tuple[Memory, tuple[Memory, ...]]:
         """Checks indices; returns them, and the old values, which the journal keeps."""
         self._apply_quantized()
-        where = self._kernels.places(indices, keep=True)
+        found = self._journal.found
+        if found is not None and np.array_equal(found[0], indices):
+            where = found[0]  # known to be sound
+        else:
+            where = self._kernels.places(indices, keep=True)
         return where, self._journal.remember(where)
 
     def _clear(self, where: Memory, old: Memory) -> None:
@@ -363,7 +365,7 @@ class Accumulator:
         was more than 2**24 times larger nothing is left of it, and the value is 0.
         """
         rule, companion = self._folded
-        self._kernels.undo_fold(self._values, companion, self._kernels.checked(gradient), rule)
+        self._kernels.undo_fold(self._values, companion, gradient, rule)
         self._start_anew()
 
     def values(self) -> Values:

@@ -149,9 +149,6 @@ class Kernels(Protocol):
     def zeros(self) -> Memory:
         """n zeros."""
 
-    def checked(self, gradient: Any) -> Any:
-        """Returns a gradient as `fold` takes it; an `ArgumentError` refuses any other."""
-
     def fold(
         self,
         values: Memory,
@@ -164,7 +161,8 @@ class Kernels(Protocol):
     ) -> tuple[FoldReport, Number]:
         """Makes the one pass over n elements: changes values and companion, and writes maxima.
 
-        `norm` is the sum of squares of the values before; returned is that after.
+        `norm` is the sum of squares of the values before; returned is that after. A gradient or rule that
+        does not fit is refused by an `ArgumentError`, and nothing is changed.
         """
 
     def with_lean(self, report: FoldReport, stood: Any, signs: Values, rule: FoldRule) -> FoldReport:

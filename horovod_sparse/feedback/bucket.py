@@ -226,7 +226,8 @@ class Bucket:
         else:
             self._alikeness.fold(self.accumulator, gradient, rule, self.state.step)
         self._progress = now
-        self.rescale_state(feedback.units(rates))
+        if feedback.scale_residual:
+            self.rescale_state(feedback.units(rates))
         self._gradient = gradient
         if refused:
             self.accumulator.refuse()

@@ -10,9 +10,8 @@ from typing import Any
 
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import feedbacks
-from horovod_sparse.feedback.adam import AdamFeedback
+from horovod_sparse.feedback.adam import AdamFeedback, RMSpropFeedback
 from horovod_sparse.feedback.muon import MuonFeedback
-from horovod_sparse.feedback.rmsprop import RMSpropFeedback
 from horovod_sparse.feedback.sgd import VelocityFeedback
 
 _log = logging.getLogger("horovod_sparse")

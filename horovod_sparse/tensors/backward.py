@@ -1,7 +1,7 @@
 """Hooks start a bucket when its last gradient is there, and sums over ranks take the gradients' place.
 
-The front ends of Horovod and torch.distributed derive from it. They know which passes belong to a step, and
-when one ends.
+The front ends of Horovod and torch.distributed derive from it, and say when a step ends. That of
+torch.distributed has a hook of its own, since ranks have to start buckets in the same order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import Outcome, some_of, worst
 from horovod_sparse.training.compression import refuse_later_momentum
-from horovod_sparse.training.engine import Engine, Facts, PartSpec, Starter
+from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
+#: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
+#: of them in every hook would take longer than what is found is worth
+_PATIENCE = 4
 #: with which a step ends on all ranks, after all of its rounds
 _ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
 
@@ -46,10 +49,16 @@ class GradientTraining(Training):
         overflow: what a loss scaler is told by gradients of Inf, instead of being raised.
         num_started: parts that were started in this step.
         skipped: why the optimizer is not to step, where that is no error.
+        is_synchronized: whether the gradients are sums over ranks, which no step has used yet.
+        for_scaler: whether a loss scaler has had them synchronized for that step.
+        takes_coo: whether sparse (COO) gradients are synchronized.
+        starts_early: whether buckets start within the backward pass, and not in `synchronize` alone.
         starter: runs coroutines together with other ranks.
     """
 
-    starter: Starter
+    starter: Any
+    is_synchronized = for_scaler = False
+    takes_coo = starts_early = True
     #: True once another training has taken its parameters
     is_retired = False
 
@@ -88,10 +97,6 @@ class GradientTraining(Training):
         """Returns the number that a sum over ranks is divided by."""
         return self.size
 
-    def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Called after every accumulation into a parameter's gradient. Never waits for other ranks."""
-        raise NotImplementedError
-
     def join_any_new_parameters(self) -> None:
         """Adds parts for parameters that the optimizer has got since."""
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
@@ -110,11 +115,6 @@ class GradientTraining(Training):
             parameters = {name: one for name, (_, one) in self.facts.items()}
             entries = layout.shared_entries(parameters, self.optimizer) if self.size > 1 else ()
             self._carry_out(self.drift.run(self.step, entries))
-
-    def compare_if_due(self) -> None:
-        """Compares the ranks' models if a comparison is due at this step."""
-        if self.step >= self.drift.next_step:
-            self.compare()
 
     def cancel_collectives(self, *, alike: bool) -> None:
         """Cancels the driver's collectives of a step; `alike`: all ranks cancel it after the same rounds."""
@@ -145,12 +145,61 @@ class GradientTraining(Training):
                 part.streams.note_writer()
             self._part_of |= dict.fromkeys(part.given, part)
 
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Counts a gradient, and starts its bucket if that is complete. Never waits for other ranks."""
+        with self._hooks:
+            part, complete = self._part_of[parameter], self._count(parameter)
+            ready = complete and part.num_missing == 0 and self.starts_early
+            # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
+            works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
+            if ready and not works:
+                part.take_gradients()
+                self._deferred_parts.append(part)
+            warmup = self.warmup
+            entered = warmup.stamp() if warmup is not None and warmup.recording and complete else None
+            if works:
+                self._start(part)
+            if self.starter.parked:
+                works = True
+                self.starter.advance(_PATIENCE)
+            if warmup is not None and entered is not None:
+                left = warmup.stamp() if works else entered
+                warmup.arrived(part.name_of(parameter), entered, left)
+
+    def _count(self, parameter: torch.Tensor) -> bool:
+        """Counts a gradient; returns whether it is complete: a step may have several passes."""
+        part, delays, gradient = self._part_of[parameter], self.delays, parameter.grad
+        if delays[parameter] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                "Increase backward_passes_per_step to accumulate gradients locally."
+            )
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError(
+                "backward(create_graph=True) cannot be synchronized: what is sent has no gradient"
+            )
+        if gradient is not None and gradient.is_sparse and not self.takes_coo:
+            raise errors.UnsupportedError(
+                f"{part.name_of(parameter)} has a gradient in sparse (COO) form: pass sparse_as_dense=True "
+                "to sparsify it like any other, or make its layer with sparse=False"
+            )
+        if not self.under_way:
+            self._begin()
+            # neither, and there is nothing to note
+            if loss_scale.scaled_passes or self.loss_scale.scaler is not None:
+                self.loss_scale.note()
+        if part.streams is not None:
+            part.streams.note_writer()
+        delays[parameter] -= 1
+        part.num_missing -= delays[parameter] == 0
+        return delays[parameter] == 0
+
     def _begin(self) -> None:
         """Begins a step; called before its first gradient."""
         for part in self.parts:
             if any((one.dtype, one.device) != (part.kind, part.device) for one in part.given):
                 part.check_kinds()
-        self.under_way, self.overflow, self.skipped = True, None, None
+        self.under_way, self.is_synchronized, self.overflow, self.skipped = True, False, None, None
 
     def _start(self, part: GradientBucket, *, refused: bool = False) -> None:
         tells = self.compares_first or part.whole  # Horovod's sparse messages carry their step
@@ -185,8 +234,8 @@ class GradientTraining(Training):
                 if part.task is None:
                     self._start(part, refused=bool(edited))
             failures = self._wait_for_failures()
-            if self.compares_first and not failures:
-                self.compare_if_due()
+            if self.compares_first and not failures and self.step >= self.drift.next_step:
+                self.compare()
         except errors.DeadlineError:
             self.cancel_step()
             raise

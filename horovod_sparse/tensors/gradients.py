@@ -205,6 +205,9 @@ class GradientBucket(ParameterBucket):
         self.last_sum: tuple[np.ndarray, np.ndarray] | None = None
         self._noted_first: float | None = None
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return next(name for name, one in zip(self.names, self.given, strict=True) if one is parameter)
+
     def start(
         self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, refused: bool = False
     ) -> None:
@@ -286,11 +289,9 @@ class GradientBucket(ParameterBucket):
         return changed
 
     def apply(self) -> BucketReport:
-        """Overwrites the gradients with the scaled sum over ranks; called once the task is done."""
-        task = self.task
-        if task is None or not task.done:
-            raise RuntimeError("the synchronization is not done: this is a bug, please report it")
-        total, scale = task.value(), self.scale * self._loss_scale
+        """Overwrites the gradients with the scaled sum over ranks; called once the task has its result."""
+        assert self.task is not None  # begun by `start`
+        total, scale = self.task.result, self.scale * self._loss_scale
         started = time.perf_counter()
         if self.streams is not None:
             self.streams.wait_for_coroutine()
@@ -303,7 +304,7 @@ class GradientBucket(ParameterBucket):
         self.bucket.accept()
         report = BucketReport(self.bucket.last, num_union, self.num_bytes, total.notes.norms)
         took = time.perf_counter() - started
-        return dataclasses.replace(report, wait_seconds=task.waited_seconds, apply_seconds=took)
+        return dataclasses.replace(report, wait_seconds=self.task.waited_seconds, apply_seconds=took)
 
     def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         """Overwrites the gradients with a sum times a scale; returns how many different indices the sum has.

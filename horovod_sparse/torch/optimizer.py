@@ -17,7 +17,7 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.torch._horovod import HorovodOptimizer, adopting, claim_for_horovod, hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.driver import construction_errors
-from horovod_sparse.torch.methods import Methods, clip_gradients
+from horovod_sparse.torch.synchronizer import Methods, clip_gradients
 from horovod_sparse.training.collective_errors import refuse_absence
 from horovod_sparse.training.compression import check_compression, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
@@ -188,7 +188,7 @@ def _adopt(optimizer: Any) -> None:
     optimizer._groups = None  # every parameter is a bucket
     optimizer._attach(recipe, None, settings)
     # COO gradients, which Horovod's own would gather, are sparsified like any other
-    optimizer._synchronizer.sparse_as_dense = True
+    optimizer._synchronizer.takes_coo = True
 
 
 def _adopt_if_sparse(optimizer: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Gradients of one optimizer: from backward's hooks to the synchronized sum."""
+"""Gradients of one optimizer over Horovod, and the optimizer's methods that synchronize them."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,10 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
-from horovod_sparse.tensors.gradients import GradientBucket
-from horovod_sparse.tensors.loss_scale import scaled_passes
-from horovod_sparse.tensors.models import checked_entry, claim
+from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, claim
 from horovod_sparse.topology import ClusterFacts, launched_hosts
 from horovod_sparse.torch import driver
-from horovod_sparse.torch._horovod import hvd
+from horovod_sparse.torch._horovod import HorovodOptimizer, hvd
 from horovod_sparse.torch.driver import HorovodEngine, OverHorovod
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("horovod_sparse")
 
-#: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
-#: of them in every hook would take longer than what is found is worth
-_PATIENCE = 4
 #: go before the names of optimizers' collectives: two may have parameters of the same names (networks that
 #: are trained in turn). They need not be the same on all ranks: all take the first rank's.
 _labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
@@ -84,11 +80,12 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 self._first.request, parameters, recipe.sparsifier, self._decide_together, stamps, decision
             )
         self.facts = facts
-        self.average, self.sparse_as_dense = optimizer.op == hvd.Average, optimizer.sparse_as_dense
+        self.average = optimizer.op == hvd.Average
         #: whether all gradients are given in COO form: what SparseAdam takes
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
+        self.takes_coo = self.to_coo or bool(optimizer.sparse_as_dense)
         self.delays = optimizer._allreduce_delay
-        self._in_backward = settings.synchronize_at == "backward"
+        self.starts_early = settings.synchronize_at == "backward"
         self._own_label = next(_labels)
         self.begin(self.facts, self._first.plan)
         self.claim(self.facts)
@@ -156,67 +153,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             self.claim(new)
         return new
 
-    def restore_entry(self, entry: Any) -> None:
-        """Loads a saved entry that fits, or resets; cancels a step in progress first."""
-        if entry is not None:
-            entry = checked_entry(self, entry)
-        self.finish_pending()
-        self.load(entry)
-
-    def on_gradient(self, parameter: torch.Tensor) -> None:
-        with self._hooks:
-            part = self._count_gradient(parameter)
-            complete = self.delays[parameter] == 0
-            ready = part.num_missing == 0 and complete and self._in_backward
-            # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
-            works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
-            if ready and not works:
-                part.take_gradients()
-                self._deferred_parts.append(part)
-            warmup = self.warmup
-            entered = warmup.stamp() if warmup is not None and warmup.recording and complete else None
-            if works:
-                self._start(part)
-            if self.driver.parked:
-                works = True
-                self.driver.advance(_PATIENCE)
-            if warmup is not None and entered is not None:
-                left = warmup.stamp() if works else entered
-                name = next(
-                    name for name, one in zip(part.names, part.given, strict=True) if one is parameter
-                )
-                warmup.arrived(name, entered, left)
-
-    def _count_gradient(self, parameter: torch.Tensor) -> GradientBucket:
-        """Counts a gradient; returns its part, which lacks `num_missing` more."""
-        delays, gradient = self.delays, parameter.grad
-        if delays[parameter] <= 0:
-            raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                "Increase backward_passes_per_step to accumulate gradients locally."
-            )
-        if gradient is not None and gradient.requires_grad:
-            raise AssertionError(
-                "backward(create_graph=True) cannot be synchronized: what is sent has no gradient"
-            )
-        if gradient is not None and gradient.is_sparse and not (self.sparse_as_dense or self.to_coo):
-            raise errors.UnsupportedError(
-                f"{self.optimizer._parameter_names[parameter]} has a gradient in sparse (COO) form: pass "
-                "sparse_as_dense=True to sparsify it like any other, or make its layer with sparse=False"
-            )
-        if not self.under_way:
-            self.optimizer._synchronized = False
-            self._begin()
-            if scaled_passes or self.loss_scale.scaler is not None:  # neither, and there is nothing to note
-                self.loss_scale.note()
-        part = self._part_of[parameter]
-        if part.streams is not None:
-            part.streams.note_writer()
-        delays[parameter] -= 1
-        if delays[parameter] == 0:
-            part.num_missing -= 1
-        return part
-
     def reduce_loss(self, loss: Any) -> Any:
         """Returns the mean of a loss over all ranks, or its sum, as gradients are."""
         if self.size == 1:
@@ -227,11 +163,26 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         total = hvd.allreduce(value, op=op, name=name, process_set=self.process_set).reshape(())
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
-    def replan_if_measured(self) -> None:
-        """Replans if the warm-up has decided on a plan with this step."""
-        plan = self.warmup.after_step() if self.warmup is not None and self.warmup.recording else None
-        if plan is not None:
-            self.replan(plan)
+    def synchronize(self) -> None:
+        """Waits until all gradients are synchronized, and clips them if `max_grad_norm` was given."""
+        if self.is_retired:
+            raise errors.UnsupportedError(
+                "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
+                f"synchronizes it now: use that one ({', '.join(list(self.facts)[:3])}, ...)"
+            )
+        before, max_norm = self.step, self.settings.max_grad_norm
+        super().synchronize()
+        if self.step > before and self.warmup is not None and self.warmup.recording:
+            plan = self.warmup.after_step()
+            if plan is not None:  # the warm-up has decided
+                self.replan(plan)
+        if self.overflow is None:
+            if max_norm is not None:
+                clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
+            for parameter in self._part_of if self.to_coo else ():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to_sparse()
+        self.is_synchronized, self.for_scaler = True, False
 
     def cancel_collectives(self, *, alike: bool) -> None:
         self.driver.clear(forget=not alike)
@@ -248,8 +199,200 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         except hvd.HorovodInternalError as error:
             _log.info("a step was given up, since Horovod has failed: %s", error)
 
-    def convert_to_coo(self) -> None:
-        """Converts clipped gradients to COO form."""
-        for parameter in self._part_of:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to_sparse()
+
+_IN_FLIGHT = (
+    "optimizer.{method}() was called after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+)
+
+
+def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> None:
+    """Scales the gradients of an optimizer down to a norm over all of them."""
+    torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
+
+
+class Methods(torch.optim.Optimizer):
+    """Methods that replace those of Horovod's optimizer, copied into a class made for each optimizer.
+
+    ``super(self.__class__, self)`` is the user's optimizer class, as in Horovod: the class is made by
+    `DistributedOptimizer` and never derived from.
+    """
+
+    _synchronizer: GradientSynchronizer
+
+    def _register_hooks(self) -> None:
+        """Called by Horovod's `__init__` with two ranks or more; `_attach` registers ours, with one, too."""
+
+    def _attach(
+        self: Any, recipe: Recipe, named_parameters: list[tuple[str, Any]] | None, settings: Settings
+    ) -> None:
+        """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
+        known = self._parameter_names
+        listed = [(known[p], p) for group in self.param_groups for p in group["params"]]
+        names = named_parameters or listed
+        self._synchronizer = GradientSynchronizer(self, names, recipe, settings, self._groups)
+        self.telemetry = self._synchronizer.telemetry
+        self._requires_update = {parameter for _, parameter in self._synchronizer.facts.values()}
+
+    @property
+    def plan(self) -> Plan:
+        """Returns which parameters form which bucket."""
+        return self._synchronizer.plan
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why the plan was taken, where times decided about it: predictions, and the profile behind them.
+
+        None during the warm-up, and where the plan needs no times.
+        """
+        warmup = self._synchronizer.warmup
+        return None if warmup is None else warmup.decision
+
+    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
+        """Changes the buckets, between two steps; every rank does so alike. Residuals are kept.
+
+        Args:
+            plan: the new one. If left out, it is made as `merging` and `tensor_selection` ask for: costs
+                are measured again, unless a profile was given, and all ranks take rank 0's plan.
+            measure_steps: without a plan: how many further steps are measured first; the plan changes after
+                them. If left out, it changes at once, by the backward times that were measured last.
+
+        Raises:
+            ArgumentError: if no plan is given and `merging` was not either, or the plan does not fit.
+            ProfileMismatchError: on every rank alike, if no step has been measured.
+        """
+        synchronizer = self._synchronizer
+        if synchronizer.under_way:
+            raise AssertionError(_IN_FLIGHT.format(method="replan"))
+        warmup = synchronizer.warmup
+        if plan is not None:
+            if measure_steps is not None:
+                raise errors.ArgumentError(
+                    "measure_steps", measure_steps, "measure_steps or a plan, not both"
+                )
+            if warmup is not None:
+                warmup.stop()
+            synchronizer.replan(plan)
+        elif warmup is None:
+            raise errors.ArgumentError("plan", plan, "a plan, or make the optimizer with merging='optimal'")
+        elif measure_steps is not None:
+            warmup.measure(measure_steps)
+        else:
+            synchronizer.replan(warmup.decide_now().plan)
+
+    def synchronize(self: Any) -> None:
+        """Waits until all gradients are synchronized, and clips them if `max_grad_norm` was given.
+
+        See `GradientTraining.synchronize`. Changes of gradients have their place after it:
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        self._synchronizer.synchronize()
+
+    def _synchronize_for_scaler(self: Any, scaler: torch.amp.GradScaler) -> None:
+        """Called before a loss scaler unscales gradients; `step` has nothing left to synchronize then."""
+        # a scaler asks once for a step: where it has asked before, it has skipped that step
+        synchronizer = self._synchronizer
+        is_due = synchronizer.for_scaler or not synchronizer.is_synchronized
+        if self._should_synchronize and is_due:
+            if not synchronizer.under_way:
+                synchronizer.loss_scale.expect(scaler)
+            self.synchronize()
+            synchronizer.for_scaler = True
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronizes and lets the optimizer step.
+
+        A closure's gradients are synchronized after each of its calls, before the optimizer uses them,
+        unless it called `synchronize` itself, or the step runs within `skip_synchronize`. LBFGS gets its
+        losses over all ranks, too (`op` of them), and returns such a one.
+        """
+        synchronizer = self._synchronizer
+        if closure is not None:
+            inner = closure if not self._should_synchronize else self._synchronized_after(closure)
+            synchronizer.is_synchronized = False
+            result = super(self.__class__, self).step(inner)
+            if synchronizer.step >= synchronizer.drift.next_step:
+                synchronizer.compare()
+            return result
+        if self._should_synchronize and not (synchronizer.is_synchronized and synchronizer.for_scaler):
+            if synchronizer.is_synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the synchronized gradients are synchronized once more. Use the "
+                    "context, as with Horovod's own optimizer.",
+                    stacklevel=2,
+                )
+            if not synchronizer.under_way:
+                synchronizer.loss_scale.expect(None)
+            self.synchronize()
+        synchronizer.is_synchronized = synchronizer.for_scaler = False
+        if synchronizer.overflow is not None:
+            raise synchronizer.overflow  # by who scales losses, but does not step by the scaler
+        if synchronizer.skipped is not None:
+            return None
+        result = super(self.__class__, self).step()
+        if synchronizer.step >= synchronizer.drift.next_step:
+            synchronizer.compare()
+        return result
+
+    # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:
+    # with this mark they run once, after synchronization.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _synchronized_after(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        synchronizer = self._synchronizer
+
+        def evaluate() -> Any:
+            synchronizer.is_synchronized = False
+            loss = closure()
+            if not synchronizer.is_synchronized:
+                self.synchronize()
+            synchronizer.is_synchronized = False
+            if synchronizer.skipped is not None:
+                raise synchronizer.skipped  # the optimizer's step is under way
+            if isinstance(self, torch.optim.LBFGS):
+                # it goes on or stops by the loss: with a loss of its own every rank would do so elsewhere
+                return synchronizer.reduce_loss(loss)
+            return loss
+
+        return evaluate
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Sets gradients to zero, or to None."""
+        if self._synchronizer.under_way:
+            raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
+        if self._synchronizer.for_scaler:  # it has skipped the step that gradients were synchronized for
+            self._synchronizer.is_synchronized = self._synchronizer.for_scaler = False
+        super(self.__class__, self).zero_grad(set_to_none)
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """Returns the optimizer's own state, with this rank's residuals in the entry 'horovod_sparse'.
+
+        Residuals differ from rank to rank: to resume exactly, let every rank save a file of its own.
+        Optimizers of PyTorch and of Horovod load it too and pass over the entry.
+        """
+        saved: dict[str, Any] = super(self.__class__, self).state_dict()
+        return {**saved, ENTRY: self._synchronizer.save()}
+
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state; for other numbers of ranks, or plans, see `horovod_sparse.training.state`.
+
+        All ranks load between the same two steps, or any before the first: in the next step they compare what
+        they have; where it is not of one step and one run, sparsifiers start anew on all. A step that is
+        under way is cancelled.
+
+        Raises:
+            StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
+        """
+        check_groups(self, state_dict)
+        synchronizer, entry = self._synchronizer, state_dict.get(ENTRY)
+        if entry is not None:
+            entry = checked_entry(synchronizer, entry)
+        synchronizer.finish_pending()
+        synchronizer.load(entry)
+        synchronizer.is_synchronized = False
+        HorovodOptimizer.load_state_dict(self, state_dict)

@@ -34,8 +34,7 @@ from horovod_sparse.kernels.quantization import (
 )
 from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
 from horovod_sparse.wire import HEADER_WORDS, Notes
-from horovod_sparse.wire.format import format_tag
-from horovod_sparse.wire.message import empty_message
+from horovod_sparse.wire.message import empty_message, format_tag
 
 #: words in front of the units
 HEADER = HEADER_WORDS + 1
