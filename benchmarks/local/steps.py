@@ -20,7 +20,7 @@ from horovod_sparse.sparsifiers.dragonn import DRAGONN
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
 from horovod_sparse.sparsifiers.rounds.quantized import HEADER, Quantizer, blank
-from horovod_sparse.training.parameters import Parameters
+from horovod_sparse.training.parts import Parameters
 from horovod_sparse.training.schedules import mean_over_senders
 from horovod_sparse.wire import WireFormat, pack
 from horovod_sparse.wire.message import unpack_sum

@@ -24,8 +24,7 @@ from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import dtype_name
-from horovod_sparse.training.allreduce import ArrayMemory, LoneTensor, refuse_gradients
-from horovod_sparse.training.compression import Algorithms
+from horovod_sparse.training.compression import Algorithms, ArrayMemory, LoneTensor, refuse_gradients
 from horovod_sparse.training.settings import Settings
 
 

@@ -13,7 +13,7 @@ from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, 
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor, lone_array, on_host
 from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, scaled_locally, times
-from horovod_sparse.training import allreduce as common
+from horovod_sparse.training import compression as common
 from horovod_sparse.training.agreement import compared
 
 

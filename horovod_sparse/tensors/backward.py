@@ -102,10 +102,6 @@ class GradientTraining(Training):
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
             self.join_new_parameters()
 
-    def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
-        """Returns the failures, or those of all ranks that train shards of the same parameters."""
-        return failures
-
     #: True where replicas are compared before a step is applied; else whoever steps compares behind it
     compares_first = False
 

@@ -16,7 +16,7 @@ from horovod_sparse.tensors.gradients import HOST, HOST_DEVICES, ParameterBucket
 from horovod_sparse.tensors.layout import flat, local, memory_strides, view_into
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
-from horovod_sparse.training.parameters import Parameters, folded, scaled
+from horovod_sparse.training.parts import Parameters, folded, scaled
 
 
 def moved_parameters(tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> HostParameters:

@@ -36,7 +36,7 @@ for _name, _module in list(_sys.modules.items()):
 if _TYPE_CHECKING:
     from horovod_sparse.tensors.checkpoint import load as load
     from horovod_sparse.tensors.checkpoint import save as save
-    from horovod_sparse.torch.local_steps import LocalSteps as LocalSteps
+    from horovod_sparse.torch.steps import LocalSteps as LocalSteps
     from horovod_sparse.training.schedules import OuterStep as OuterStep
 
     # horovod.torch has no types: what the star brings is unknown to type checkers
@@ -47,7 +47,7 @@ else:
     def __getattr__(name: str) -> _Any:
         """Loads local steps and checkpoints when somebody asks for them."""
         modules = {
-            "LocalSteps": "torch.local_steps",
+            "LocalSteps": "torch.steps",
             "OuterStep": "training.schedules",
             "load": "tensors.checkpoint",
             "save": "tensors.checkpoint",

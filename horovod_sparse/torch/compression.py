@@ -14,9 +14,8 @@ from horovod_sparse.tensors.gradients import gradient_memory
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd, present_start
 from horovod_sparse.torch.driver import HorovodDriver, construction_errors, raise_explained
-from horovod_sparse.training import allreduce as allreduces
+from horovod_sparse.training import compression as common
 from horovod_sparse.training.agreement import compared
-from horovod_sparse.training.compression import Algorithms
 from horovod_sparse.training.engine import Task
 
 
@@ -58,7 +57,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if not is_sparsifiable(tensor):
             return tensor, None
         self._num_compressed += 1  # random numbers go by it
-        allreduces.refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())
+        common.refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())
         if tensor.numel() == 0:
             return tensor, None
         total, lone = lone_tensor(tensor, self.recipe, f"compressed.{self._num_compressed}", (0, 1))
@@ -82,12 +81,12 @@ def is_sparsifiable(tensor: Any) -> bool:
 
 def lone_tensor(
     tensor: torch.Tensor, recipe: Recipe, name: str, place: tuple[int, int]
-) -> tuple[torch.Tensor, allreduces.LoneTensor]:
+) -> tuple[torch.Tensor, common.LoneTensor]:
     """Returns a tensor for the sum of another one, and what sums that."""
     given = tensor.detach().contiguous()
     total, memory = torch.empty_like(given), gradient_memory(tensor.device, name)
     info = BucketInfo(name, tensor.numel(), *place, dtype_name(tensor) or "unknown")
-    return total, allreduces.LoneTensor(recipe, info, memory, given.view(-1), total.view(-1))
+    return total, common.LoneTensor(recipe, info, memory, given.view(-1), total.view(-1))
 
 
 _COMMON_ARGUMENTS = """
@@ -112,7 +111,7 @@ def __getattr__(name: str) -> Any:
 
 
 class Compression(
-    metaclass=Algorithms,
+    metaclass=common.Algorithms,
     make=SparseCompressor,
     help_text=_COMMON_ARGUMENTS,
     telling=construction_errors.telling,
@@ -177,12 +176,12 @@ def allreduce_async(
     if not sparsifies:
         return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     # Horovod counts handles, of which a rank outside of a process set has fewer
-    name = name or allreduces.call_name(present_start(), process_set)
+    name = name or common.call_name(present_start(), process_set)
     if not is_sparsifiable(tensor):
         return hvd.allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    allreduces.refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())
+    common.refuse_gradients(tensor.requires_grad and torch.is_grad_enabled())
     given = compression.recipe, op, average, prescale_factor, postscale_factor, process_set
-    scale, facts_of = allreduces.terms(hvd, *given)
+    scale, facts_of = common.terms(hvd, *given)
     facts = facts_of(tensor.shape, str(tensor.dtype))
     driver = _driver_of(process_set)
     if prescale_factor != 1.0:

@@ -24,8 +24,7 @@ from horovod_sparse.training import agreement
 from horovod_sparse.training.drift import Entry, HostEntry
 from horovod_sparse.training.engine import Engine, Facts, Starter, Task
 from horovod_sparse.training.facts import Averaged, mean_of_finite
-from horovod_sparse.training.parameters import Parameters, scaled
-from horovod_sparse.training.parts import BucketPart, assign_residuals, shared_out
+from horovod_sparse.training.parts import BucketPart, Parameters, assign_residuals, scaled, shared_out
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Steps

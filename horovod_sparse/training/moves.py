@@ -23,8 +23,7 @@ from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.training.engine import Starter, Task
-from horovod_sparse.training.parameters import Parameters
-from horovod_sparse.training.parts import BucketPart
+from horovod_sparse.training.parts import BucketPart, Parameters
 from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
 #: positions that `OwnMoves.remember_parameters` reads, at most

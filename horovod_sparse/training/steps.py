@@ -88,10 +88,6 @@ class Steps(Training):
         self.started_anew = True
         super().start_anew(start)
 
-    def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
-        """Returns the failures, or those of all ranks that train shards of the same parameters."""
-        return failures
-
     # a pass
 
     def pass_(self, *, overflowed: bool = False) -> None:

@@ -106,6 +106,10 @@ class Training:
         """Refuses ranks that ask for different plans."""
         yield from ()
 
+    def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
+        """Returns the failures, or those of all ranks that train shards of the same parameters."""
+        return failures
+
     @property
     def _is_fresh(self) -> bool:
         """True if this rank has nothing of a training yet."""

@@ -26,7 +26,7 @@ from horovod_sparse.tensorflow.training import VariablesEngine
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Facts, PartSpec, Task
-from horovod_sparse.training.parameters import Parameters
+from horovod_sparse.training.parts import Parameters
 
 
 class KerasEngine(VariablesEngine):

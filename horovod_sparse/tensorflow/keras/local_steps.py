@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.training import facts_of
 from horovod_sparse.training import local_steps
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.parameters import Parameters
+from horovod_sparse.training.parts import Parameters
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule
 
 if TYPE_CHECKING:
