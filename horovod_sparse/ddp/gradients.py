@@ -63,8 +63,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         self._come: set[torch.Tensor] = set()
         #: the end of this pass, which PyTorch holds until then, or until the pass has failed
         self._ending: Callable[[], object] = lambda: None
-        #: whether a loss scaler has had gradients exchanged for the step to come
-        self._for_scaler = False
         if isinstance(model, DistributedDataParallel):
             self._tells = model.find_unused_parameters or model.static_graph
             self._repeats = model.static_graph
@@ -201,9 +199,9 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             return None
         given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if given is None:
-            if not self._for_scaler:
+            if not self.for_scaler:
                 self.synchronize()
-            self._for_scaler = False
+            self.for_scaler = False
             return None
 
         def together() -> Any:
@@ -217,7 +215,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         """Called before a loss scaler looks at gradients: all ranks' scalers find the same."""
         self.loss_scale.expect(scaler)
         self.synchronize()
-        self._for_scaler = self.overflow is None  # else it skips the step
+        self.for_scaler = self.overflow is None  # else it skips the step
 
     # an exchange
 

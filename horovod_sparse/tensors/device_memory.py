@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +31,11 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 class DeviceMemory(GradientMemory):
+    summing: ClassVar[Mapping[str, Any]] = {
+        "summable": lambda gradient, whole: gradient.to(accumulating(whole.dtype)).reshape(-1),
+        "foldable": lambda shard, count: torch.cat([shard, shard.new_zeros(count - shard.numel())]),
+    }
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -47,12 +52,6 @@ class DeviceMemory(GradientMemory):
     def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> torch.Tensor:
         own = gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
         return unscaled(own, loss_scale)
-
-    def summable(self, foldable: torch.Tensor, whole: BucketInfo) -> torch.Tensor:
-        return foldable.to(accumulating(whole.dtype)).reshape(-1)
-
-    def shard(self, total: torch.Tensor, num_elements: int) -> torch.Tensor:
-        return torch.cat([total, total.new_zeros(num_elements - total.numel())])
 
     def write(
         self,

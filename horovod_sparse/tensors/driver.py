@@ -32,18 +32,17 @@ class Driver:
 
     Nothing blocks but `wait`, which resumes every parked coroutine that can go on: so ranks may start tasks,
     and wait for them, in different orders.
+
+    Args:
+        failure: the error of the library below when it fails.
+        size: returns the number of ranks.
+        deadline: of `wait`.
     """
 
     def __init__(
-        self,
-        start: Callable[[Request, str], Handle],
-        failure: type[Exception],
-        forget: Callable[[], None],
-        size: Callable[[], int],
-        deadline: Deadline | None = None,
+        self, failure: type[Exception], size: Callable[[], int], deadline: Deadline | None = None
     ) -> None:
-        self._start, self._kind_of_failure, self._forget, self._size = start, failure, forget, size
-        self._deadline = deadline
+        self._kind_of_failure, self._size, self._deadline = failure, size, deadline
         #: goes before the names of all collectives; the same on all ranks
         self.label = ""
         #: seconds that `wait` had nothing to do, ever
@@ -51,6 +50,13 @@ class Driver:
         #: by name, the tasks whose collective is under way
         self.parked: dict[str, tuple[Task, Synchronization[Any], Handle]] = {}
         self._failure: BaseException | None = None
+
+    def start_request(self, request: Request, name: str) -> Handle:
+        """Starts a collective, and does not wait; ranks start the same ones by name, in any order."""
+        raise NotImplementedError
+
+    def forget_messages(self) -> None:
+        """Drops messages between two ranks that are under way."""
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         """Runs a coroutine to its first request and starts that; does not wait.
@@ -149,7 +155,7 @@ class Driver:
             coroutine.close()
             self._finish(task, error=error)
         if forget:
-            self._forget()
+            self.forget_messages()
 
     def _take_result(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
         """Takes a collective's result and goes on with the coroutine."""
@@ -170,7 +176,7 @@ class Driver:
             while self._size() == 1:
                 task.num_rounds += 1
                 request = coroutine.send(answer_for_one_rank(request))
-            handle = self._start(request, f"{self.label}{task.name}.{task.num_rounds}")
+            handle = self.start_request(request, f"{self.label}{task.name}.{task.num_rounds}")
         except StopIteration as stop:
             self._finish(task, result=stop.value)
         except BaseException as error:

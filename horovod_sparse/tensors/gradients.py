@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
 class GradientMemory:
     """Makes accumulators on the host, and reads and writes gradients there; see `DeviceMemory`, too."""
 
+    #: arguments of `TwoLevelBucket`, whose defaults are for arrays
+    summing: ClassVar[Mapping[str, Any]] = {}
+
     def accumulator(self, info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
         """Returns residual and companions of a bucket, zeros; with `whole` all is sent, and none kept."""
         return host_accumulator(info, recipe, whole=whole)
@@ -62,18 +65,6 @@ class GradientMemory:
         if loss_scale != 1.0:
             gradients = [layout.unscaled(gradient, loss_scale) for gradient in gradients]
         return GradientParts([host_view(gradient) for gradient in gradients])
-
-    def summable(self, foldable: Any, info: BucketInfo) -> Any:
-        """Returns what `foldable` gave as one array or tensor that can be summed: half types in float32."""
-        from horovod_sparse.feedback import two_level_bucket
-
-        return two_level_bucket.summable(foldable, info)
-
-    def shard(self, total: Any, num_elements: int) -> Any:
-        """Returns a sum of a part of it, filled up with 0, as the accumulator folds it, and leaves it."""
-        from horovod_sparse.feedback import two_level_bucket
-
-        return two_level_bucket.foldable(total, num_elements)
 
     def write(
         self,
@@ -144,8 +135,7 @@ class ParameterBucket(BucketPart):
             *(spec, [one.shape for one in own], place, layout.dtype_name(own[0]) or "unknown"),
             memory=self.memory.accumulator,
             topology=topology,
-            summable=self.memory.summable,
-            foldable=self.memory.shard,
+            **self.memory.summing,
         )
         self.num_bytes = self.places[-1][1] * own[0].element_size()
 

@@ -54,25 +54,6 @@ class _HorovodHandle:
         return self._answer(wait_for_result(self._handle))
 
 
-def start(
-    request: Request,
-    name: str,
-    process_set: Any = hvd.global_process_set,
-    mpi: MpiCarrier | None = None,
-    topology: Topology | None = None,
-) -> Handle:
-    """Starts a collective without waiting: on all ranks the same kind under the same name, in any order."""
-    if process_set.size() is None:
-        raise errors.ArgumentError(
-            "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
-        )
-    if request.level != "all":
-        return _start_within(request, name, process_set, mpi, topology)
-    if mpi is not None and mpi.carries(request):
-        return mpi.start(request, name)
-    return _start_horovods(request, name, process_set)
-
-
 def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
     if isinstance(request, collectives.AllGather):
         tensor = readable_tensor(request.buffer)
@@ -93,25 +74,6 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
         sends = exchanges.as_alltoall(request, process_set.size())
         return _start_alltoall(sends, name, process_set, received)
     return _start_alltoall(list(request.buffers), name, process_set, list)
-
-
-def _start_within(
-    request: Request,
-    name: str,
-    process_set: Any,
-    mpi: MpiCarrier | None,
-    topology: Topology | None,
-) -> Handle:
-    """Starts a request of a host's ranks, or a column's, as messages: process sets cost every cycle."""
-    if topology is None:
-        raise errors.CollectiveMismatchError(f"{name}: a request of level {request.level!r} needs a topology")
-    ranks = topology.group(request.level, process_set.rank())
-    if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
-        return _scatter_sum(request, name, process_set, ranks)
-    begin = partial(start, process_set=process_set, mpi=mpi)
-    if len(ranks) == 1:
-        return Rounds(begin, exchanges.answer_at_once(exchanges.answer_for_one_rank(request)), name)
-    return Rounds(begin, exchanges.among(request, ranks, process_set.rank()), name)
 
 
 def _scatter_sum(
@@ -186,17 +148,39 @@ class HorovodDriver(Driver):
         #: how messages between two ranks travel, and why so; empty until ranks have connected
         self.transport = ""
         self._connected_under: Any = None
-        super().__init__(
-            partial(start, process_set=process_set, topology=topology),
-            hvd.HorovodInternalError,
-            lambda: None,
-            process_set.size,
-            Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks))),
-        )
+        deadline = Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks)))
+        super().__init__(hvd.HorovodInternalError, process_set.size, deadline)
+
+    def start_request(self, request: Request, name: str) -> Handle:
+        if self.process_set.size() is None:
+            allowed = "one that hvd.init() or hvd.add_process_set() has set up"
+            raise errors.ArgumentError("process_set", self.process_set, allowed)
+        if request.level != "all":
+            return self._start_within(request, name)
+        if self.mpi is not None and self.mpi.carries(request):
+            return self.mpi.start(request, name)
+        return _start_horovods(request, name, self.process_set)
+
+    def _start_within(self, request: Request, name: str) -> Handle:
+        """Starts a request of a host's ranks, or a column's, as messages: process sets cost every cycle."""
+        rank = self.process_set.rank()
+        if self._topology is None:
+            what = f"{name}: a request of level {request.level!r} needs a topology"
+            raise errors.CollectiveMismatchError(what)
+        ranks = self._topology.group(request.level, rank)
+        if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
+            return _scatter_sum(request, name, self.process_set, ranks)
+        if len(ranks) == 1:
+            answer = exchanges.answer_at_once(exchanges.answer_for_one_rank(request))
+            return Rounds(self.start_request, answer, name)
+        return Rounds(self.start_request, exchanges.among(request, ranks, rank), name)
+
+    def forget_messages(self) -> None:
+        if self.mpi is not None:
+            self.mpi.forget()
 
     def move_to(self, topology: Topology | None) -> None:
         self._topology = topology
-        self._start = partial(start, process_set=self.process_set, mpi=self.mpi, topology=topology)
 
     def begin(self, training: Training) -> None:
         """Called by all ranks together, once they have agreed: takes the label, and connects."""
@@ -228,11 +212,9 @@ class HorovodDriver(Driver):
         else:
             self.transport = "MPI, on a communicator of their own (every rank can)"
             self.mpi = MpiCarrier(self.process_set.ranks, lambda: present_start() is since)
-            self._forget = self.mpi.forget
         in_vain = told and self.process_set.rank() == 0 and exchanges.transport_asked() == "pairs"
         level = logging.WARNING if in_vain else logging.INFO
         _log.log(level, "messages between two ranks go through %s", self.transport)
-        self.move_to(self._topology)
 
 
 def carry_out_together(

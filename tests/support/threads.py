@@ -53,6 +53,16 @@ class Meeting:
         return found
 
 
+class ThreadDriver(Driver):
+    def __init__(self, engine: ThreadEngine) -> None:
+        super().__init__(ConnectionError, lambda: engine.rank_and_size()[1])
+        self._engine = engine
+
+    def start_request(self, request: Request, name: str) -> Any:
+        found = self._engine.meeting(self._engine.rank, request)
+        return SimpleNamespace(done=lambda: True, result=lambda: found)
+
+
 class ThreadEngine:
     name = "threads"
     #: another one after a restart
@@ -60,11 +70,7 @@ class ThreadEngine:
 
     def __init__(self, rank: int, meeting: Meeting, optimizer: Any, names: Any) -> None:
         self.rank, self.meeting, self.optimizer, self.names = rank, meeting, optimizer, names
-        self.starter = Driver(self._started, ConnectionError, lambda: None, lambda: self.rank_and_size()[1])
-
-    def _started(self, request: Request, name: str) -> Any:
-        found = self.meeting(self.rank, request)
-        return SimpleNamespace(done=lambda: True, result=lambda: found)
+        self.starter = ThreadDriver(self)
 
     def rank_and_size(self) -> tuple[int, int]:
         return self.rank, len(self.meeting.brought)

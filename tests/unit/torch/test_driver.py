@@ -7,7 +7,6 @@ import torch
 
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import DeadlineError, UnsupportedError
-from horovod_sparse.torch import driver as module
 from horovod_sparse.torch._horovod import holder_of
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.training.deadline import Deadline
@@ -31,12 +30,12 @@ class Held:
 def held(monkeypatch):
     collectives: dict[str, Held] = {}
 
-    def fake(request, name, process_set, topology):
+    def fake(driver, request, name):
         assert name not in collectives or collectives[name].finished or not collectives[name].known
         collectives[name] = Held(request, name)
         return collectives[name]
 
-    monkeypatch.setattr(module, "start", fake)
+    monkeypatch.setattr(HorovodDriver, "start_request", fake)
     monkeypatch.setattr(hvd.global_process_set, "size", lambda: 2)
     monkeypatch.setattr("horovod_sparse.tensors.driver._DRAIN_SECONDS", 0.01)
     return collectives
