@@ -22,8 +22,8 @@ from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.topology import Placement
+from horovod_sparse.training.agreement import HostEntry
 from horovod_sparse.training.collective_errors import Outcome
-from horovod_sparse.training.drift import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
 from horovod_sparse.training.parts import BucketPart
 from horovod_sparse.training.settings import CommonOptions, Settings

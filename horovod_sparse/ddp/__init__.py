@@ -3,9 +3,149 @@
 Needs no Horovod. `attach` does it.
 """
 
-from horovod_sparse.ddp.attach import attach as attach
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.ddp.distributed_engine import telling_others
+from horovod_sparse.ddp.gradients import GradientSynchronizer
 from horovod_sparse.ddp.steps import LocalSteps as LocalSteps
+from horovod_sparse.ddp.steps import Synchronized, group_of, refuse_hooks, stop_synchronizing, wrappers_of
+from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.feedback import Recipe, recipe_for
+from horovod_sparse.sparsifiers import Sparsifier
+from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.checkpoint import load as load
 from horovod_sparse.tensors.checkpoint import save as save
 from horovod_sparse.tensors.layout import redistribute as redistribute
+from horovod_sparse.tensors.models import claim, trained_by
+from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
 from horovod_sparse.training.schedules import OuterStep as OuterStep
+from horovod_sparse.training.schedules import Schedule
+from horovod_sparse.training.settings import Settings, WaitingOptions
+
+if TYPE_CHECKING:  # only a model of FSDP2 has use for a mesh
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+
+def attach(
+    model: torch.nn.Module,
+    compression: str | Recipe | Sparsifier | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: int = 1,
+    delay: int = 0,
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    **options: Unpack[WaitingOptions],
+) -> GradientSynchronizer | Synchronized:
+    """Synchronizes a model sparsely from now on. All ranks do it, in the same way.
+
+    With "best", or the feedback "adam", "rmsprop" or "sgd", ranks exchange their own steps in
+    ``optimizer.step()``, and gradients stay as they are: see `horovod_sparse.training.steps`. With any other
+    feedback gradients are exchanged: those of a DistributedDataParallel during its backward pass, at whose
+    end they are means over ranks; those of any other module in ``optimizer.step()``.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook; any module; or, with `replicas`, what
+            `fully_shard` has sharded over the ranks of a host alone.
+        compression: a sparsifier, also of your own; its text (``"exdyna:density=0.001"``); or a recipe.
+        optimizer: of all its parameters. It may be left out where gradients of a DistributedDataParallel are
+            exchanged: parameters of all groups share buckets then, and a residual does not follow the
+            learning rate (``scale_residual``).
+        every: steps from one exchange to the next, 1 or more; with "best" alone, like `delay`.
+        delay: exchanges after which a mean is applied; 1 hides an exchange behind the next pass.
+        replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
+            or a process group.
+        **options: settings of the training, see `horovod_sparse.training.settings.Settings`: `plan` (buckets
+            of DistributedDataParallel's ``bucket_cap_mb``, if left out), `on_nonfinite`, `check_every`,
+            `levels` (with whole parameters) and `deadline_seconds`.
+
+    Returns:
+        What has the telemetry, and is saved and loaded.
+    """
+    # those that wait in the first step hear of errors of other ranks here
+    with telling_others(getattr(model, "process_group", None)):
+        schedule = Schedule(every, delay)
+        recipe = recipe_of(compression) if isinstance(compression, str) else compression
+        if isinstance(recipe, Sparsifier):
+            recipe = Recipe(recipe)
+        if not isinstance(recipe, Recipe):
+            allowed = "a sparsifier, its text or a recipe; for dense training attach nothing"
+            if isinstance(compression, (torch.nn.Module, torch.optim.Optimizer)):
+                allowed = 'attach(model, "best", optimizer): are arguments swapped?'
+            raise ArgumentError("compression", compression, allowed)
+        settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
+        if not isinstance(model, torch.nn.Module):
+            allowed = "the module whose parameters the optimizer trains"
+            raise ArgumentError("model", type(model).__name__, allowed)
+        optimizer = unwrapped(optimizer)
+        if hasattr(optimizer, "_local_hooks"):  # both would step it
+            raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
+        wrappers = wrappers_of(model)
+        if not recipe.feedback.applies_rate:
+            if schedule != Schedule():
+                allowed = 'feedback "best" with every > 1 or delay > 0: others exchange in every step'
+                raise ArgumentError("compression", compression, allowed)
+            return _attached_gradients(model, wrappers, recipe, optimizer, replicas, settings)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            allowed = 'the one that trains the model: attach(model, "best", optimizer)'
+            raise ArgumentError("optimizer", optimizer, allowed)
+        recipe, group = recipe_for(optimizer, recipe), group_of(model, wrappers, replicas)
+        made = Synchronized(model, recipe, optimizer, group, settings, schedule)
+        stop_synchronizing(wrappers)
+        return made
+
+
+def _attached_gradients(
+    model: torch.nn.Module,
+    wrappers: Sequence[DistributedDataParallel],
+    recipe: Recipe,
+    optimizer: Any,
+    replicas: DeviceMesh | dist.ProcessGroup | None,
+    settings: Settings,
+) -> GradientSynchronizer:
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        allowed = "the DistributedDataParallel that was compiled: attach to model._orig_mod"
+        raise ArgumentError("model", type(model).__name__, allowed)
+    if len({one.module for one in wrappers}) > 1:
+        allowed = 'one per attach(model, text), without optimizer=; or "best", which takes several'
+        raise ArgumentError("model", f"one of {len(wrappers)} DistributedDataParallel", allowed)
+    model = wrappers[0] if wrappers else model
+    if not isinstance(optimizer, torch.optim.Optimizer) and not (wrappers and optimizer is None):
+        allowed = "the one that trains the model; None with a DistributedDataParallel alone"
+        raise ArgumentError("optimizer", optimizer, allowed)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        allowed = "torch.optim.Adam: exchanged gradients are dense, and SparseAdam takes none"
+        raise ArgumentError("optimizer", "SparseAdam", allowed)
+    if optimizer is not None:
+        refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
+        given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for name, one in trained_by(None, model).items():
+            if one.requires_grad and id(one) not in given:  # nobody would exchange its gradients
+                raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
+    elif recipe.feedback.scale_residual:
+        allowed = "the one that trains the model: residuals follow its learning rate (scale_residual)"
+        raise ArgumentError("optimizer", None, allowed)
+    group = group_of(model, wrappers, replicas)
+    if isinstance(model, DistributedDataParallel):
+        if model.mixed_precision is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel(mixed_precision=...) has a communication hook of its own: leave "
+                "it out and use torch.autocast, or a wire format (values=float16) for smaller messages"
+            )
+        if not model.require_backward_grad_sync:
+            raise UnsupportedError(
+                "the model does not synchronize: end LocalSteps, another attach or no_sync() first"
+            )
+        refuse_hooks(model)
+    if settings.levels != "flat" and any(hasattr(one, "device_mesh") for one in model.parameters()):
+        raise ArgumentError("levels", settings.levels, "'flat' with shards: FSDP sums within hosts already")
+    made = GradientSynchronizer(model, recipe, optimizer, group, settings)
+    claim(made, model.parameters())
+    return made

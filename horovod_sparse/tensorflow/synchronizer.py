@@ -22,8 +22,8 @@ from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
+from horovod_sparse.training.agreement import DriftCheck, HostEntry
 from horovod_sparse.training.collective_errors import Outcome
-from horovod_sparse.training.drift import DriftCheck, HostEntry
 from horovod_sparse.training.settings import RAISE, Settings
 
 #: tf.Tensor, tf.IndexedSlices or None

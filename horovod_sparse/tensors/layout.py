@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils import _pytree
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.training.drift import COLUMNS, Entry, HostEntry, word_sums
+from horovod_sparse.training.agreement import COLUMNS, Entry, HostEntry, word_sums
 
 _NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
 

@@ -1,4 +1,4 @@
-"""What ranks agree upon before they synchronize: where they stand, their plan, and names of collectives.
+"""What ranks agree upon before they synchronize, and whether their parameters are equal ever after.
 
 A sparsifier's state lives longer than Horovod: in elastic training it is started again, with survivors and
 newcomers; a checkpoint may be loaded on some ranks alone. Sizes and ranks may be what they were, so nothing
@@ -11,6 +11,12 @@ it holds, so that ranks which do not do the same meet there. Then they tell wher
 ones for its place, at the agreed step and by the agreed plan, and multiplies its residuals by ``Q / P``, from
 P ranks to Q: a gradient is applied with the weight that it was computed for. So the mean over ranks stays,
 but for what ranks that are gone have taken with them.
+
+What breaks equality later (a loop that changes parameters on one rank, a state that was loaded on one, memory
+that flips a bit) breaks it without a word. So every N steps each rank digests what has to be equal at the
+speed of memory, and all compare one number in one message (`DriftCheck`); where it differs, they look for
+what does. What differs from rank to rank by design (gradients, residuals, statistics of batches) is not
+compared.
 """
 
 from __future__ import annotations
@@ -18,18 +24,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse import __version__
 from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
-from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
+from horovod_sparse.errors import DriftError, StateMismatchError
 from horovod_sparse.plans import ParameterFacts, Plan
+from horovod_sparse.training.collective_errors import some_of
+from horovod_sparse.training.settings import Settings
 
 #: raised by every change of what ranks send each other: ranks of two versions of the code are refused by it
 PROTOCOL = 3
@@ -128,7 +140,8 @@ def started_again(rank: int) -> bool:
 def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares where all ranks stand: one collective, and one more where something differs."""
     plan = status.plan.to_dict()
-    ranks = yield from shared_lines({**vars(status), "plan": _digest(plan), "told": None})
+    digest = _digest(json.dumps(plan, sort_keys=True).encode())
+    ranks = yield from shared_lines({**vars(status), "plan": digest, "told": None})
 
     def each(name: str) -> list[Any]:
         return [one[name] for one in ranks]
@@ -172,10 +185,6 @@ def values_by_rank(words: str, values: Sequence[object]) -> str:
     first, *others = ranks
     told = [words.format(first), *others]
     return ", ".join(f"ranks {where} {one}" for where, one in zip(ranks.values(), told, strict=True))
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def describe_parameters(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
@@ -222,3 +231,99 @@ def common_names(
     mine, other = ([(re.sub(r"_?\d+", "", name), *rest) for name, *rest in one] for one in (own, first))
     chosen = theirs if mine == other and set(theirs) != set(names) else names
     return common_label, dict(zip(names, chosen, strict=True))
+
+
+#: 64-bit words of a row; rows are added up. Sums this long stay in the first cache
+COLUMNS = 512
+_WORD_BYTES = 8
+
+
+class Entry(Protocol):
+    """Numbers that have to be equal on all ranks; `kind` is their dtype and shape, in words."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    def sums(self) -> NDArray[np.uint64]:
+        """Returns the `word_sums` of its bytes, on whatever device they are."""
+
+    def read(self) -> NDArray[np.uint8]:
+        """Returns its bytes, in C order: a view, or a copy."""
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """Implements `Entry` for an array in the host's memory."""
+
+    name: str
+    array: np.ndarray
+
+    @property
+    def kind(self) -> str:
+        return f"{self.array.dtype.name}{list(self.array.shape)}"
+
+    def sums(self) -> NDArray[np.uint64]:
+        return word_sums(self.read())
+
+    def read(self) -> NDArray[np.uint8]:
+        return np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
+
+
+def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Returns sums of every 512th of 64-bit words, modulo 2**64: one pass over the memory.
+
+    One changed bit always shows; several do, unless they cancel out within 512 words' distance to the bit.
+    """
+    row = COLUMNS * _WORD_BYTES
+    whole = values.size // row * row
+    sums = np.add.reduce(values[:whole].view(np.uint64).reshape(-1, COLUMNS), axis=0, dtype=np.uint64)
+    if whole < values.size:
+        rest = np.zeros(row, np.uint8)
+        rest[: values.size - whole] = values[whole:]
+        sums = sums + rest.view(np.uint64)
+    return np.asarray(sums, np.uint64)
+
+
+class DriftCheck:
+    """Says when a training compares, and raises `DriftError` on all ranks where they differ."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.every = settings.check_every or 0
+        #: of the training, after which all compare; Inf for never
+        self.next_step = math.inf
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Has ranks compare after the next step, since they begin anew together: beginnings may differ."""
+        self.next_step = step + 1 if self.every else math.inf
+
+    def postpone(self, step: int) -> None:
+        """Sets the next comparison by the step alone, which is equal on all ranks."""
+        self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
+
+    def run(self, step: int, entries: Sequence[Entry]) -> Synchronization[None]:
+        self.postpone(step)
+        if differing := (yield from differing_entries(entries)):
+            more = f"; {len(differing)} differ: {some_of(list(differing))}" if len(differing) > 1 else ""
+            raise DriftError(f"after step {step} {next(iter(differing.values()))}{more}")
+
+
+def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str]]:
+    """Returns what differs, in words, by name: one message, and one more where something does."""
+    digests = {entry.name: _digest(entry.kind.encode(), entry.sums()) for entry in entries}
+    total = _digest(*(f"{name}={digest};".encode() for name, digest in sorted(digests.items())))
+    own = np.frombuffer(bytes.fromhex(total), np.int32)
+    gathered = np.array((yield AllGather(own))).reshape(-1, own.size)
+    if (gathered == gathered[0]).all():
+        return {}
+    return differences((yield from shared_lines(digests)), "nothing")
+
+
+def _digest(*parts: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

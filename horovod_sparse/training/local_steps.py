@@ -21,7 +21,7 @@ from horovod_sparse.plans import Plan, fixed_bytes
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training import agreement
-from horovod_sparse.training.drift import Entry, HostEntry
+from horovod_sparse.training.agreement import Entry, HostEntry
 from horovod_sparse.training.engine import Engine, Facts, Starter, Task
 from horovod_sparse.training.facts import Averaged, mean_of_finite
 from horovod_sparse.training.parts import BucketPart, Parameters, assign_residuals, scaled, shared_out

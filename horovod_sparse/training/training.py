@@ -22,7 +22,6 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import Topology, own_place
 from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import NonFinitePolicy
-from horovod_sparse.training.drift import DriftCheck
 from horovod_sparse.training.encoding import shared_digest, to_plain
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.parts import (
@@ -49,7 +48,7 @@ class Training:
         self.engine, self.recipe, self.settings = engine, recipe, settings
         self.telemetry = Telemetry()
         self.policy = NonFinitePolicy(settings.on_nonfinite, self.telemetry)
-        self.drift = DriftCheck(settings)
+        self.drift = agreement.DriftCheck(settings)
         #: synchronizations that were not cancelled
         self.step, self.plan = 0, Plan(())
         self.facts: dict[str, tuple[ParameterFacts, Any]] = {}

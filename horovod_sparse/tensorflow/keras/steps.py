@@ -20,7 +20,7 @@ from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.keras.host import HostVariables, KerasEngine, OverKeras, by_name
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import facts_of
-from horovod_sparse.training.drift import HostEntry
+from horovod_sparse.training.agreement import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.schedules import Schedule

@@ -83,7 +83,7 @@ def test_waiting_for_one_advances_all(held):
             self.finished = two.done
             return self.finished
 
-    driver._start = Turn
+    driver.start_request = Turn
     driver.wait([one])
     assert one.value() == 2.0 and two.value() == 11.0
 
@@ -129,7 +129,7 @@ def test_handles_of_a_horovod_that_was_shut_down_are_dropped(held):
 def test_what_all_ranks_give_up_alike_leaves_other_drivers_their_messages(held, monkeypatch):
     forgotten = []
     driver = HorovodDriver()
-    driver._forget = lambda: forgotten.append(driver)
+    driver.forget_messages = lambda: forgotten.append(driver)
     for forget in (False, True):
         task = driver.start("w", two_rounds())
         driver.clear(forget=forget)

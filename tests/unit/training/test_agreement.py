@@ -16,14 +16,18 @@ from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.tensors.layout import device_word_sums, shared_entries
 from horovod_sparse.topology import RANKS_VARIABLE, Placement, own_place
 from horovod_sparse.training.agreement import (
+    COLUMNS,
     PROTOCOL,
+    DriftCheck,
+    HostEntry,
     RankStatus,
     agreed_status,
     compared,
     declaration,
+    differing_entries,
     started_again,
+    word_sums,
 )
-from horovod_sparse.training.drift import COLUMNS, DriftCheck, HostEntry, differing_entries, word_sums
 from horovod_sparse.training.settings import Settings
 
 FACTS = (ParameterFacts("weight", 8), ParameterFacts("bias", 2))
