@@ -28,8 +28,9 @@ _QUIET_SECONDS, _MOST_SECONDS = 5.0, 60.0
 _PAUSE_SECONDS = 0.05
 
 _depth = 0
-#: locks of this process
+#: locks of this process, and those whose wait it has logged
 _held: set[int] = set()
+_logged: set[str] = set()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -129,7 +130,7 @@ def _lock(folder: str | None) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return None
-    began, told = time.monotonic(), False
+    began = time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,8 +145,8 @@ def _lock(folder: str | None) -> int | None:
                 "%s is held for %.0f s: this process compiles its kernels all the same", path, waited
             )
             break
-        if waited > _QUIET_SECONDS and not told:
-            told = True
+        if waited > _QUIET_SECONDS and path not in _logged:
+            _logged.add(path)
             _log.warning("waiting for another process of this user to compile kernels; its lock: %s", path)
         time.sleep(_PAUSE_SECONDS)
     os.close(descriptor)
