@@ -4,6 +4,8 @@
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 venv="$root/.venv"
+# shellcheck disable=SC2034
+default_torch=2.13.0
 # Outside the repository, so that every clone on this machine shares the wheels.
 # shellcheck disable=SC2034
 cache="${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/horovod_sparse"
