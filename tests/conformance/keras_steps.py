@@ -1,7 +1,5 @@
 """Own steps and local steps of Keras' optimizers: those of Keras 3, and the new ones of Keras 2."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,7 +13,6 @@ from conformance.keras import (
     SPARSE,
     descend,
     distributed,
-    residuals,
     sgd,
     variable,
 )
@@ -63,36 +60,6 @@ def test_own_steps_all_sent_are_late_averages_of_steps_made_alone(every, delay, 
     fit(alone, sgd(), rank, size, callbacks=[LateAverages()])
     np.testing.assert_allclose(flat(model), flat(alone), **CLOSE)
     assert (everywhere(flat(model)) == flat(model)).all() and int(optimizer.iterations) == 12
-
-
-@pytest.mark.parametrize(
-    ("every", "delay"), [(2, 1), *(pytest.param(*one, marks=NIGHT) for one in ((1, 0), (4, 0), (1, 1)))]
-)
-def test_own_steps_go_on_bit_for_bit_and_end_equal(every, delay, folder, rank, size, everywhere):
-    """Ranks start apart, are broadcast, and go on from a checkpoint between two exchanges."""
-
-    def trained(epochs: int, where: Any) -> Any:
-        model, plain = make_model(seed=rank), keras.optimizers.AdamW(0.02, weight_decay=0.1)
-        optimizer = hvd.DistributedOptimizer(
-            plain, compression="best:density=0.1", every=every, delay=delay, check_every=1
-        )
-        saves, marker = hvd.callbacks.CheckpointCallback(where), where / "goes on"
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        callbacks = [saves] if marker.exists() else [saves, broadcast]
-        fit(model, optimizer, rank, size, epochs=epochs, callbacks=callbacks)
-        return saves.loaded_step, model, optimizer
-
-    _, whole, of_whole = trained(3, folder / "whole")
-    trained(1, folder / "parts")
-    everywhere(np.zeros(1))
-    (folder / "parts" / "goes on").touch()
-    loaded, parts, of_parts = trained(3, folder / "parts")
-    assert loaded is not None
-    np.testing.assert_array_equal(flat(parts), flat(whole))
-    np.testing.assert_array_equal(residuals(of_parts), residuals(of_whole))
-    of_whole.finish()
-    assert (everywhere(flat(whole)) == everywhere(flat(whole))[0]).all()
-    assert (everywhere(residuals(of_whole)) != residuals(of_whole)).any() or size == 1
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -1,5 +1,7 @@
 """All ranks save to a folder and go on from it, with DistributedDataParallel and with local steps."""
 
+import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -45,16 +47,26 @@ WAYS = ["gradients", "steps 1 0", "steps 4 0", "steps 1 1", "steps 3 2", "local 
 ways = pytest.mark.parametrize("way", rest_nightly(WAYS, ["gradients", "steps 3 2", "local 4 0"]))
 
 
+@pytest.mark.parametrize("how", ["folder", "entry"])
 @ways
-def test_it_goes_on_bit_for_bit(way, folder, rank):
-    ends = []
+def test_it_goes_on_bit_for_bit(way, how, folder, rank):
+    """Saved between two exchanges, with what is in flight: to a folder, or as any loop saves an entry."""
+    ends, memory = [], io.BytesIO()
     for interrupted in (False, True):
         model, optimizer, sync = made(way)
         trained(model, optimizer, rank, range(7))
-        saved = ddp.save(folder, sync, model=model)
+        saved = sync.step if how == "entry" else ddp.save(folder, sync, model=model)
         if interrupted:
+            torch.save([model.state_dict(), sync.state_dict()], memory)
             model, optimizer, sync = made(way, seed=1)
-            assert ddp.load(folder, sync, model=model) == saved == sync.step
+            if how == "folder":
+                assert ddp.load(folder, sync, model=model) == saved
+            else:
+                memory.seek(0)
+                state, entry = torch.load(memory, weights_only=True)
+                model.load_state_dict(state)
+                sync.load_state_dict(entry)
+            assert sync.step == saved
         trained(model, optimizer, rank, range(7, MOST))
         entry = sync.state_dict()
         ends.append([flat(model), *model.buffers(), *entry["residuals"].values()])
@@ -115,11 +127,17 @@ def test_one_rank_goes_on_with_the_mean_of_what_two_held_back(way, folder, rank,
 def test_common_parameters_are_saved_with_moves_in_the_residual(way, folder, rank):
     model, optimizer, sync = made(way)
     trained(model, optimizer, rank, range(7))
+    own = flat(model)
     with sync.common():
         ddp.save(folder, sync, model=model)
-        before = flat(model)
+        before, kept = flat(model), copy.deepcopy(optimizer.state_dict()["state"])
+    assert torch.equal(flat(model), own)
     sync.roll_back()
+    assert torch.equal(flat(model), before)
     residuals = sync.state_dict()["residuals"]
+    for number, one in enumerate(model.parameters()):
+        held = optimizer.state[one]["horovod_sparse_residual"]
+        torch.testing.assert_close(kept[number]["horovod_sparse_residual"], held)
     model, optimizer, sync = made(way, seed=1)
     ddp.load(folder, sync, model=model)
     assert torch.equal(flat(model), before)

@@ -155,21 +155,6 @@ def test_nothing_is_cast_down_where_parameters_are_half(rank):
 
 
 @schedules
-def test_common_parameters_are_saved_with_all_that_is_not_in_them(every, delay, rank):
-    net, optimizer, sync = begun(every, delay, "topk:density=0.1,feedback=best,values=2bit")
-    train(net, optimizer, rank, 6)
-    own = flat(net)
-    with sync.common():
-        common, saved = flat(net), copy.deepcopy(optimizer.state_dict())
-    assert torch.equal(flat(net), own)
-    sync.roll_back()
-    assert torch.equal(flat(net), common)
-    for number, one in enumerate(net.parameters()):
-        held = optimizer.state[one]["horovod_sparse_residual"]
-        torch.testing.assert_close(saved["state"][number]["horovod_sparse_residual"], held)
-
-
-@schedules
 def test_an_optimizers_state_that_is_loaded_again_changes_nothing(every, delay, rank):
     net, optimizer, sync = begun(every, delay)
     train(net, optimizer, rank, 6)

@@ -4,7 +4,6 @@ References are plain loops of torch: a test of a law knows nothing of buckets, m
 """
 
 import copy
-import io
 
 import pytest
 import torch
@@ -212,28 +211,6 @@ def test_exchanges_of_two_optimizers_cross_on_the_wire(rank):
     for net, _, sync in trainings:
         sync.finish()
         assert same_on_all_replicas(*net.parameters())
-
-
-@schedules
-def test_a_saved_training_goes_on_bit_for_bit(every, delay, rank):
-    """Saved at any moment between two steps, with what is in flight."""
-    ends = []
-    for stop in (None, 5, 7):
-        net, optimizer, sync = begun(every, delay, weight_decay=0.1)
-        for step, batch in enumerate(batches(rank)):
-            if step == stop:
-                memory = io.BytesIO()
-                torch.save([net.state_dict(), sync.state_dict()], memory)
-                memory.seek(0)
-                model, entry = torch.load(memory, weights_only=True)
-                net, optimizer, sync = begun(every, delay, seed=1, weight_decay=0.1)
-                net.load_state_dict(model)
-                sync.load_state_dict(entry)
-            backward(net, batch)
-            optimizer.step()
-        sync.finish()
-        ends.append(flat(net))
-    assert all(torch.equal(ends[0], end) for end in ends)
 
 
 @pytest.mark.parametrize(

@@ -160,11 +160,17 @@ def normed():
     return net
 
 
+def plain_convolutional():
+    pixels, convolution = torch.nn.Unflatten(1, (2, 3, 2)), torch.nn.Conv2d(2, 4, 2)
+    return torch.nn.Sequential(pixels, convolution, torch.nn.Flatten(), torch.nn.Linear(8, 3))
+
+
 def convolutional():
-    net = torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 3, 4)), torch.nn.Conv2d(1, 4, 2), torch.nn.Flatten(), torch.nn.Linear(24, 3)
-    )
-    return net.to(memory_format=torch.channels_last)
+    return plain_convolutional().to(memory_format=torch.channels_last)
+
+
+def channels_last(model, _):
+    model.to(memory_format=torch.channels_last)
 
 
 def batch_normed():
@@ -187,6 +193,8 @@ fitted("checkpointed_activations", lambda: Tied(reentrant=False))
 fitted("checkpointed_activations_by_reentrance", lambda: Tied(reentrant=True))
 fitted("batch_norm", batch_normed)
 fitted("convolutions", convolutional)
+fitted("channels_last_after_construction", plain_convolutional, at={2: channels_last})
+fitted("compiled_models", lambda: torch.compile(net_of(), backend="eager"), **NOT_SHARDED)
 fitted("normed_weights", normed)
 fitted("one_parameter", One, **NOT_SHARDED)
 fitted("parameters_of_no_elements", lambda: More(torch.zeros(0, 3)), **NOT_SHARDED)

@@ -155,6 +155,15 @@ def lbfgs(on):
 
 
 @loop()
+def compiled_step(on):
+    model, optimizer = on.both(net_of())
+    step = torch.compile(optimizer.step, backend="eager")
+    for batch in on.batches():
+        backward(model, batch)
+        step()
+
+
+@loop()
 def one_cycle_made_before_attaching(on):
     model = on.model(net_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,6 +1,6 @@
 """Histories of calls that accumulators come through like plain arrays, bit for bit."""
 
-from functools import partial
+import itertools
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from horovod_sparse.arrays import FoldRule, HostAccumulator
+from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
 from horovod_sparse.tensors.accumulator import TorchAccumulator
 from support import reference
 from support.drawing import KINDS, SEEDS, SIZES, make, spoil
@@ -47,6 +47,7 @@ def histories(draw: st.DrawFn, max_elements: int = 10_000) -> History:
         "kind": draw(st.sampled_from(KINDS)),
         "share": draw(st.sampled_from([0.0, 0.0, 0.001, 0.3])),
         "seed": draw(SEEDS),
+        "form": draw(st.sampled_from(["whole", "parts", "strided", "odd address", "matrix"])),
         "steps": draw(st.lists(step, min_size=1, max_size=3)),
     }
 
@@ -59,6 +60,25 @@ def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
     if dtype == "bfloat16":
         return torch.from_numpy(gradient.view(np.int16).copy()).view(torch.bfloat16).to(device)
     return torch.from_numpy(gradient.copy()).to(device)
+
+
+def formed(gradient: np.ndarray, form: str) -> tuple[Any, list[np.ndarray]]:
+    """A gradient as users' gradients lie in memory, and this memory."""
+    memory, given = [gradient.copy()], None
+    if form == "parts" and gradient.size:
+        cuts = sorted({0, *(gradient.size * cut // 7 for cut in (1, 2, 6)), gradient.size})
+        memory = [gradient[low:high].copy() for low, high in itertools.pairwise(cuts)]
+        given = GradientParts(memory)
+    elif form == "strided":
+        memory = [np.repeat(gradient, 3)]
+        given = memory[0][1::3]
+    elif form == "odd address":
+        memory = [np.frombuffer(b"x" + gradient.tobytes(), np.uint8).copy()]
+        given = memory[0][1:].view(gradient.dtype)
+    elif form == "matrix" and gradient.size % 2 == 0:
+        given = np.asfortranarray(gradient.reshape(2, -1))
+        memory = [given]
+    return memory[0] if given is None else given, memory
 
 
 def play(history: History, device: str | None = None, **more: Any) -> None:
@@ -91,11 +111,13 @@ def play(history: History, device: str | None = None, **more: Any) -> None:
             expected, carried = plain.fold(gradient.copy(), rule)
         bad = expected.nonfinite
         for one in ours:
-            own = gradient.copy() if one is ours[0] else as_tensor(gradient, history["dtype"], device)
-            before = own.copy() if one is ours[0] else own.clone()
+            own, memory = formed(gradient, history.get("form", "whole"))
+            if one is not ours[0]:
+                own = as_tensor(gradient, history["dtype"], device)
+                memory = [own.view(torch.uint8)]
+            before = [as_array(part).tobytes() for part in memory]
             found = one.fold(own, rule)
-            same = np.array_equal if one is ours[0] else partial(torch.allclose, rtol=0, atol=0)
-            assert same(own, before, equal_nan=True), "it is left alone"
+            assert [as_array(part).tobytes() for part in memory] == before, "it is left alone"
             first = (found.num_nonfinite, found.first_nonfinite)
             assert first == (bad.size, bad[0] if bad.size else -1)
             for norm, wanted, least in (

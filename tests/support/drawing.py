@@ -27,6 +27,7 @@ def _kinds(generator, n):
         "one": np.where(np.arange(n) == n // 2, 3.0, 0.0),
         "subnormal": normal * 1e-40,
         "wide": normal * np.exp(generator.uniform(-60, 60, n)),
+        "huge": np.where(generator.random(n) < 0.1, np.copysign(3e38, normal), normal),
         "layers": normal * np.repeat(np.exp(generator.normal(0, 3, n // 97 + 1)), 97)[:n],
         "rising": np.arange(n) + 1.0,
         "falling": -(n - np.arange(n) + 0.0),

@@ -3,30 +3,17 @@
 import gc
 import weakref
 
-import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
+from conformance.engine import run
+from conformance.engines_tensorflow import KERAS, TAPES
 from horovod_sparse.feedback import Bucket
 
 pytestmark = pytest.mark.tensorflow
-
-
-def _by_tape(wrap, graph):
-    compression, weight = hvd.Compression.topk(density=0.5), tf.Variable(tf.ones([100]))
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight * weight)
-        weight.assign_sub(wrap(tape, compression=compression).gradient(loss, [weight])[0])
-
-    step = tf.function(step) if graph else step
-    for _ in range(2):
-        step()
-    return compression
 
 
 def _by_optimizer(fit):
@@ -37,15 +24,8 @@ def _by_optimizer(fit):
     return optimizer
 
 
-WAYS = {
-    "tape": lambda graph: _by_tape(hvd.DistributedGradientTape, graph),
-    "stock tape": lambda graph: _by_tape(stock.DistributedGradientTape, graph),
-    "optimizer": _by_optimizer,
-}
-
-
 def test_optimizers_and_compressors_are_freed(rank, size):
-    """Of any way, eager or in a graph. The garbage is collected once, which takes seconds."""
+    """Of every engine, and of `fit`. The garbage is collected once, which takes seconds."""
     used, buckets, created = {}, [], Bucket.__init__
 
     def noted(bucket, *arguments, **more):
@@ -54,9 +34,13 @@ def test_optimizers_and_compressors_are_freed(rank, size):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "__init__", noted)
-        for way, make in WAYS.items():
-            for graph in (False, True):
-                used[way, graph] = weakref.ref(make(graph))
+        for engine in (*TAPES, *KERAS):
+            training = engine.train("topk:density=0.5")
+            run(training, engine, range(2))
+            used[engine.name] = weakref.ref(getattr(training, "optimizer", training.compression))
+            del training
+        for fit in (False, True):
+            used["fit", fit] = weakref.ref(_by_optimizer(fit))
     tf.keras.backend.clear_session()
     gc.collect()
     assert [way for way, one in used.items() if one() is not None] == []

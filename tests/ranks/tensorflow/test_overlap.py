@@ -1,8 +1,7 @@
-"""Collectives are under way while backward goes on, and those of several buckets together."""
+"""Collectives are under way while backward goes on."""
 
 import time
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -60,34 +59,3 @@ def test_buckets_communicate_while_backward_goes_on(rank, size):
     # begin and end of: start, resume, resume. Both rounds are over before the other gradient is there.
     assert len(quick) == len(slow) == 3
     assert quick[-1][1] < slow[0][0]
-
-
-@pytest.mark.controllers
-def test_no_bucket_waits_for_another(rank, size):
-    variables = [tf.Variable(tf.ones([LARGE])) for _ in range(4)]
-    synchronizer = hvd.Compression.exdyna(density=0.5).bind(bucket_bytes=1, average=False)
-
-    def delayed(seconds):
-        def wait(array):
-            time.sleep(seconds)
-            return array
-
-        return wait
-
-    @tf.function
-    def step(*gradients):
-        order = range(4) if rank % 2 else reversed(range(4))
-        delays = {i: 0.05 * place for place, i in enumerate(order)}
-        late = []
-        for i, gradient in enumerate(gradients):
-            slow = tf.numpy_function(delayed(delays[i]), [gradient], tf.float32, stateful=False)
-            slow.set_shape([LARGE])
-            late.append(slow)
-        return synchronizer.synchronize(late, variables)
-
-    for _ in range(4):
-        sums = step(*[tf.fill([LARGE], float(i + 1)) for i in range(4)])
-    held = [part.bucket.accumulator.values() for part in synchronizer.sparse]
-    assert all(np.isfinite(values).all() for values in held)
-    assert synchronizer.step == 4
-    assert len(sums) == 4

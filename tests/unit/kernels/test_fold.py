@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse import kernels
-from horovod_sparse.arrays import FoldRule, HostAccumulator
+from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.kernels.host import scatter, select, sparse_vectors
+from horovod_sparse.kernels.host import scatter, select
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
 from support import reference
 from support.drawing import FLOATS, KINDS, SEEDS, make
@@ -29,30 +29,6 @@ def test_every_half_number(name):
     expected, accumulator = reference.fold(np.zeros(2**16, np.float32), given), HostAccumulator(2**16, name)
     assert accumulator.fold(given.copy()).num_nonfinite == expected.nonfinite.size
     assert same_bits(accumulator.values(), expected.values)
-
-
-@rows_by("place,kind,what", [0, 31, 32, 4095, 4096, 9_999], [np.float32, np.float64], ["sum", "square"])
-def test_one_overflow_keeps_the_old_value(place, kind, what):
-    values, gradient = np.ones((2, 10_000), kind)
-    top = np.finfo(kind).max
-    if what == "sum":
-        values[place] = gradient[place] = top
-    else:
-        gradient[place] = np.sqrt(top) * 4
-    accumulator = HostAccumulator(10_000, kind, companions=1)
-    accumulator.assign(values)
-    accumulator.companions[0][:] = 1
-    rule = FoldRule() if what == "sum" else FoldRule(moment=0.5, rate=0.5, count=np.inf)
-    got, found = accumulator.fold(gradient, rule), accumulator.values()
-    assert (got.num_nonfinite, got.first_nonfinite) == (1, place)
-    assert (found[place], accumulator.companions[0][place]) == (top if what == "sum" else 1, 1)
-    np.testing.assert_allclose(np.delete(found, place), 2 if what == "sum" else 1.5)
-
-
-def test_square_norm_beyond_what_float32_squares_hold():
-    for size in (1e30, 1e-30):
-        got = HostAccumulator(5000).fold(np.full(5000, size, np.float32))
-        np.testing.assert_allclose(got.square_norm, 5000 * size**2, rtol=1e-6)
 
 
 def indices_for(n, k, seed):
@@ -183,37 +159,3 @@ def test_a_threshold_between_two_float32():
     for threshold, expected in ((2.0, [1, 2]), (2.0 + 1e-9, [2]), (2.0000003, []), (1.0 - 1e-12, [0, 1, 2])):
         bits = bits_of(threshold, values.dtype)
         assert select.at_least(values, maxima_of(values, 64), bits, 0, 3, layout).tolist() == expected
-
-
-@rows_by("kind,num_ranks,factor", [np.float32, np.float64], [1, 3, 40], [1.0, 0.75])
-def test_moves_are_replaced_by_a_sum(kind, num_ranks, factor):
-    sizes, generator = [1, 9_000, 31, 0, 4_100], np.random.default_rng(num_ranks)
-    n = sum(sizes)
-
-    def vector(k):
-        return np.sort(generator.choice(n, k, replace=False)).astype(np.int32), generator.normal(
-            size=k
-        ).astype(kind)
-
-    arrays = [generator.normal(size=size).astype(kind) for size in sizes]
-    bounds = np.cumsum([0, *sizes[:-1]]).tolist()
-    factors = [factor, 1.0, factor, factor, factor]
-    expected, placed = np.concatenate(arrays), list(zip(arrays, bounds, factors, strict=True))
-    undone, again = [vector(700), vector(300)], [vector(500), vector(800)]
-    total = tuple(map(np.concatenate, zip(*[vector(600) for _ in range(num_ranks)], strict=True)))
-    for where, old in undone:
-        expected[where] = old
-    expected *= np.repeat(np.array(factors, kind), sizes)
-    sums = np.zeros(n, kind)
-    np.add.at(sums, *total)
-    expected -= sums
-    before = []
-    for where, step in again:
-        before.append(expected[where])
-        expected[where] -= step
-    num_union, kept = sparse_vectors.replace(placed, undone, total, again)
-    assert num_union == np.unique(total[0]).size
-    assert same_bits(np.concatenate(arrays), expected)
-    assert all(same_bits(one, other) for one, other in zip(kept, before, strict=True))
-    (where, *found), (union, counts) = scatter.added_up(*total), np.unique(total[0], return_counts=True)
-    assert same_bits(where, union) and all(map(same_bits, found, (sums[where], counts.astype(kind))))

@@ -132,6 +132,3 @@ def test_three_layers_by_hand() -> None:
         ("sparse", 19.0, 21.5),
     ]
     assert timeline.iteration_seconds == 21.5
-
-
-DENSE = CostModel(AffineTime(), AffineTime(5.0), AffineTime(2.0, 0.025))  # 0.1 s an element

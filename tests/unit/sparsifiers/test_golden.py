@@ -41,6 +41,33 @@ MORE: list[tuple[str, tuple[int, int, int]]] = [
     ),
     # TopkDSA with and without indices
     *((f"topk_dsa:density={k}", (size, 50 * size, 3)) for size, k in ((3, 0.02), (6, 0.4), (13, 0.1))),
+    # every feedback, at the rates below; velocities that are masked where values leave for good
+    *(
+        (f"topk:density=0.1,feedback={feedback}", (3, 40, 8))
+        for feedback in (
+            *(
+                "error(clip_norm=1.0)",
+                "error(decay=0.9)",
+                "error(scale_residual=true)",
+                "momentum(momentum=0.5)",
+            ),
+            *("momentum(momentum=0.5,nesterov=true)", "momentum(momentum=0.5,scale_residual=true)"),
+            *("momentum(momentum=0.5,masking=false,clip_norm=1.0)", "adam(beta2=0.9)", "none(clip_norm=1.0)"),
+            *("adam(beta2=0.9,whole_batch=false,clip_norm=1.0)", "rmsprop(beta2=0.9,eps=0.001)"),
+        )
+    ),
+    *(
+        (f"{text},density=0.1,feedback=momentum(momentum=0.5,masking={masks})", (size, 60, 5))
+        for text in (
+            "gtopk:values=float16",
+            "topk_dsa:quantum=1",
+            "oktopk:quantum=1",
+            "spardl:residuals=partial",
+        )
+        for size, masks in ((4, "true"), (6, "true"), (4, "false"))
+    ),
+    *(("spardl:teams=2,density=0.1,feedback=momentum(momentum=0.5)", (size, 60, 5)) for size in (4, 6)),
+    ("topk:density=0.1,schedule=linear(steps=3,start=1.0),feedback=momentum(momentum=0.5)", (2, 40, 5)),
     # ExDyna's algorithm 3, which moves blocks
     *(
         (f"exdyna:density=0.05,rebalance=paper,alpha={alpha},blocks_per_move={move}", (size, 500, 12))
@@ -56,6 +83,8 @@ LONG = (
     "mstopk",
 )
 LONG += ("dragonn", "hard_threshold:threshold=2.0", "micro:threshold=paper", "exdyna:threshold=paper")
+#: of a feedback's steps
+RATES = [0.0, 0.05, 0.1, 0.1, 0.07, 0.003, 1e-5, 0.1]
 ROWS: dict[str, tuple[Recipe, Scenario]] = {case_id(case): (case.recipe, SCENARIO) for case in CASES}
 ROWS |= {f"{text} on {P}": (parse_recipe(text), Scenario(P, n, num_steps=T)) for text, (P, n, T) in MORE}
 for _text in LONG:
@@ -74,7 +103,8 @@ def found(name: str) -> list[list[list[float]]]:
     """Returns of each step the sum's indices (of a whole sum none), its values, and its facts by name."""
     (made, scenario), is_long = ROWS[name], name.startswith("long ")
     gradients = random_gradients(scenario, dyadic if scenario is SCENARIO else uneven)
-    sums: list[Any] = [step.sums[0] for step in run(made, scenario, gradients).steps]
+    rates = RATES if "feedback=" in name and scenario is not SCENARIO else None
+    sums: list[Any] = [step.sums[0] for step in run(made, scenario, gradients, rates=rates).steps]
     return [
         [
             [one.indices.size] if is_long else [] if getattr(one, "whole", False) else one.indices.tolist(),

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as keras_hvd
-from horovod_sparse.collectives import AllGather, AllReduce
 from horovod_sparse.errors import (
     ArgumentError,
     UnknownNameError,
@@ -24,35 +23,10 @@ from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensorflow import waiting
-from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
 from support.sampling import rows_by
 
 pytestmark = pytest.mark.tensorflow
-
-_WORDS = np.arange(3, dtype=np.int32)
-
-
-def _two_rounds(fails_after=None):
-    yield AllGather(_WORDS)
-    if fails_after == 0:
-        raise ValueError("on purpose")
-    total = yield AllReduce(np.ones(2, np.float32))
-    return float(total.sum())
-
-
-def _task(*kinds):
-    return Task("task", kinds, np.dtype(np.float32))
-
-
-def test_a_task_that_fails_sends_empty_messages_of_the_right_type():
-    task = _task(AllGather, AllReduce)
-    task.start(_two_rounds(fails_after=0), (0, 2))
-    buffer, _ = task.resume(_WORDS, _WORDS[:0])
-    assert isinstance(task.error, ValueError)
-    assert (buffer.size, buffer.dtype) == (0, np.float32)
-    task.resume(buffer, _WORDS[:0])
-    assert isinstance(task.error, ValueError)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])

@@ -5,70 +5,19 @@ import pytest
 import torch
 
 from horovod_sparse import errors
-from horovod_sparse.feedback import Bucket, recipe
+from horovod_sparse.feedback import recipe
 from horovod_sparse.plans import ParameterFacts
-from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.device_memory import DeviceMemory
-from horovod_sparse.tensors.gradients import GradientBucket, GradientMemory, gradient_memory
+from horovod_sparse.tensors.gradients import GradientBucket, gradient_memory
 from horovod_sparse.tensors.layout import view_into
-from horovod_sparse.training.engine import PartSpec, carry_out
+from horovod_sparse.training.engine import PartSpec
 from support.memories import choose_memory
 
-DENSE = recipe("topk").for_dense()
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 def test_a_device_that_holds_nothing_is_refused():
     with pytest.raises(errors.UnsupportedError, match=r"the gradient of w is on meta.*Train on the CPU"):
         gradient_memory(torch.device("meta"), "w")
-
-
-MEMORIES = [GradientMemory(), DeviceMemory(torch.device("cpu"))]
-
-
-@pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
-def test_what_a_dense_parameter_carries_joins_its_sum(memory):
-    info = BucketInfo("w", 2, 1, 3)
-    bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True))
-    bucket.accumulator.assign_arrays([np.array([0.5, 0.0], np.float32)])
-    gradient = torch.tensor([1.0, 2.0])
-    for expected in ([1.5, 2.0], [1.0, 2.0]):
-        step = bucket.step(memory.foldable([gradient]))
-        request = next(step)
-        assert request.buffer.tolist() == [*expected, *[0.0] * 9]
-        with pytest.raises(StopIteration) as stop:
-            step.send(request.buffer * 3)
-        assert stop.value.value.values.tolist() == [3 * one for one in expected]
-        bucket.accept()
-        assert bucket.accumulator.host_arrays() == ()
-
-
-@pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
-def test_the_bad_one_of_several_dense_parameters_is_named(memory):
-    info, members = BucketInfo("all", 5, 1, 3), {"a": (0, 2), "b": (2, 3), "c": (3, 5)}
-    bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True), members)
-    for element, name in ((0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")):
-        gradient = torch.ones(5)
-        gradient[element] = torch.inf
-        with pytest.raises(errors.NonFiniteGradientError) as found:
-            carry_out(bucket.step(memory.foldable([gradient])), lambda request: request.buffer)
-        assert found.value.where == {1: name}
-        total = carry_out(bucket.step(memory.foldable([torch.ones(5)])), lambda request: request.buffer)
-        assert total.values.tolist() == [1.0] * 5, "the step that was given up is dropped"
-        bucket.accept()
-
-
-@pytest.mark.parametrize("memory", MEMORIES, ids=["host", "device"])
-def test_who_refuses_a_dense_gradient_is_told(memory):
-    info = BucketInfo("all", 3000, 1, 3)
-    bucket = Bucket(info, DENSE, memory.accumulator(info, DENSE, whole=True))
-    with pytest.raises(errors.EditedGradientError) as found:
-        carry_out(bucket.step(memory.foldable([torch.ones(3000)]), refused=True), lambda one: one.buffer)
-    assert list(found.value.where) == [1]
-    bucket.abandon(drop=True)
-    with pytest.raises(errors.NonFiniteSumError):
-        gradient = torch.full((3000,), 3e38)
-        carry_out(bucket.step(memory.foldable([gradient])), lambda request: request.buffer * 3)
 
 
 def parameters(dtype=torch.float32):

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Broadcast, Exchange
+from horovod_sparse.collectives import AllReduce
 from horovod_sparse.errors import DeadlineError, UnsupportedError
+from horovod_sparse.torch import driver as module
 from horovod_sparse.torch._horovod import holder_of
 from horovod_sparse.torch.driver import HorovodDriver
 from horovod_sparse.training.deadline import Deadline
@@ -30,12 +31,12 @@ class Held:
 def held(monkeypatch):
     collectives: dict[str, Held] = {}
 
-    def fake(driver, request, name):
+    def fake(request, name, process_set, topology):
         assert name not in collectives or collectives[name].finished or not collectives[name].known
         collectives[name] = Held(request, name)
         return collectives[name]
 
-    monkeypatch.setattr(HorovodDriver, "start_request", fake)
+    monkeypatch.setattr(module, "start", fake)
     monkeypatch.setattr(hvd.global_process_set, "size", lambda: 2)
     monkeypatch.setattr("horovod_sparse.tensors.driver._DRAIN_SECONDS", 0.01)
     return collectives
@@ -45,27 +46,6 @@ def two_rounds(value=1.0):
     first = yield AllReduce(np.array([value]))
     second = yield AllReduce(first + 1)
     return float(second[0])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_one_rank_answers_itself(dtype):
-    hvd.init()
-
-    def everything():
-        buffer = np.arange(3, dtype=dtype)
-        words = np.arange(3, dtype=np.int32)
-        answers = [(yield AllReduce(buffer)), (yield Broadcast(buffer, 0)), (yield AllGather(words))]
-        answers += yield AllToAll((words,))
-        answers += (yield Exchange({0: words}, (0,))).values()
-        for answer, given in zip(answers, [buffer, buffer, words, words, words], strict=True):
-            assert answer is not given and answer.dtype == given.dtype
-            np.testing.assert_array_equal(answer, given)
-        return len(answers)
-
-    driver = HorovodDriver()
-    task = driver.start("one", everything())
-    driver.wait()
-    assert task.value() == 5 and task.num_rounds == 5 and not driver.parked
 
 
 def test_waiting_for_one_advances_all(held):
@@ -83,7 +63,7 @@ def test_waiting_for_one_advances_all(held):
             self.finished = two.done
             return self.finished
 
-    driver.start_request = Turn
+    driver._start = Turn
     driver.wait([one])
     assert one.value() == 2.0 and two.value() == 11.0
 
@@ -124,18 +104,6 @@ def test_handles_of_a_horovod_that_was_shut_down_are_dropped(held):
     held["w.1"].finished = True
     driver.wait()
     assert new.value() == 2.0
-
-
-def test_what_all_ranks_give_up_alike_leaves_other_drivers_their_messages(held, monkeypatch):
-    forgotten = []
-    driver = HorovodDriver()
-    driver.forget_messages = lambda: forgotten.append(driver)
-    for forget in (False, True):
-        task = driver.start("w", two_rounds())
-        driver.clear(forget=forget)
-        assert task.done and isinstance(task.error, UnsupportedError)
-        held["w.0"].known = False
-        assert forgotten == ([driver] if forget else [])
 
 
 def test_a_tensor_is_held_though_horovod_changes_its_shape_meanwhile(monkeypatch):

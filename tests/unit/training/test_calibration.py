@@ -225,9 +225,6 @@ def test_the_cost_of_top_k_by_hand() -> None:
     assert worked.cost(TopK()).dense_work.seconds(n) == pytest.approx(1e-5 + 3e-9 * n)
 
 
-SIZES = 2.0 ** np.arange(6, 24)
-
-
 GIGABIT = AlphaBeta(50e-6, 8e-9)
 
 

@@ -218,23 +218,6 @@ def test_2bit_loses_less_than_four_bins_for_a_whole_tensor():
     assert told == json.loads(committed.read_text())["lost"]
 
 
-def test_2bit_by_hand():
-    # block one: 32 times 1, 31 times -3, and -9; mean (32 + 93 + 9) / 64 = 2.09; 1 and 102 / 32 = 3.1875
-    # block two: 5 and -0.5, mean 2.75; and 0, which counts as positive: mean 1.8333; small 0.25, large 5
-    values = np.array([1.0] * 32 + [-3.0] * 31 + [-9.0] + [5.0, -0.5, 0.0], np.float32)
-    words = np.zeros(VALUE_CODECS["2bit"].num_words(67), np.uint32)
-    VALUE_CODECS["2bit"].encode(values, words)
-    assert words.size == 2 + 3 + 3
-    small, large = np.array([1.0, 3.1875], np.float32).view(np.uint32) >> 16
-    assert [hex(word) for word in words] == [
-        hex(small | large << 16),
-        hex(0x3E80 | 0x40A0 << 16),  # 0.25 and 5
-        *("0x0", "0xffffffff", "0x2"),
-        *("0x0", "0xffffffff", "0x1"),
-    ]
-    assert WireFormat("2bit").round(values).tolist() == [1.0] * 32 + [-3.1875] * 32 + [5.0, -0.25, 0.25]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @quick
 @given(data=st.data())

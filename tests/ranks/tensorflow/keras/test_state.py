@@ -75,9 +75,11 @@ def test_save_and_load_on_all_ranks(folder, rank, size, everywhere):
     np.testing.assert_allclose(everywhere(residuals(other)).mean(axis=0), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["BackupAndRestore", "ModelCheckpoint", "tf.train.Checkpoint"])
+@pytest.mark.parametrize(
+    "way", ["BackupAndRestore", "CheckpointCallback", "ModelCheckpoint", "tf.train.Checkpoint"]
+)
 @pytest.mark.parametrize("schedule", [{}, {"every": 2, "delay": 1}], ids=["every step", "late"])
-def test_own_steps_go_on_bit_for_bit(schedule, way, tmp_path, rank, size):
+def test_own_steps_go_on_bit_for_bit(schedule, way, tmp_path, folder, rank, size):
     """With second moments, this rank's own moves, and what is in flight."""
     arguments = {"compression": "best:density=0.1", **schedule}
 
@@ -95,6 +97,9 @@ def test_own_steps_go_on_bit_for_bit(schedule, way, tmp_path, rank, size):
         with pytest.raises(KeyboardInterrupt):
             trained(make_model(), made(), 4, callbacks=[*saves, Interruption()])
         again = trained(make_model(seed=2), made(), 4, callbacks=saves)
+    elif way == "CheckpointCallback":
+        trained(make_model(), made(), 2, callbacks=[hvd.callbacks.CheckpointCallback(folder)])
+        again = trained(make_model(seed=2), made(), 4, callbacks=[hvd.callbacks.CheckpointCallback(folder)])
     elif way == "ModelCheckpoint":
         trained(make_model(), made(), 2, callbacks=[keras.callbacks.ModelCheckpoint(path)])
         model = hvd.load_model(path, **arguments)
