@@ -96,7 +96,6 @@ def passed(output: str) -> int:
 def copied(folder: Path) -> Path:
     """This tree as it is now, so that what is installed and what tests it are the same."""
     tree = folder / "tree"
-    shutil.rmtree(tree, ignore_errors=True)
     ignore = shutil.ignore_patterns(
         "__pycache__", ".venv", ".git", "site", "build", ".*_cache", ".hypothesis"
     )
@@ -110,13 +109,10 @@ def without_horovod(corner: Corner, python: str, folder: Path) -> tuple[Path, fl
     started = time.monotonic()
     run([python, "-m", "venv", folder / "env"], folder)
     own = folder / "env" / "bin" / "python"
-    shutil.rmtree(folder / "wheel", ignore_errors=True)
     run([own, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder / "wheel", tree], folder)
     (wheel,) = (folder / "wheel").glob("*.whl")
     install = [own, "-m", "pip", "install", "--quiet"]
     run([*install, f"{wheel}[torch]", f"torch=={corner.torch}", "pytest>=8.0", *corner.more], folder)
-    # a folder that was kept has an older one of the same version
-    run([*install, "--no-deps", "--force-reinstall", wheel], folder)
     seconds = time.monotonic() - started
     # the tree's own package out of reach
     shutil.rmtree(tree / "horovod_sparse")
@@ -184,7 +180,6 @@ def main() -> int:
     )
     parser.add_argument("corners", nargs="*", metavar="CORNER", help="which to run (default: all)")
     parser.add_argument("--list", action="store_true", help="name all corners and run none")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="make environments here and keep them")
     options = parser.parse_args()
     if unknown := [name for name in options.corners if name not in CORNERS]:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(CORNERS)}")
@@ -198,9 +193,7 @@ def main() -> int:
     failed = False
     for name in options.corners or list(CORNERS):
         with tempfile.TemporaryDirectory(prefix="horovod_sparse_matrix.") as temporary:
-            folder = options.keep.resolve() / name if options.keep else Path(temporary)
-            folder.mkdir(parents=True, exist_ok=True)
-            outcome = measured(name, folder)
+            outcome = measured(name, Path(temporary))
         if outcome is not None:
             failed |= outcome.get("failed", False)
             result["corners"][name] = outcome

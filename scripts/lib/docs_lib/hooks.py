@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from docs_lib.public import PAGES, ROOT, forgotten, in_order, public_names
+from docs_lib.public import PAGES, ROOT, forgotten, public_names
 
 #: pages that are not in docs/, by their path in the repository
 MOVED = {
@@ -84,7 +84,7 @@ def reference_page(title: str, modules: list[str]) -> str:
         if len(modules) > 1:
             lines.append(f"## {module}")
         level = 3 if len(modules) > 1 else 2
-        for name in in_order(public_names(module)):
+        for name in public_names(module):
             lines += [f"::: {module}.{name}", "    options:", f"      heading_level: {level}"]
         lines.append("")
     return "\n\n".join(["\n".join(lines[:1]), "\n".join(lines[1:])]) + "\n"

@@ -48,16 +48,6 @@ PAGES = {
     ),
     "package": ("The package itself", ["horovod_sparse"]),
 }
-#: what users call stands first on its page, what those who extend it need comes last
-FIRST = (
-    *("attach", "DistributedOptimizer", "DistributedGradientTape", "LocalSteps", "OuterStep", "Compression"),
-    *("save", "load", "load_model", "Telemetry", "HorovodSparseError", "parse_recipe", "Recipe"),
-    *("Plan", "predict", "AlphaBeta", "Profile", "SimulatedCluster"),
-)
-LAST = (
-    *("State", "hook", "redistribute", "SparseCompressor", "BucketInfo", "SparseSum", "Sparsifier"),
-    *("SparsifierState", "Traffic", "WholeSum", "Bucket", "Progress"),
-)
 #: packages that export names to the rest of this one, not to users
 INTERNAL = tuple(f"horovod_sparse.{name}" for name in ("kernels", "planning", "tensors", "training"))
 
@@ -66,12 +56,6 @@ def source_of(module: str) -> Path:
     """The file of a module or package."""
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-def in_order(names: list[str]) -> list[str]:
-    """As they stand on a page."""
-    middle = [name for name in names if name not in FIRST + LAST]
-    return [name for name in (*FIRST, *middle, *LAST) if name in names]
 
 
 def public_names(module: str) -> list[str]:
