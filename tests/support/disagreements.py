@@ -37,13 +37,6 @@ def renamed(*names: str) -> torch.nn.Sequential:
     return made
 
 
-def square(tied: bool = False) -> torch.nn.Sequential:
-    net = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.Linear(24, 24), torch.nn.Linear(24, 4))
-    if tied:
-        net[1].weight = net[0].weight
-    return net
-
-
 def frozen(net: Any) -> torch.nn.Module:
     net[0].bias.requires_grad_(False)
     net[0].bias.grad = None
@@ -323,7 +316,6 @@ for _name, _model in {
     "buffers": lambda: small().append(torch.nn.BatchNorm1d(4, affine=False))}.items():
     # DistributedDataParallel compares models itself, and names them on one rank
     row(f"model: {_name}", "param|shape|size|buffer|differ|attach", theirs=_DDP, model=_model)
-row("tied weights", "param", both={"model": square}, model=lambda: square(True))
 row("not wrapped", "attach|engine|differs|come|wrap", _ALL, _DDP, theirs=_DDP, wrapper=None)
 for _wrapper in ({"static_graph": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.001},
                  {"gradient_as_bucket_view": True}):

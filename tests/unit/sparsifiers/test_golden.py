@@ -82,13 +82,22 @@ LONG = (
     "dgc:sample_fraction=0.05",
     "mstopk",
 )
-LONG += ("dragonn", "hard_threshold:threshold=2.0", "micro:threshold=paper", "exdyna:threshold=paper")
+LONG += (
+    "signsgd:group=96",
+    "qsgd:levels=15,norm=l2,group=96",
+    "qsgd:levels=127",
+    "dragonn",
+    "hard_threshold:threshold=2.0",
+    "micro:threshold=paper",
+    "exdyna:threshold=paper",
+)
 #: of a feedback's steps
 RATES = [0.0, 0.05, 0.1, 0.1, 0.07, 0.003, 1e-5, 0.1]
 ROWS: dict[str, tuple[Recipe, Scenario]] = {case_id(case): (case.recipe, SCENARIO) for case in CASES}
 ROWS |= {f"{text} on {P}": (parse_recipe(text), Scenario(P, n, num_steps=T)) for text, (P, n, T) in MORE}
 for _text in LONG:
-    _made = parse_recipe(f"{_text}{',' if ':' in _text else ':'}density=0.05")
+    _density = 1.0 if _text.startswith(("sign", "qsgd")) else 0.05
+    _made = parse_recipe(f"{_text}{',' if ':' in _text else ':'}density={_density}")
     ROWS[f"long {_text}"] = _made, Scenario(2, 6000, num_steps=16)
 
 

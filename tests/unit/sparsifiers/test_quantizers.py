@@ -1,6 +1,5 @@
 """SignSGD and QSGD against their papers in plain NumPy, in cases worked by hand, and over many steps."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,8 @@ from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import WholeSum
 from horovod_sparse.sparsifiers.qsgd import QSGD
 from horovod_sparse.sparsifiers.rounds.quantized import HEADER, blank, sum_quantized
-from support.gradients import gaussian, layered
+from support.gradients import gaussian
 from support.sampling import rows_by
-
-_CODES = [
-    Quantization(),
-    Quantization(group=64),
-    Quantization(norm="max", group=32),
-    Quantization(norm="l2"),
-    *itertools.starmap(Quantization, itertools.product((1, 2, 7, 127), (0, 96), ("max", "l2"))),
-]
 
 
 def exactly(values: list[float], dtype: Any = np.float32) -> np.ndarray:
@@ -61,25 +52,6 @@ def check_numbers(values: np.ndarray, sent: np.ndarray, code: Quantization) -> N
             np.testing.assert_allclose(numbers, np.rint(numbers), rtol=1e-6)
             between = np.abs(group.astype(np.float64)) / unit
             assert (np.abs(numbers - between) <= 1 + 1e-4).all() and numbers.max() < code.levels + 0.5
-
-
-@rows_by("code,dtype,num_elements", _CODES, [np.float32, np.float64], [1, 31, 32, 33, 200, 3001], each=2)
-def test_elements_become_whole_numbers_of_their_groups_unit(
-    code: Quantization, dtype: Any, num_elements: int
-) -> None:
-    """EF-SignSGD's ``||p||_1 / d sign(p)``; QSGD's l / s or (l + 1) / s of the norm; and sums of them."""
-    generator = np.random.default_rng(num_elements)
-    gradients = [layered(generator, (num_elements,)).astype(dtype) for _ in range(3)]
-    gradients[1][::3] = 0.0
-    messages, wanted = [], np.zeros(num_elements, dtype)
-    for rank, gradient in enumerate(gradients):
-        words, sent = written(gradient, code, (rank << 40) + 12345)
-        check_numbers(gradient, sent, code)
-        messages.append(words)
-        wanted = wanted + sent
-    total = np.empty_like(wanted)
-    decode_sum(np.stack(messages), code, total)
-    assert total.tobytes() == (wanted + 0.0).tobytes()
 
 
 @rows_by("scale,norm", [1e-320, 1e-300, 1e-30, 1e30, 1e300, 1e308], ["mean", "max", "l2"], each=18)
