@@ -62,6 +62,11 @@ def as_tensor(gradient: np.ndarray, dtype: str, device: str) -> torch.Tensor:
     return torch.from_numpy(gradient.copy()).to(device)
 
 
+def bits_of(values: Any) -> bytes:
+    is_half = getattr(values, "dtype", None) == torch.bfloat16
+    return as_array(values.view(torch.int16) if is_half else values).tobytes()
+
+
 def formed(gradient: np.ndarray, form: str) -> tuple[Any, list[np.ndarray]]:
     """A gradient as users' gradients lie in memory, and this memory."""
     memory, given = [gradient.copy()], None
@@ -114,10 +119,10 @@ def play(history: History, device: str | None = None, **more: Any) -> None:
             own, memory = formed(gradient, history.get("form", "whole"))
             if one is not ours[0]:
                 own = as_tensor(gradient, history["dtype"], device)
-                memory = [own.view(torch.uint8)]
-            before = [as_array(part).tobytes() for part in memory]
+                memory = [own]
+            before = [bits_of(part) for part in memory]
             found = one.fold(own, rule)
-            assert [as_array(part).tobytes() for part in memory] == before, "it is left alone"
+            assert [bits_of(part) for part in memory] == before, "it is left alone"
             first = (found.num_nonfinite, found.first_nonfinite)
             assert first == (bad.size, bad[0] if bad.size else -1)
             for norm, wanted, least in (
