@@ -1,8 +1,8 @@
 """A rank that trains with local steps, and kills itself where its task says: ``local_worker.py TASK FOLDER``.
 
-``{"rounds": 12, "kills": [[taken, collectives, milliseconds], ...]}``: the k-th kill is of rank k modulo the
-number of ranks, in a round that has had none, in its step after so many (-1: in the agreement after a
-start): before it if `collectives` is -1, or so long after so many collectives, where the next one begins.
+``{"rounds": 12, "delay": 1, "kills": [[taken, collectives, milliseconds], ...]}``: the k-th kill is of rank k
+modulo the number of ranks, in a round that has had none, in its step after so many (-1: in the agreement
+after a start): before it if `collectives` is -1, or so long after so many collectives, where the next one begins.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ EVERY, SEEDS = 4, 3
 class Training:
     """A model whose data no other rank has, and how well its common parameters do on data of none."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, delay: int) -> None:
         torch.manual_seed(7)
         self.teacher = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 3)).requires_grad_(False)
         torch.manual_seed(seed + hvd.rank())  # the first rank's are taken
@@ -40,7 +40,7 @@ class Training:
         self.random = np.random.default_rng([seed, os.getpid()])
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.local = hvd.LocalSteps(
-            self.optimizer, self.net, every=EVERY, compression="topk:density=0.1", check_every=1
+            self.optimizer, self.net, every=EVERY, delay=delay, compression="topk:density=0.1", check_every=1
         )
 
     def loss(self, random: np.random.Generator, length: int) -> torch.Tensor:
@@ -53,12 +53,12 @@ class Training:
         self.optimizer.step()
 
     def told(self) -> dict[str, Any]:
-        """Right after an exchange."""
+        """Of common parameters, right after an exchange."""
         self.net.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.local.common():
             loss = float(self.loss(np.random.default_rng(1), 4096))
+            bits = b"".join(one.detach().numpy().tobytes() for one in self.net.parameters())
         self.net.train()
-        bits = b"".join(one.numpy().tobytes() for one in self.net.state_dict().values())
         return {"loss": loss, "digest": hashlib.sha256(bits).hexdigest()[:12], "round": self.local.step}
 
 
@@ -104,7 +104,7 @@ def main(task: dict[str, Any], folder: Path) -> None:
         return start(*given, **named)
 
     driver.HorovodDriver.start_request = noticed
-    one = Training(0)
+    one = Training(0, task["delay"])
     diary.note("begun", rank=hvd.rank(), size=hvd.size())
 
     @elastic.run
@@ -117,7 +117,7 @@ def main(task: dict[str, Any], folder: Path) -> None:
             if local.step > before:
                 diary.note("exchange", rank=hvd.rank(), size=hvd.size(), life=state.life, **one.told())
         for seed in range(SEEDS):
-            other = Training(seed)
+            other = Training(seed, task["delay"])
             other.local.agree(as_first=True)
             while other.local.step < task["rounds"]:
                 other.step()

@@ -50,21 +50,21 @@ SPELLINGS = ["".join(letters) for letters in itertools.product(*((one, one.upper
 
 
 @pytest.mark.parametrize(
-    ("kills", "ranks"),
+    ("kills", "ranks", "delay"),
     [
-        ([KILLS[1], KILLS[15], KILLS[8]], 2),
-        pytest.param(KILLS, 2, marks=pytest.mark.nightly),
+        ([KILLS[1], KILLS[15], KILLS[8]], 2, 1),  # an exchange is in flight
+        pytest.param(KILLS, 2, 0, marks=pytest.mark.nightly),
         # of several survivors one notices after Gloo's time-out only, within which a worker has to start, too
-        pytest.param(KILLS[::3], 3, marks=pytest.mark.nightly),
+        pytest.param(KILLS[::3], 3, 0, marks=pytest.mark.nightly),
     ],
     ids=["some", "all", "several survive"],
 )
-def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks):
+def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks, delay):
     """No hang, survivors are equal after every exchange, and the training ends as undisturbed ones do.
 
     Where all who hold its state are killed it begins anew, and says so.
     """
-    task = {"rounds": len(kills) + 40, "kills": kills}
+    task = {"rounds": len(kills) + 40, "delay": delay, "kills": kills}
     hosts = SPELLINGS[: len(kills) + ranks]
     with elastic_job(
         tmp_path,

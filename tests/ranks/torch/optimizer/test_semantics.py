@@ -12,6 +12,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
+from horovod_sparse.topology import Topology
 from support.dyadic import gradients_for
 from support.linear import LinearModel, same_on_all_ranks
 from support.optimizers import gradients_of, in_bucket_order, make, train_step, wrapped
@@ -202,3 +203,20 @@ def test_two_networks_of_the_same_names_are_under_way_at_once(named, rank, size)
             expected = sum(gradients(r, 10 * which + step)["first"] for r in range(size))
             np.testing.assert_array_equal(models[which].first.grad.numpy(), expected)
             optimizers[which].zero_grad()
+
+
+@pytest.mark.hosts
+def test_a_process_set_is_divided_into_hosts_as_well(rank, size, process_set, monkeypatch):
+    if size < 4:
+        pytest.skip("takes two hosts of two ranks")
+    some = process_set(range(4)) if size > 4 else hvd.global_process_set
+    if rank >= 4:
+        return
+    model = LinearModel(SHAPES)
+    monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", "2")
+    optimizer = make(model, "topk:density=1.0", levels="host", process_set=some, op=stock.Sum)
+    found = train_step(model, optimizer, gradients(rank, 0))
+    for name, shape in SHAPES.items():
+        wanted = sum(gradients(r, 0)[name] for r in range(4))
+        np.testing.assert_array_equal(found[name].numpy().reshape(shape), wanted)
+    assert optimizer._synchronizer.topology == Topology.regular(2, 2)
