@@ -38,6 +38,7 @@ class HostParameters(Parameters):
                     "give tensor.contiguous()"
                 )
         super().__init__(places)
+        self._orders = [memory_strides(local(one)) for one in tensors]
         self.tensors, self.on_host = list(tensors), local(tensors[0]).device.type in HOST_DEVICES
         #: addresses and strides of the tensors whose arrays are cached
         self._addresses: list[Any] = []
@@ -46,6 +47,11 @@ class HostParameters(Parameters):
         own = [local(one) for one in self.tensors]
         addresses = [(one.data_ptr(), one.stride()) for one in own]
         if addresses != self._addresses:
+            if [memory_strides(one) for one in own] != self._orders:
+                raise UnsupportedError(
+                    "parameters have another order in memory than when their optimizer was attached: "
+                    "convert the model (channels_last) before"
+                )
             self._addresses, self._memory = addresses, [self._as_array(flat(one)) for one in own]
         return self._memory
 

@@ -2,7 +2,8 @@
 
 ``{"rounds": 12, "delay": 1, "kills": [[taken, collectives, milliseconds], ...]}``: the k-th kill is of rank k
 modulo the number of ranks, in a round that has had none, in its step after so many (-1: in the agreement
-after a start): before it if `collectives` is -1, or so long after so many collectives, where the next one begins.
+after a start): before it if `collectives` is -1, or so long after so many collectives, where the next one
+begins.
 """
 
 import hashlib

@@ -113,9 +113,7 @@ class Training:
             if self.front != "DDP":
                 optimizer.register_step_pre_hook(where_gradients_are(average))
             return optimizer
-        recorder = Recorder(
-            optimizer, self.steps, shadows=not self.steps and self.front in ("DDP", "Horovod")
-        )
+        recorder = Recorder(optimizer, self.steps)
         if self.front == "Horovod":
             import horovod_sparse.torch as hvd
 
@@ -138,7 +136,9 @@ class Training:
             name.removeprefix("module."): one for name, one in model.named_parameters() if recorder.has(one)
         }
         former = [one for one in self.recorders if not any(map(recorder.has, one.parameters))]
-        self.recorders = [*former, recorder]
+        # elsewhere what stands in gradients before the step is the mean of all ranks already
+        own = self.steps or self.front in ("FSDP2", "module")
+        self.recorders = [*former, *([recorder] if own else [])]
         return optimizer
 
     def both(
@@ -225,34 +225,21 @@ def average(optimizer: Any) -> None:
 class Recorder:
     """Adds up what a rank computes and what steps apply: over all ranks they differ by what is held."""
 
-    def __init__(self, optimizer: Any, steps: bool, shadows: bool) -> None:
-        self._steps, self._shadows = steps, shadows
-        self.groups = optimizer.param_groups
+    def __init__(self, optimizer: Any, steps: bool) -> None:
+        self._steps, self.groups = steps, optimizer.param_groups
         self.parameters = [one for group in self.groups for one in group["params"]]
         self.computed, self.applied = (
             {one: torch.zeros_like(local(one.detach())) for one in self.parameters} for _ in range(2)
         )
         self._before: dict[torch.Tensor, torch.Tensor] = {}
-        self._shadow: dict[torch.Tensor, torch.Tensor] = {}
-        self._come: set[torch.Tensor] = set()
         self.held: Any = None
         self.names: dict[str, torch.Tensor] = {}
         group = optimizer.param_groups[0]
         self.knows = not steps or not (group.get("momentum", 1) or group["weight_decay"])
-        if shadows:
-            for one in self.parameters:
-                if one.requires_grad:
-                    one.register_hook(lambda gradient, one=one: self._came(one, gradient))
-        else:
-            optimizer.register_step_pre_hook(where_gradients_are(self._compute))
+        optimizer.register_step_pre_hook(where_gradients_are(self._compute))
 
     def has(self, one: torch.Tensor) -> bool:
         return any(one is other for other in self.parameters)
-
-    def _came(self, one: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._come.add(one)
-        before = 0 if one.grad is None else self._shadow.get(one, 0)
-        self._shadow[one] = gradient.detach().to_dense().clone() + before
 
     @torch.no_grad()
     def _compute(self, _: Any) -> None:
@@ -272,9 +259,6 @@ class Recorder:
                 self.applied[one] += self._before[one] - local(one.detach())
             elif one.grad is not None:
                 self.applied[one] += local(one.grad)
-        for one in self._come:
-            self.computed[one] += self._shadow[one]
-        self._come = set()
 
     def check(self, size: int) -> None:
         held = self.held()
