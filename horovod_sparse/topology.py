@@ -156,21 +156,26 @@ class Placement:
         return cls(*own, str(host), int(hvd.local_rank()), int(hvd.local_size()))
 
 
+def _ranks_per_host() -> int | None:
+    """Returns how many ranks share a host by the environment; None where it does not say."""
+    asked = os.environ.get(RANKS_VARIABLE, "").strip()
+    if asked and whole_number(asked) < 1:
+        raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
+    return whole_number(asked) if asked else None
+
+
 def own_place(ranks: Placement) -> tuple[str, int]:
     """Returns a rank's host, and its place on it."""
-    asked = os.environ.get(RANKS_VARIABLE, "").strip()
-    if not asked:
+    per_host = _ranks_per_host()
+    if per_host is None:
         return f"host {ranks.host}", ranks.host_rank
-    per_host = whole_number(asked)
-    if per_host < 1:
-        raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
     host, local = divmod(ranks.world_rank, per_host)
     return f"host {host}", local
 
 
 def launched_hosts(levels: str, here: Placement) -> Topology | None:
     """Returns the hosts that the cost of a plan is estimated for; None for one level. No collective."""
-    per_host = int(os.environ.get(RANKS_VARIABLE, "").strip() or here.host_size)
+    per_host = _ranks_per_host() or here.host_size
     if levels == "flat" or here.size != here.world_size or here.size % per_host:
         return None
     return Topology.regular(here.size // per_host, per_host)

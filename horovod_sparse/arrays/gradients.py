@@ -220,9 +220,9 @@ def undo_fold(
         _subtract(values, (factors[2] + factors[3]) * gradient, library)
         if companion is not None:
             _subtract(companion, gradient, library)
-            if rule.momentum:
+            if factors[1]:  # so small a momentum is 0 in float32
                 values -= factors[3] * companion
-                companion /= rule.momentum
+                companion /= factors[1]
         return
     _, lasting, fresh, rate, eps, floor = factors
     with np.errstate(over="ignore", invalid="ignore"):

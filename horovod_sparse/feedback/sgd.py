@@ -18,7 +18,7 @@ class VelocityFeedback(Rule):
     gradient: momentum is linear. Weight decay and dampening come with the gradient.
 
     Args:
-        momentum: m, in [0, 1); 0 keeps no velocity. None: the optimizer's.
+        momentum: m, in [0, 1); 0 keeps no velocity. None: the optimizer's, which it may not contradict.
         nesterov: whether the optimizer has it; None: the optimizer's.
         clip_norm: see `MomentumCorrection`.
     """
@@ -47,10 +47,11 @@ class VelocityFeedback(Rule):
         return {"momentum": self.momentum, "nesterov": nesterov, "masking": False, "rate": rate}
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> VelocityFeedback:
-        if self.momentum is not None:
-            return self
-        momentum = max(group["momentum"] for group in groups)
-        return replace(self, momentum=momentum, nesterov=any(group["nesterov"] for group in groups))
+        own = {name: max(group[name] for group in groups) for name in ("momentum", "nesterov")}
+        for name, value in own.items():
+            if getattr(self, name) not in (None, value):
+                raise ArgumentError(name, getattr(self, name), f"{value} as the optimizer has it, or none")
+        return replace(self, **own)
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
         """Returns a group's rule: velocity, weight decay and rate by its settings now.

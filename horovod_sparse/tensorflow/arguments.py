@@ -100,7 +100,8 @@ class Arguments:
 
     def refuse_sparsifier_options(self) -> None:
         """Refuses options that a dense reduction has no use for; the compression is no sparsifier."""
-        refuse_without_sparsifier(self.options, self.compression)
+        given = {**self.options, "every": self.every, "delay": self.delay}
+        refuse_without_sparsifier(given, self.compression)
 
     def synchronizer(self) -> GradientSynchronizer:
         """Returns the compression's synchronizer, which its first call makes."""

@@ -306,6 +306,9 @@ class GradientTraining(Training):
         finally:
             self.cancel_step(drop=drop, alike=alike)
 
+    def settle(self) -> None:
+        """Does nothing, since each step waits for its own exchange; trainers' callbacks call it."""
+
     def make_ready(self) -> None:
         """Prepares for the first gradient of the next step."""
         for part in self.parts:

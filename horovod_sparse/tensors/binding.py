@@ -17,7 +17,6 @@ import torch
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import RULES, Progress, Recipe, Rule, kind_of
-from horovod_sparse.plans import Plan
 from horovod_sparse.tensors.layout import local, shared_entries
 from horovod_sparse.tensors.models import checked_entry
 from horovod_sparse.tensors.own_steps import StepBucket
@@ -150,6 +149,7 @@ class Binding(Steps):
         loss = None if closure is None else closure()
         # read here: hooks may change gradients until now
         self._scaler_found = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
+        self.is_scaled = self._scaler_found[0] is not None
         if self.is_scaled:  # some optimizers of PyTorch refuse these where they have no gradients
             self.optimizer.found_inf = self.optimizer.grad_scale = None
         self._gradients = {one: one.grad for one in self._trained()}
@@ -183,14 +183,9 @@ class Binding(Steps):
 
     # the optimizer's own state
 
-    def build(self, plan: Plan) -> None:
-        """Makes parts, and shows their memory in the optimizer's state."""
-        super().build(plan)
-        self._show_memory()
-
-    def _show_memory(self) -> None:
+    def _add_parts(self, parts: Sequence[StepBucket]) -> None:
         """Puts views of the residual, and of second moment or velocity, into the optimizer's state."""
-        for part in self.parts:
+        for part in parts:
             memory = part.bucket.accumulator.memory()
             names = RESIDUAL, self._rule.moment
             for number, parameter in enumerate(part.given):
@@ -261,7 +256,8 @@ class Binding(Steps):
         self.step = 0
         for part in self.parts:
             states = [loaded.get(one, {}) for one in part.given]
-            ages = [int(float(one.get("step", 0))) if self._rule.moment in one else 0 for one in states]
+            needed = {self._rule.moment} if self._rule.num_companions else set()
+            ages = [int(float(one.get("step", 0))) if needed <= set(one) else 0 for one in states]
             steps = max(ages)
             self.ages.update(zip(part.names, ages, strict=True))
             leans = next((one[LEANS].tolist() for one in states if LEANS in one), (0.0, 0.0))
@@ -278,7 +274,7 @@ class Binding(Steps):
                     moments[slice(*place)] *= part.moment_ratio(number)
             part.bucket.load(filled)
         self._agreed_under = None
-        self._show_memory()
+        self._add_parts(self.parts)  # PyTorch has replaced the optimizer's state
 
     # this rank's exact state
 
@@ -301,12 +297,8 @@ class Binding(Steps):
         self.meet()
         self.load(None if entry is None else checked_entry(self, entry))
         known = {name: one.age for name, one in self._progress().items()} if entry is not None else {}
+        self.ages.clear()
         self.ages.update(known | (entry or {}).get("ages", {}))
-        self._show_memory()
-
-    @property
-    def is_scaled(self) -> bool:
-        return self._scaler_found[0] is not None
 
     def meet(self) -> None:
         """Makes the first parts, and parts for parameters added since."""

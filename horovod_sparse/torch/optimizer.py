@@ -134,7 +134,7 @@ def DistributedOptimizer(
     if sparse:
         _check_sparse(optimizer, compression.recipe, op, gradient_predivide_factor)
     else:
-        refuse_without_sparsifier(options, compression)
+        refuse_without_sparsifier({**options, "every": every, "delay": delay}, compression)
     if not sparse or not process_set.included():  # a rank that is left out trains alone
         if not process_set.included():
             refuse_absence(hvd, process_set)

@@ -54,7 +54,7 @@ class StepSynchronizer(OverHorovod, Binding):
 
     def _after_saving(self, optimizer: Any, saved: dict[str, Any]) -> None:
         super()._after_saving(optimizer, saved)
-        saved |= {"state": without_own(saved["state"]), ENTRY: self.save()}
+        saved |= {"state": without_own(saved["state"]), ENTRY: self.state_dict()}
 
     def _after_loading(self, optimizer: Any) -> None:
         entry = self._entry

@@ -61,6 +61,8 @@ class OwnMoves:
     def __init__(self, part: StepPart) -> None:
         self._part, self._bucket, self._parameters = part, part.bucket, part.parameters
         bucket = part.bucket
+        #: ranks may have made different numbers of moves, so no message is as long as one pass's has to be
+        self._wire = bucket.recipe.sparsifier.wire
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
@@ -119,31 +121,24 @@ class OwnMoves:
         bucket, info = self._bucket, self._bucket.info
         mine = self.moves[sum(one.num_moves for one in self.in_flight) :]
         indices, values = _added_up(mine, info)
-        wire, sent = self._wire(len(mine)), values
-        if not wire.exact:
-            sent = wire.round(values)
+        sent = values
+        if not self._wire.exact:
+            sent = self._wire.round(values)
             bucket.accumulator.add(indices, values - sent)
-        message = pack(indices, sent, bucket.accumulator.report, wire, info.num_elements)
+        message = pack(indices, sent, bucket.accumulator.report, self._wire, info.num_elements)
         self._send(starter, name, len(mine), message)
 
-    def _wire(self, num_moves: int) -> WireFormat:
-        sparsifier, step = self._bucket.recipe.sparsifier, self._bucket.state.step
-        if num_moves == 1 and isinstance(sparsifier, SelectAndGather):
-            return sparsifier.message_format(self._bucket.info, step - 1)
-        return sparsifier.wire
-
     def _send(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
-        info, wire = self._bucket.info, self._wire(num_moves)
-        own = self._decode(num_moves, message)
+        own = self._decode(message)
         report, self._report = self._report, dataclasses.replace(self._report)
         report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
         report.kinds_by_round = [AllGather.__name__]
-        task = starter.start(name, _gather_moves(message, info, wire))
+        task = starter.start(name, _gather_moves(message, self._bucket.info, self._wire))
         self.in_flight.append(Exchange(task, num_moves, message, own, report))
 
-    def _decode(self, num_moves: int, message: np.ndarray) -> SparseSum:
+    def _decode(self, message: np.ndarray) -> SparseSum:
         info = self._bucket.info
-        return unpack_sum(message, 1, self._wire(num_moves), info.num_elements, info.value_dtype)
+        return unpack_sum(message, 1, self._wire, info.num_elements, info.value_dtype)
 
     def received(self, scale: float) -> SparseSum:
         """Returns the sum of the oldest exchange; raises on all ranks if it overflows times `scale`."""
@@ -179,7 +174,7 @@ class OwnMoves:
     def pending(self) -> list[tuple[Indices, Values]]:
         """Returns positions and values that this rank has moved and no mean has replaced."""
         flying = [(one.num_moves, one.own) for one in self.in_flight]
-        flying += [(num_moves, self._decode(num_moves, message)) for num_moves, message in self._resumed]
+        flying += [(num_moves, self._decode(message)) for num_moves, message in self._resumed]
         sent = [(own.indices, own.values) for _, own in flying]
         later = self.moves[sum(num_moves for num_moves, _ in flying) :]
         return sent + [(one.indices, one.values) for one in later]

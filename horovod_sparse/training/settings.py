@@ -57,7 +57,7 @@ class SettingsOptions(PlannedOptions, total=False):
 
 
 #: what may be said without a sparsifier, too
-_HARMLESS = {"levels": ("flat",), "on_nonfinite": (RAISE,), "synchronize_at": ("backward",)}
+_HARMLESS = {"levels": "flat", "on_nonfinite": RAISE, "synchronize_at": "backward", "every": 1, "delay": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class Settings:
 
 def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:
     """Refuses options that a dense reduction has no use for."""
-    given = [one for one, value in options.items() if value not in (None, *_HARMLESS.get(one, ()))]
+    given = [one for one, value in options.items() if value not in (None, _HARMLESS.get(one))]
     if given:
         raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
 

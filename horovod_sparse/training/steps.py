@@ -45,6 +45,9 @@ class Steps(Training):
         taken: passes since the last exchange began.
     """
 
+    #: True if a loss scaler looks after gradients that are not finite
+    is_scaled = False
+
     def __init__(
         self,
         engine: Engine,
@@ -158,11 +161,6 @@ class Steps(Training):
         if facts.averaged is not None and self._averaged is not None:
             sent, task = facts.averaged
             self._averaged.move(sent, task.value())
-
-    @property
-    def is_scaled(self) -> bool:
-        """True if a loss scaler looks after gradients that are not finite."""
-        return False
 
     def _move_at_once(self, overflowed: bool) -> None:
         """Moves at once by what this rank selects; begins and lands exchanges that are due."""

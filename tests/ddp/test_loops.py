@@ -20,7 +20,9 @@ alone = pytest.mark.parametrize(("every", "delay"), [(1, 1), (4, 0)])
 
 @pytest.mark.parametrize(("every", "delay", "fewer"), [(1, 0, 0), (1, 0, 7), (1, 1, 7), (4, 0, 0), (4, 0, 7)])
 def test_a_rank_with_fewer_batches_meets_the_others_in_finish(every, delay, fewer, rank):
-    net, optimizer, sync = begun(every, delay)
+    # dragonn's messages have room for what is selected in one pass
+    text = "dragonn:density=0.1,feedback=best" if delay else "best:density=0.1"
+    net, optimizer, sync = begun(every, delay, text)
     train(net, optimizer, rank, fewer if rank else 10)
     sync.finish()
     assert same_on_all_replicas(*net.parameters())

@@ -286,6 +286,7 @@ def test_parameters_join_while_moves_are_under_way(schedule, how, rank):
         return batch
 
     train(net, optimizer, rank, before=join, each=lambda _: common_are_equal(net, sync))
+    assert all("exp_avg_sq" in one for one in optimizer.state_dict()["state"].values())
     sync.finish()
     assert same_on_all_replicas(*net.parameters())
     assert not torch.equal(net[2].weight, before)

@@ -69,7 +69,7 @@ def test_an_optimizer_is_attached_or_takes_local_steps(text, mesh):
     net = net_of()
     one, other = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
     ddp.LocalSteps(one, net, every=2)
-    ddp.attach(net, text, other)
+    ddp.attach(net, text, other).settle()  # as trainers' callbacks do
     with pytest.raises(ArgumentError, match="without LocalSteps"):
         ddp.attach(net, text, one)
     with pytest.raises(ArgumentError, match="without attach"):

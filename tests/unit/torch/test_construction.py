@@ -77,6 +77,14 @@ def test_what_is_no_compression_or_deadline_is_refused_by_name(monkeypatch):
             wrap(model(), wrong)
     with pytest.raises(ArgumentError, match=r"Compression\.exdyna\(density=0\.1\), with a call"):
         wrap(model(), hvd.Compression.exdyna)
+    for given in ("every", "delay"):
+        with pytest.raises(ArgumentError, match=f"or leave {given} out"):
+            wrap(model(), "none", **{given: 4})
+    for wrong in ("0", "x"):
+        monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", wrong)
+        with pytest.raises(ArgumentError, match=f"HOROVOD_SPARSE_RANKS_PER_HOST='{wrong}'"):
+            wrap(model(), merging="optimal", profile=PROFILE, levels="host")
+    monkeypatch.delenv("HOROVOD_SPARSE_RANKS_PER_HOST")
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "abc")
     with pytest.raises(ArgumentError, match=r"HOROVOD_SPARSE_DEADLINE_SECONDS='abc'"):
         wrap(model())

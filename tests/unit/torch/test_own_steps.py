@@ -120,6 +120,7 @@ def test_a_skipped_step_leaves_moments_and_their_age(kind: type, schedule: Any) 
             net(torch.randn(6, 9, generator=generator)).square().sum().backward()
             if step > 2:
                 net[2].weight.grad = None
+                optimizer.param_groups[0] |= {"momentum": 0.0} if kind is OPTIM.SGD else {}
             gradients = [one.grad for one in net.parameters()]
             for spoilt in (True, False) if bad and step in (0, 1, 4) else (False,):
                 for one, gradient in zip(net.parameters(), gradients, strict=True):
@@ -128,6 +129,27 @@ def test_a_skipped_step_leaves_moments_and_their_age(kind: type, schedule: Any) 
         optimizer.finish()
         found.append([*net.parameters()])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("entry", [True, False], ids=["exact", "of any trainer"])
+@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD])
+def test_a_saved_optimizer_goes_on_with_a_parameter_used_late(kind: type, entry: bool) -> None:
+    nets, optimizers = [net_of(), net_of()], list[Any]()
+    for net in nets:
+        optimizer = kind(net.parameters(), lr=0.01)
+        text = "topk:density=1.0,feedback=best"
+        optimizers.append(hvd.DistributedOptimizer(optimizer, net.named_parameters(), compression=text))
+    trained(nets[0], optimizers[0], 6, missing=lambda step: step < 4)
+    saved = optimizers[0].state_dict()
+    assert saved["horovod_sparse"] if entry else saved.pop("horovod_sparse")
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers[1].load_state_dict(saved)
+    ends = [trained(net, optimizer, 3) for net, optimizer in zip(nets, optimizers, strict=True)]
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-9)
+    steps = optimizers[1]._synchronizer
+    assert steps.step == optimizers[0]._synchronizer.step == 9
+    steps.load_state_dict(None)
+    assert not steps.ages
 
 
 def test_best_is_found_by_the_optimizer() -> None:
@@ -139,6 +161,8 @@ def test_best_is_found_by_the_optimizer() -> None:
         assert kind_of(optimizer) == kind
     with pytest.raises(ArgumentError, match="'best' or 'adam' with AdamW"):
         recipe_for(OPTIM.AdamW(parameters), parse_recipe("topk:feedback=rmsprop"))
+    with pytest.raises(ArgumentError, match=r"^momentum=0\.9 .* give 0 as the optimizer has it"):
+        recipe_for(OPTIM.SGD(parameters), parse_recipe("topk:feedback=sgd(momentum=0.9)"))
 
     class Named(OPTIM.AdamW):
         def state_dict(self) -> Any:
