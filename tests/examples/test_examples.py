@@ -83,7 +83,7 @@ def test_a_dry_run_takes_every_path_but_the_data(example: str, tmp_path: Path) -
 
 @pytest.mark.nightly
 def test_the_demo_trains_by_every_method(tmp_path: Path) -> None:
-    run = launched("demo", tmp_path / "run.json", "--seconds", "3", "--rate", "300", size=4)
+    run = launched("demo", tmp_path / "run.json", "--seconds", "6", "--rate", "300", size=4)
     assert len(run["runs"]) == 6
     start = run["runs"]["dense"]["curve"][0]
     for name, method in run["runs"].items():
