@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
 
 def local_facts() -> dict[str, Any]:
     """Returns what a process knows alone, in plain values, with defaults for what ranks add."""
-    found = importlib.metadata.distributions()
+    # an installation that was broken off leaves a folder without a name
+    found = [one for one in importlib.metadata.distributions() if one.name]
     versions = {one.name.lower().replace("_", "-"): one.version for one in found}
     return {
         "python": platform.python_version(),

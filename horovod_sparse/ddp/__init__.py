@@ -70,7 +70,7 @@ def attach(
         What has the telemetry, and is saved and loaded.
     """
     # those that wait in the first step hear of errors of other ranks here
-    with telling_others(getattr(model, "process_group", None)):
+    with telling_others(model, replicas):
         schedule = Schedule(every, delay)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if isinstance(recipe, Sparsifier):

@@ -64,8 +64,11 @@ def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
 
 
 @contextlib.contextmanager
-def telling_others(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Sends an error that is raised within this context to the other ranks."""
+def telling_others(model: Any, given: Any) -> Iterator[None]:
+    """Sends an error that is raised within this context to the ranks that the model is exchanged with."""
+    if getattr(given, "ndim", 0) == 1:  # a mesh
+        given = given.get_group()
+    group = given if isinstance(given, dist.ProcessGroup) else getattr(model, "process_group", None)
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     try:
         yield

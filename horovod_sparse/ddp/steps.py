@@ -140,7 +140,7 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         process_group: dist.ProcessGroup | None = None,
         **options: Unpack[LocalOptions],
     ) -> None:
-        with telling_others(process_group):
+        with telling_others(model, process_group):
             schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
             optimizer = stepping_optimizer(optimizer, model)
             wrappers = wrappers_of(model)

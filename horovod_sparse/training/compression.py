@@ -274,12 +274,15 @@ def refuse_gradients(requires_grad: bool) -> None:
         )
 
 
-#: a start of Horovod, by its `id` (held, lest that returns), and its calls without a name, by process set
-_calls: dict[int, tuple[object, Counter[int]]] = {}
+#: the last start of Horovod, and the calls without a name in it, by process set
+_calls: tuple[object, Counter[int]] = (None, Counter())
 
 
 def call_name(start: object, process_set: Any) -> str:
     """Names a call without a name by its number, counted anew after each start of Horovod."""
-    _, calls = _calls.setdefault(id(start), (start, Counter()))
-    calls[process_set.process_set_id] += 1
-    return f"noname.{calls[process_set.process_set_id] - 1}"
+    global _calls
+    if _calls[0] is not start:
+        _calls = start, Counter()
+    number = _calls[1][process_set.process_set_id]
+    _calls[1][process_set.process_set_id] += 1
+    return f"noname.{number}"

@@ -65,6 +65,12 @@ def test_facts_and_settings_that_are_wrong_are_found(known, topic, level):
     assert levels(known)[topic] == level
 
 
+def test_a_folder_that_an_installation_has_left_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "numpy" in doctor.local_facts()["packages"]
+
+
 def test_pytorch_alone_is_an_install_that_works():
     alone = facts(launcher="", size=1, controller="", bindings={"torch": False, "tensorflow": False})
     alone |= {"packages": {"torch": "2.13.0", "numba": "0.60.0"}}
