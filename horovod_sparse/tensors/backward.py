@@ -53,10 +53,8 @@ class GradientTraining(Training):
         for_scaler: whether a loss scaler has had them synchronized for that step.
         takes_coo: whether sparse (COO) gradients are synchronized.
         starts_early: whether buckets start within the backward pass, and not in `synchronize` alone.
-        starter: runs coroutines together with other ranks.
     """
 
-    starter: Any
     is_synchronized = for_scaler = False
     takes_coo = starts_early = True
     #: True once another training has taken its parameters

@@ -7,7 +7,6 @@ the host in both cases, and both give the same bits.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import time
 from collections.abc import Mapping, Sequence
@@ -292,9 +291,9 @@ class GradientBucket(ParameterBucket):
             num_union = self.scatter(total.indices, values)
             self.last_sum = (total.indices, values) if self.keeps_sum else None
         self.bucket.accept()
-        report = BucketReport(self.bucket.last, num_union, self.num_bytes, total.notes.norms)
         took = time.perf_counter() - started
-        return dataclasses.replace(report, wait_seconds=self.task.waited_seconds, apply_seconds=took)
+        given = self.bucket.last, num_union, self.num_bytes, total.notes.norms
+        return BucketReport(*given, self.task.waited_seconds, took)
 
     def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         """Overwrites the gradients with a sum times a scale; returns how many different indices the sum has.

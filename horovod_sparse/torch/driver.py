@@ -58,7 +58,7 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
     if isinstance(request, collectives.AllGather):
         tensor = readable_tensor(request.buffer)
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
-        return _HorovodHandle(handle, tensor, _array)
+        return _HorovodHandle(handle, tensor, torch.Tensor.numpy)
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         tensor, answer = _reducible(request.buffer)
         whole = isinstance(request, collectives.AllReduce)
@@ -68,7 +68,7 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
         tensor = readable_tensor(request.buffer)
         root = process_set.ranks[request.root]  # Horovod counts roots in the world, not in the set
         handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
-        return _HorovodHandle(handle, tensor, _array)
+        return _HorovodHandle(handle, tensor, torch.Tensor.numpy)
     if isinstance(request, collectives.Exchange):
         received = partial(exchanges.inbox, request, whose=f"{name}: rank {process_set.rank()}")
         sends = exchanges.as_alltoall(request, process_set.size())
@@ -106,7 +106,7 @@ def _start_alltoall(
 
     def split(output: tuple[torch.Tensor, torch.Tensor]) -> Any:
         received, lengths = output
-        return answer(np.split(_array(received), np.cumsum(_array(lengths))[:-1]))
+        return answer(np.split(received.numpy(), np.cumsum(lengths.numpy())[:-1]))
 
     return _HorovodHandle(handle, tensor, split)
 
@@ -114,8 +114,10 @@ def _start_alltoall(
 def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
     """Returns a tensor that Horovod can reduce, there or on the host, and what converts its sum."""
     if not isinstance(buffer, torch.Tensor):
-        return readable_tensor(buffer), _array
-    if buffer.device.type == "cpu" or _can_reduce(buffer):
+        return readable_tensor(buffer), torch.Tensor.numpy
+    # which this build of Horovod has or has not
+    function = f"horovod_torch_allreduce_async_{buffer.type().replace('.', '_')}"
+    if buffer.device.type == "cpu" or hasattr(hvd.mpi_ops.mpi_lib, function):
         return buffer, lambda total: total
     errors.warn_once(
         "Horovod is built without operations on %s: dense parameters are summed on the host. To sum them on "
@@ -123,17 +125,6 @@ def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callabl
         buffer.device.type,
     )
     return buffer.cpu(), lambda total: total.to(buffer.device)
-
-
-def _can_reduce(tensor: torch.Tensor) -> bool:
-    """True if this build of Horovod has the function that reduces the tensor."""
-    function = "horovod_torch_allreduce_async_" + tensor.type().replace(".", "_")
-    return hasattr(hvd.mpi_ops.mpi_lib, function)
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.numpy()
-    return array
 
 
 class HorovodDriver(Driver):

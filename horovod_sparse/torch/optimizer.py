@@ -155,10 +155,12 @@ def DistributedOptimizer(
     names = None if named_parameters is None else list(named_parameters)
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
-        from horovod_sparse.torch.steps import bind_optimizer  # which others need not
+        from horovod_sparse.torch.steps import StepSynchronizer  # which others need not
+        from horovod_sparse.training.schedules import Schedule
 
         optimizer.process_set = process_set
-        return bind_optimizer(optimizer, names, recipe, settings, every, delay, groups)
+        schedule = Schedule(every, delay)
+        return StepSynchronizer(optimizer, names, recipe, settings, schedule, groups).optimizer
     if (every, delay) != (1, 0):
         allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
         raise ArgumentError("compression", compression, allowed)
@@ -177,11 +179,12 @@ def _adopt(optimizer: Any) -> None:
     _check_sparse(optimizer, recipe, getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
     settings = Settings(bucket_bytes=1)
     if recipe.feedback.applies_rate:
-        from horovod_sparse.torch.steps import bind_optimizer
+        from horovod_sparse.torch.steps import StepSynchronizer
+        from horovod_sparse.training.schedules import Schedule
 
         del own.step  # that of the user's class is taken
         names = [(name, one) for one, name in optimizer._parameter_names.items()]
-        bind_optimizer(optimizer, names, recipe, settings, 1, 0, None)
+        StepSynchronizer(optimizer, names, recipe, settings, Schedule())
         return
     for name, item in _METHODS.items():
         setattr(own, name, item)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,25 +26,40 @@ if TYPE_CHECKING:
 
 
 class StepSynchronizer(OverHorovod, Binding):
-    """Binds an optimizer to passes over Horovod; its `state_dict` has this rank's exact entry, too."""
+    """Binds an optimizer to passes over Horovod; its `state_dict` has this rank's exact entry, too.
+
+    The optimizer gets the methods that Horovod's users call besides. Gradients stay on their ranks until
+    `step`, so `synchronize` has nothing to do, and they may be clipped or accumulated before.
+    """
 
     engine: HorovodEngine
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        names: Mapping[torch.Tensor, str],
+        optimizer: Any,
+        named_parameters: Sequence[tuple[str, torch.Tensor]] | None,
         recipe: Recipe,
         settings: Settings,
         schedule: Schedule,
-        process_set: Any,
-        groups: Any,
+        groups: Any = None,
     ) -> None:
-        engine = HorovodEngine(optimizer, names, recipe, process_set, settings.deadline_seconds)
-        self._groups, self.process_set = groups, process_set
+        for name in ("merging", "tensor_selection", "profile", "max_grad_norm"):
+            if (given := getattr(settings, name)) is not None:
+                remedy = "feedback='error' exchanges gradients"
+                if name == "max_grad_norm":
+                    remedy = "torch.nn.utils.clip_grad_norm_ before step() clips"
+                raise ArgumentError(name, given, f"None: this feedback exchanges steps; {remedy}")
+        recipe, names = recipe_for(optimizer, recipe), {one: name for name, one in named_parameters or ()}
+        self._groups, self.process_set = groups, optimizer.process_set
+        engine = HorovodEngine(optimizer, names, recipe, self.process_set, settings.deadline_seconds)
         super().__init__(optimizer, engine, recipe, settings, schedule)
         claim(self, [one for group in optimizer.param_groups for one in group["params"]])
         self.meet()
+        optimizer._synchronizer, optimizer.telemetry = self, self.telemetry
+        optimizer.finish, optimizer.common = self.finish, self.common
+        optimizer.synchronize = lambda: None
+        optimizer.skip_synchronize = contextlib.nullcontext
+        optimizer.set_backward_passes_per_step = lambda passes: None
 
     def first_plan_of(self, facts: Facts) -> Plan:
         groups = None if self.facts else self._groups  # they are of the parameters that were there
@@ -71,37 +86,6 @@ class StepSynchronizer(OverHorovod, Binding):
     def retire(self) -> None:
         """Returns the optimizer to PyTorch, since another one was made for these parameters."""
         self.detach()
-
-
-def bind_optimizer(
-    optimizer: Any,
-    named_parameters: Sequence[tuple[str, torch.Tensor]] | None,
-    recipe: Recipe,
-    settings: Settings,
-    every: int,
-    delay: int,
-    groups: Any,
-) -> Any:
-    """Binds the optimizer to passes, and returns it with the methods that Horovod's users call besides.
-
-    Gradients stay on their ranks until `step`, so `synchronize` has nothing to do, and they may be clipped
-    or accumulated before.
-    """
-    for name in ("merging", "tensor_selection", "profile", "max_grad_norm"):
-        if (given := getattr(settings, name)) is not None:
-            remedy = "torch.nn.utils.clip_grad_norm_ before step() clips" if name == "max_grad_norm" else ""
-            remedy = remedy or "feedback='error' exchanges gradients"
-            raise ArgumentError(name, given, f"None: this feedback exchanges steps; {remedy}")
-    recipe = recipe_for(optimizer, recipe)
-    names = {one: name for name, one in named_parameters or ()}
-    process_set = optimizer.process_set
-    made = StepSynchronizer(optimizer, names, recipe, settings, Schedule(every, delay), process_set, groups)
-    optimizer._synchronizer, optimizer.telemetry = made, made.telemetry
-    optimizer.finish, optimizer.common = made.finish, made.common
-    optimizer.synchronize = lambda: None
-    optimizer.skip_synchronize = contextlib.nullcontext
-    optimizer.set_backward_passes_per_step = lambda passes: None
-    return optimizer
 
 
 class LocalSteps(OverHorovod, LocalBinding):

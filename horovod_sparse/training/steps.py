@@ -26,7 +26,7 @@ from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
-from horovod_sparse.training.engine import Engine, Starter, Task
+from horovod_sparse.training.engine import Engine, Task
 from horovod_sparse.training.facts import Averaged, Facts, mean_of_finite, present_in, read_facts
 from horovod_sparse.training.moves import OwnMoves
 from horovod_sparse.training.schedules import Schedule
@@ -67,11 +67,6 @@ class Steps(Training):
         self.started_anew = False
         #: this rank's moves by part, while common parameters are shown; None while they are not
         self.hidden: list[list[tuple[Any, Any]]] | None = None
-
-    @property
-    def starter(self) -> Starter:
-        """Returns the driver that runs coroutines together with other ranks."""
-        raise NotImplementedError
 
     def declared(self) -> dict[str, str]:
         return {**super().declared(), **self.schedule.describe()}

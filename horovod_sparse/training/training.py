@@ -42,7 +42,12 @@ class Training:
     """Parts, plan, step number, hosts and label of one training, and under which start ranks agreed on them.
 
     A front end derives from it: it knows when gradients are there, starts the parts, and waits for them.
+
+    Attributes:
+        starter: runs coroutines together with other ranks.
     """
+
+    starter: Any
 
     def __init__(self, engine: Engine, recipe: Recipe, settings: Settings, label: str = "") -> None:
         self.engine, self.recipe, self.settings = engine, recipe, settings
