@@ -17,8 +17,8 @@ from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Indices, Kernel
 from horovod_sparse.checks import check_density
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import fold as folding
-from horovod_sparse.kernels.host import scatter, select
-from horovod_sparse.kernels.host.kth import Candidates
+from horovod_sparse.kernels.host import kth, scatter, select
+from horovod_sparse.kernels.lanes import LANES
 from horovod_sparse.kernels.layout import Layout, bits_dtype, block_size
 from horovod_sparse.kernels.quantization import Quantization, encode
 
@@ -26,6 +26,12 @@ Array = NDArray[Any]
 
 # Elements whose squares are added up at once.
 _SQUARED = 8192
+# Selections of fewer elements, or of more than one in so many, are as fast without candidates.
+_FEWEST, _SPARSE = 256, 32
+# Bins in which the k-th largest of the candidates is looked for are 2**-12 of an exponent wide.
+_FINE = 12
+# In place of a number of candidates: the values are others now.
+_STALE = -2
 
 
 class HostAccumulator(Accumulator):
@@ -55,6 +61,81 @@ class HostAccumulator(Accumulator):
         check_density("density", density, "a number in (0, 1]")
         layout = Layout(int(num_elements), block_size(density))
         super().__init__(HostKernels(layout, gradients.accumulating(dtype)), companions)
+
+
+class Candidates:
+    """Finds the k largest among the elements that a fold has noted, without a second read of n elements.
+
+    The k-th largest of a residual changes little from step to step. So a fold notes every element that
+    reaches a bound a little below the last one, while it has them in cache. If fewer than k reach the bound,
+    or more than there is room for, a selection reads all n elements.
+
+    Args:
+        num_elements: n.
+        dtype: of the values.
+    """
+
+    def __init__(self, num_elements: int, dtype: np.dtype[Any]) -> None:
+        self._most, self._dtype, self._bits = num_elements // _SPARSE, dtype, bits_dtype(dtype)
+        self._exponent = int(np.finfo(dtype).nmant)
+        # what every finite magnitude is below
+        self._never = np.finfo(dtype).max.view(self._bits) + self._bits.type(1)
+        self._next, self._room = self._never, 0
+        self._bound, self._count = np.array([self._never]), np.array([_STALE, 0, 0])
+        self._places, self._words = np.empty(0, np.int32), np.empty(0, self._bits)
+        #: how far the next bound is below the smallest selected magnitude, in bits
+        self._margin = 1 << self._exponent - 3
+        self._last, self._fresh = 0, False
+
+    def begin(self) -> tuple[Array, Array, Array, Array]:
+        """Returns the arrays that a fold fills: bound, count and position, places, words."""
+        self._bound[0], self._count[:2], self._fresh = self._next, 0, True
+        if self._places.size < self._room:
+            self._places, self._words = np.empty(self._room, np.int32), np.empty(self._room, self._bits)
+        return self._bound, self._count, self._places, self._words
+
+    def forget(self) -> None:
+        """Drops the candidates, because the values have changed since the fold."""
+        self._count[0], self._fresh = _STALE, False
+
+    def kth(self, k: int) -> tuple[Any, int] | None:
+        """Returns the bits of the k-th largest, and how many are larger; None if candidates do not tell."""
+        count = int(self._count[0])
+        if count < k:
+            return None
+        smallest, larger = kth.kth_above(
+            self._words, count, k, self._bound[0], 8 * self._dtype.itemsize - 1, self._exponent - _FINE
+        )
+        return self._bits.type(smallest), larger
+
+    def largest(self, k: int) -> tuple[Array, Array] | None:
+        """Returns positions and values of the k largest, ascending, of ties the first; None as `kth` does."""
+        if (known := self.kth(k)) is None:
+            return None
+        out, found = np.empty(k + LANES, np.int32), np.empty(k + LANES, self._bits)
+        kth.keep(self._places, self._words, self._count[0], known[0], k - known[1], out, found)
+        self.learn(k, known[0])
+        return out[:k], found[:k].view(self._dtype)
+
+    def learn(self, k: int, smallest: Any) -> None:
+        """Sets the bound of the next fold by the first k-th largest that is asked of this one."""
+        if not self._fresh:
+            return
+        self._fresh = False
+        if not _FEWEST <= k <= self._most or smallest == 0:
+            self._next, self._last = self._never, 0
+            return
+        count = int(self._count[0])
+        if count == kth.FULL or self._bound[0] > self._next:  # it was raised
+            self._margin = max(self._margin >> 1, 1 << self._exponent - 8)
+        elif count > k + k // 2:
+            self._margin -= self._margin >> 3
+        elif count < k and self._last:
+            self._margin = min(2 * self._margin, 1 << self._exponent - 1)
+        # a residual that grows will grow by as much once more
+        grown, self._last = int(smallest) - (self._last or int(smallest)), int(smallest)
+        self._next = min(max(int(smallest) + grown - self._margin, 1), int(self._never))
+        self._room, self._count[2] = 2 * k + 512, k
 
 
 class HostKernels(Kernels):

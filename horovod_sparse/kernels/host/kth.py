@@ -1,35 +1,19 @@
-"""The k-th largest of unsigned integers, by a radix select from the top digit down, and of what a fold notes.
-
-The k-th largest of a residual changes little from step to step. So a fold notes every element that reaches a
-bound a little below the last one, while it has them in cache, and the k largest are found among these without
-a second read of n elements. If fewer than k reach the bound, or more than there is room for, a selection
-reads all as always.
-"""
+"""The k-th largest of unsigned integers, by a radix select from the top digit down; candidates of a fold."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.kernels.packing import append_keys
-
-Array = NDArray[Any]
 
 # Bits per digit: 2048 counters of 4 bytes, times the ways, stay in the first-level cache.
 _DIGIT = 11
 # Neighbours often share a digit; counting them in turn in four tables keeps the adds independent.
 _WAYS = 4
-# Selections of fewer elements, or of more than one in so many, are as fast without candidates.
-_FEWEST, _SPARSE = 256, 32
-# Bins in which the k-th largest of the candidates is looked for are 2**-12 of an exponent wide.
-_FINE = 12
-# In place of a number of candidates: there was no room for all; the values are others now.
-FULL, _STALE = -1, -2
+# In place of a number of candidates: there was no room for all.
+FULL = -1
 
 
 @kernel
@@ -150,7 +134,7 @@ def raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _kth_of(words, count, k, bound, num_bits, width):  # type: ignore[no-untyped-def]
+def kth_above(words, count, k, bound, num_bits, width):  # type: ignore[no-untyped-def]
     """The k-th largest magnitude of count words that reach a bound, and how many are larger."""
     counts = np.zeros((1 << _DIGIT, _WAYS), np.uint32)
     mask, most = (1 << num_bits) - 1, (1 << _DIGIT) - 1
@@ -197,74 +181,3 @@ def keep(places, words, count, smallest, ties, out, found):  # type: ignore[no-u
             ties -= tie
             kept += 1
         i += 1
-
-
-class Candidates:
-    """Keeps what the folds of one accumulator note, and the bound above which they do.
-
-    Args:
-        num_elements: n.
-        dtype: of the values.
-    """
-
-    def __init__(self, num_elements: int, dtype: np.dtype[Any]) -> None:
-        self._most, self._dtype, self._bits = num_elements // _SPARSE, dtype, bits_dtype(dtype)
-        self._exponent = int(np.finfo(dtype).nmant)
-        # what every finite magnitude is below
-        self._never = np.finfo(dtype).max.view(self._bits) + self._bits.type(1)
-        self._next, self._room = self._never, 0
-        self._bound, self._count = np.array([self._never]), np.array([_STALE, 0, 0])
-        self._places, self._words = np.empty(0, np.int32), np.empty(0, self._bits)
-        #: how far the next bound is below the smallest selected magnitude, in bits
-        self._margin = 1 << self._exponent - 3
-        self._last, self._fresh = 0, False
-
-    def begin(self) -> tuple[Array, Array, Array, Array]:
-        """Returns the arrays that a fold fills: bound, count and position, places, words."""
-        self._bound[0], self._count[:2], self._fresh = self._next, 0, True
-        if self._places.size < self._room:
-            self._places, self._words = np.empty(self._room, np.int32), np.empty(self._room, self._bits)
-        return self._bound, self._count, self._places, self._words
-
-    def forget(self) -> None:
-        """Drops the candidates, because the values have changed since the fold."""
-        self._count[0], self._fresh = _STALE, False
-
-    def kth(self, k: int) -> tuple[Any, int] | None:
-        """Returns the bits of the k-th largest, and how many are larger; None if candidates do not tell."""
-        count = int(self._count[0])
-        if count < k:
-            return None
-        smallest, larger = _kth_of(
-            self._words, count, k, self._bound[0], 8 * self._dtype.itemsize - 1, self._exponent - _FINE
-        )
-        return self._bits.type(smallest), larger
-
-    def largest(self, k: int) -> tuple[Array, Array] | None:
-        """Returns positions and values of the k largest, ascending, of ties the first; None as `kth` does."""
-        if (known := self.kth(k)) is None:
-            return None
-        out, found = np.empty(k + v.LANES, np.int32), np.empty(k + v.LANES, self._bits)
-        keep(self._places, self._words, self._count[0], known[0], k - known[1], out, found)
-        self.learn(k, known[0])
-        return out[:k], found[:k].view(self._dtype)
-
-    def learn(self, k: int, smallest: Any) -> None:
-        """Sets the bound of the next fold by the first k-th largest that is asked of this one."""
-        if not self._fresh:
-            return
-        self._fresh = False
-        if not _FEWEST <= k <= self._most or smallest == 0:
-            self._next, self._last = self._never, 0
-            return
-        count = int(self._count[0])
-        if count == FULL or self._bound[0] > self._next:  # it was raised
-            self._margin = max(self._margin >> 1, 1 << self._exponent - 8)
-        elif count > k + k // 2:
-            self._margin -= self._margin >> 3
-        elif count < k and self._last:
-            self._margin = min(2 * self._margin, 1 << self._exponent - 1)
-        # a residual that grows will grow by as much once more
-        grown, self._last = int(smallest) - (self._last or int(smallest)), int(smallest)
-        self._next = min(max(int(smallest) + grown - self._margin, 1), int(self._never))
-        self._room, self._count[2] = 2 * k + 512, k
