@@ -232,11 +232,12 @@ def test_what_one_rank_cannot_use_is_told_to_all(engine: Engine, wrong: str, mon
 
 
 @pytest.mark.needs("models")
-@pytest.mark.parametrize("change", ["shape", "elements"])
+@pytest.mark.parametrize("change", ["shape", "elements", "name"])
 def test_another_model_is_told_to_all(engine: Engine, change: str) -> None:
     shapes: dict[str, Any] = {"first": (40, 30), "second": (3, 5, 11)}
     if engine.rank == engine.size - 1:
-        shapes["second"] = (5, 3, 11) if change == "shape" else (3, 5, 12)
+        other = {"shape": (5, 3, 11), "elements": (3, 5, 12)}.get(change, shapes.pop("second"))
+        shapes["third" if change == "name" else "second"] = other
     refused(
         engine,
         engine.train("topk:density=0.1", shapes),

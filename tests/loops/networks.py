@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from loops.way import STEPS, WAYS, fitted, loop
+from loops.way import WAYS, fitted, loop
 from support.passes import backward, net_of
 
 
@@ -194,8 +194,9 @@ fitted("checkpointed_activations_by_reentrance", lambda: Tied(reentrant=True))
 fitted("batch_norm", batch_normed)
 fitted("convolutions", convolutional)
 # of its own sums DistributedDataParallel 2.13 puts some at other positions
-_LATER = {"refused": dict.fromkeys(STEPS, "order in memory"), "reference": "module"}
-fitted("channels_last_after_construction", plain_convolutional, at={2: channels_last}, **_LATER)
+_LATER = dict.fromkeys(("DDP steps", "module steps", "Horovod steps"), "order in memory")
+_REORDERED = NOT_SHARDED | {"at": {2: channels_last}, "refused": _LATER, "reference": "module"}
+fitted("channels_last_after_construction", plain_convolutional, **_REORDERED)
 fitted("compiled_models", lambda: torch.compile(net_of(), backend="eager"), **NOT_SHARDED)
 fitted("normed_weights", normed)
 fitted("one_parameter", One, **NOT_SHARDED)

@@ -6,7 +6,6 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.errors import StateMismatchError
 from support.keras_models import fit, flat, keras, make_model
 
 pytestmark = pytest.mark.tensorflow
@@ -54,13 +53,3 @@ def test_two_models_of_the_same_names_in_one_step(rank, size):
         for factor, (kernel, bias) in zip((1.0, 100.0), step(), strict=True):
             np.testing.assert_allclose(kernel, [factor * total] * 5)
             np.testing.assert_allclose(bias, factor * total)
-
-
-def test_a_head_of_one_rank_is_not_that_of_another(rank, size):
-    """Equal in shape, so that the gradient of the one was applied to the other."""
-    body, head = (tf.Variable(tf.ones([5]), name=name) for name in ("body", f"head_{'ab'[rank > 0]}"))
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(body * head)
-    tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.topk(density=0.5))
-    with pytest.raises(StateMismatchError, match="head_a"):
-        tape.gradient(loss, [body, head])
