@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     references = baselines(options.baselines, _BASELINES)
     names = list(sparsifiers)
     num_parts = max(1, -(-len(names) // options.at_once))
-    settings = []
+    settings, sizes = [], {name: getattr(options, name) for name in ("elements", "density", "repeat")}
     for number in range(num_parts):
         own = names[number * len(names) // num_parts : (number + 1) * len(names) // num_parts]
         methods = [*references, *own]
@@ -68,13 +68,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.pairs:
             methods += [name + PAIRS_SUFFIX for name in own]
         settings.append(
-            {
-                "elements": options.elements,
-                "density": options.density,
-                "methods": methods,
-                "sparsifiers": {name: sparsifiers[name] for name in own},
-                "repeat": options.repeat,
-            }
+            {**sizes, "methods": methods, "sparsifiers": {name: sparsifiers[name] for name in own}}
         )
     facts = {name: getattr(options, name) for name in ("elements", "density", "ranks_per_host")}
     return {**facts, "launches": launches("benchmarks.sync", options, lambda num_hosts: settings)}

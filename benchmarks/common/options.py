@@ -43,9 +43,7 @@ def _host_counts(text: str) -> list[int]:
 def bench_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """The command line that all measurements have: the name of one, and what it does."""
     parser = argparse.ArgumentParser(
-        prog=f"scripts/bench {name}",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"scripts/bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--density", type=density, default=0.001, help="kept fraction (default %(default)s)")
@@ -136,13 +134,8 @@ def launch(
     """
     network, load = how.setdefault("network", "gloo"), os.getloadavg()[0]
     told = f"{how['num_ranks']} ranks, {hosts.rate}, {network}"
-    result = hosts.run(
-        module,
-        settings,
-        timeout_s=options.timeout,
-        on_progress=lambda line: print(f"{told}: {line}", file=sys.stderr),
-        **how,
-    )
+    how |= {"on_progress": lambda line: print(f"{told}: {line}", file=sys.stderr)}
+    result = hosts.run(module, settings, timeout_s=options.timeout, **how)
     facts = {"network": network, "rate": hosts.rate, "load_before": round(load, 2)}
     return {**facts, "sparsifiers": settings["sparsifiers"], **result}
 

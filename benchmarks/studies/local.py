@@ -105,11 +105,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.AdamW, rate: float, set
 
 
 def _together(
-    method: Method,
-    task: Task,
-    model: torch.nn.Module,
-    streams: Sequence[Any],
-    setting: dict[str, Any],
+    method: Method, task: Task, model: torch.nn.Module, streams: Sequence[Any], setting: dict[str, Any]
 ) -> tuple[list[float], float]:
     """One model, since all ranks have the same: the gradient of all batches is the mean over ranks."""
     optimizer, losses, sent = _optimizer(model, setting), [], 0.0
@@ -125,11 +121,7 @@ def _together(
 
 
 def _apart(
-    method: Method,
-    task: Task,
-    model: torch.nn.Module,
-    streams: Sequence[Any],
-    setting: dict[str, Any],
+    method: Method, task: Task, model: torch.nn.Module, streams: Sequence[Any], setting: dict[str, Any]
 ) -> tuple[list[float], float]:
     """A model for every rank; every so many steps their mean displacement moves what all begin with again."""
     models = [copy.deepcopy(model) for _ in streams]
@@ -186,18 +178,9 @@ def table(result: Result) -> str:
         bits, test, sent = ([run[key] for run in own.values()] for key in KEYS)
         dense_bits, _, dense_sent = ([dense[1][seed][key] for seed in own] for key in KEYS)
         fewer = np.mean(dense_sent) / np.mean(sent)
-        rows.append(
-            [
-                name,
-                f"{rate:g}",
-                f"{np.mean(bits):.3f}",
-                f"{100 * (np.mean(bits) / np.mean(dense_bits) - 1):+.1f} %",
-                f"{np.mean(test):.3f}",
-                f"{fewer / (method.every * method.accumulate):.0f}x",
-                f"{fewer:,.0f}x",
-                str(len(own)),
-            ]
-        )
+        scores = f"{100 * (np.mean(bits) / np.mean(dense_bits) - 1):+.1f} %", f"{np.mean(test):.3f}"
+        times = f"{fewer / (method.every * method.accumulate):.0f}x", f"{fewer:,.0f}x"
+        rows.append([name, f"{rate:g}", f"{np.mean(bits):.3f}", *scores, *times, str(len(own))])
     head = ["method", "rate", "bits, training", "to dense", "bits, test"]
     return markdown([*head, "fewer bytes, exchange", "in all", "seeds"], rows)
 

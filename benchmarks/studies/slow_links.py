@@ -72,9 +72,8 @@ def train(cell: Cell, method: str | Local, num_steps: int) -> dict[str, Any]:
     net = task.make_model()
     # over Gloo PowerSGD's collectives of several buckets get out of order
     model = DistributedDataParallel(net, bucket_cap_mb=1024 if method == "powersgd" else None)
-    optimizer = torch.optim.AdamW(
-        groups(list(net.parameters()), SETTING), betas=(0.9, SETTING["beta2"]), fused=True
-    )
+    parts = groups(list(net.parameters()), SETTING)
+    optimizer = torch.optim.AdamW(parts, betas=(0.9, SETTING["beta2"]), fused=True)
     local, top_rate = None, SETTING["rate"]
     if method == "powersgd":  # from the earliest step that it can
         model.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)

@@ -143,13 +143,8 @@ def launched(command: Sequence[str], timeout_s: float = 1200, **variables: str) 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
         words = ["timeout", "--kill-after=15", str(timeout_s), *command, "--json", str(file)]
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **variables},
-        )
+        env = {**os.environ, **variables}
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env)
         if done.returncode == 1 and "NonFiniteGradientError" in done.stderr:
             return {"diverged": True}
         if done.returncode != 0 or not file.exists():
