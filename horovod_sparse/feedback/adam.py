@@ -30,12 +30,10 @@ _SAMPLE, _NEWS, _MOST = 4096, 0.03, 10.0
 
 @dataclass(frozen=True)
 class Normalizing(Rule):
-    """Divides gradients by the root of their rank's second moment v; residuals and messages hold steps.
-
-    A subclass gives the defaults, and says whether v is corrected for its beginning at 0.
-    """
+    """Divides gradients by the root of their rank's second moment v; residuals and messages hold steps."""
 
     num_companions: ClassVar[int] = 1  # the second moment
+    densities: ClassVar[tuple[float, float]] = (0.0, 0.01)
     adds_up: ClassVar[bool] = False
     default_beta2: ClassVar[float]
     #: whether v is divided by ``1 - beta2^t``
@@ -87,19 +85,17 @@ class Normalizing(Rule):
 class AdamFeedback(Normalizing):
     """``acc = e + s eta z``, ``z = g / (sqrt(v / (1 - beta2^t)) + eps)``, ``v = beta2 v + (1 - beta2) g^2``.
 
-    An optimizer with moments behind plain error feedback meets every element as a spike: its second moment
-    becomes 1 / density times too large, and its first one pushes on in a direction that is old already. So a
-    gradient is normalized where it is still dense, on its rank, and the *step* waits and is sent. There is no
-    first moment: error feedback is one, with a memory of 1 / density steps. What comes back is applied as it
-    is, after AdamW's decay: ``theta = theta (1 - eta weight_decay) - mean over ranks``. PyTorch's
-    `DistributedOptimizer` and `attach` let the user's AdamW do that, and take eta, beta2 and eps from it.
+    Each rank normalizes its own gradient, adds the step to the residual, and sends the largest elements;
+    after AdamW's decay the mean is subtracted: ``theta = theta (1 - eta weight_decay) - mean``. Moments
+    behind plain error feedback meet every element as a spike that is 1 / density steps old: v becomes too
+    large, and the first moment pushes on in an old direction. So v is made of dense gradients, and there is
+    no first moment: error feedback is one, with a memory of 1 / density steps.
 
-    Of which gradient v is: of this rank's own, in float32 or float64. A loss's scale is divided out before,
-    and clipping comes before, too. Passes that are accumulated count once, as the optimizer would see their
-    sum. With two levels v is of the host's sum. A gradient that is not finite, or whose square is not, leaves
-    v as it is; a gradient that is dropped with its step is taken out of v, to the rounding of its sum. What
-    was sent is not cleared in v. Checkpoints hold v and the number of its steps. At another number of ranks a
-    rank averages v of the ranks whose residuals it takes over; where other ranks share hosts v starts anew.
+    v is of this rank's gradient, in float32 or float64, after clipping and without the loss's scale; of the
+    host's sum with two levels; of the sum of accumulated passes. A gradient that is not finite, or whose
+    square is not, leaves v as it is; a dropped step is taken out of v, to rounding. Sent elements keep their
+    v. Checkpoints hold v and its number of steps. At another number of ranks a rank averages v of the ranks
+    whose residuals it takes over; if other ranks share hosts, v starts anew.
 
     Args:
         beta2: in (0, 1); None: the optimizer's, or 0.999 where none is known.

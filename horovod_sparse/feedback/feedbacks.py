@@ -108,25 +108,19 @@ class Feedback:
 
 @dataclass(frozen=True)
 class ErrorFeedback(Feedback):
-    """What is not sent stays: ``acc = residual + gradient``, ``residual = acc - sent``.
+    """Keeps what is not sent for later steps: ``acc = residual + gradient``, ``residual = acc - sent``.
 
-    The papers fold the learning rate in (``acc = e + eta * G``); Horovod's optimizers receive
-    gradients and multiply by eta later. The two are equal while eta is constant. When eta changes,
-    old gradients are applied with the new learning rate, as the public programs do. `scale_residual`
-    keeps the papers' form: the residual is multiplied by eta_before / eta_now, so that a gradient is
-    always applied with the learning rate of the step that computed it.
-
-    That form is for plain SGD alone. Momentum and adaptive moments outlive the step: what a falling rate
-    has enlarged is in them still when the rate has come back, or spoils the estimate of a gradient's
-    size. In no order of rates is the residual enlarged more than ten times (see `Progress.at`).
+    The papers fold the learning rate in (``acc = e + eta * G``); Horovod's optimizers receive gradients and
+    multiply by eta later. Both are equal while eta is constant. When eta changes, old gradients are applied
+    with the new rate, as the public programs do, or with that of their own step (`scale_residual`).
 
     Args:
-        scale_residual: follow changes of the learning rate, as the papers' equations do; for optimizers
-            without momentum or moments.
+        scale_residual: multiply the residual by eta_before / eta_now, by ten at most in all (`Progress.at`).
+            For SGD without momentum alone: moments would keep what a falling rate enlarges.
         clip_norm: of a rank's gradient of a bucket, times sqrt(P); None for no clipping. See
             `MomentumCorrection`.
-        decay: in (0, 1]: ``acc = decay residual + gradient``. Below 1 what waits for long is forgotten, as in
-            SparseLoCo (0.95), where steps of the past rounds point elsewhere by then.
+        decay: in (0, 1]: ``acc = decay residual + gradient``. Below 1 the residual forgets old rounds, as in
+            SparseLoCo (0.95).
 
     Source: Seide et al. 2014; ExDyna and MiCRO, Algorithm 1.
 
@@ -167,13 +161,10 @@ class NoFeedback(Feedback):
 class MomentumCorrection(Feedback):
     """``u = m u + g,  acc = e + u``; sent positions are cleared in e and in u.
 
-    With plain error feedback, a gradient that is held back for many steps misses the momentum it would
-    have gathered. Here momentum is applied before, on every rank, so the optimizer must not apply it
-    again: use SGD without momentum (with it an ArgumentError is raised). Weight decay stays with the
+    With plain error feedback, a gradient in the residual misses the momentum it would have gathered. Here
+    every rank applies momentum first, so the optimizer must be SGD without momentum (an ArgumentError
+    otherwise); a drop-in must not ask for that, so this is nobody's default. Weight decay stays with the
     optimizer, and so out of the velocity.
-
-    It is nobody's default, not even of `DGC`, because it is right only together with a change of the
-    user's optimizer, which a drop-in must not ask for.
 
     Args:
         momentum: m, in [0, 1).
@@ -252,8 +243,8 @@ class Rule(Feedback):
     refused: ClassVar[Mapping[str, str]] = {}
     #: whether parameters have to be whole on a rank: no shards
     takes_whole: ClassVar[bool] = False
-    #: the smallest density that costs no accuracy, where it is larger than that of sparsifiers
-    least_density: ClassVar[float] = 0.0
+    #: the smallest and the largest density that cost no accuracy, where these are known
+    densities: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> Rule:
         """Returns the rule with what is the same in all passes, as PyTorch's optimizer has it."""

@@ -39,7 +39,7 @@ class MuonFeedback(Rule):
     optimizers: ClassVar[tuple[str, ...]] = ("Muon",)
     moment: ClassVar[str] = "momentum_buffer"
     takes_whole: ClassVar[bool] = True
-    least_density: ClassVar[float] = 0.05
+    densities: ClassVar[tuple[float, float]] = (0.05, 1.0)
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         return {"masking": False}  # what is folded is the step

@@ -137,17 +137,16 @@ class ParameterRules:
         if not all(isinstance(pattern, str) for pattern in dense):
             raise ArgumentError("dense", self.dense, 'patterns of names, as ("*.bias", "*.norm.*")')
         object.__setattr__(self, "dense", dense)
-        pairs: Any = self.densities
-        pairs = tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs
-        allowed = 'densities by pattern, as {"embedding.*": 0.01}'
-        if not isinstance(pairs, Iterable) or isinstance(pairs, str):
-            raise ArgumentError("densities", self.densities, allowed)
-        pairs = tuple(tuple(pair) if isinstance(pair, (list, tuple)) else pair for pair in pairs)
-        for pair in pairs:
-            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-                raise ArgumentError("densities", self.densities, allowed)
-            check_density(f"densities[{pair[0]!r}]", pair[1], "a kept fraction in (0, 1]")
-        object.__setattr__(self, "densities", pairs)
+        densities: Any = self.densities
+        try:
+            densities = dict(densities)
+        except (TypeError, ValueError):
+            densities = {None: None}
+        if not all(isinstance(pattern, str) for pattern in densities):
+            raise ArgumentError("densities", self.densities, 'densities by pattern, as {"embedding.*": 0.01}')
+        for pattern, density in densities.items():
+            check_density(f"densities[{pattern!r}]", density, "a kept fraction in (0, 1]")
+        object.__setattr__(self, "densities", tuple(densities.items()))
 
     def density_of(self, name: str, num_elements: int) -> float | None:
         """Returns a parameter's density: 1 if it is sent whole, None if the sparsifier's own holds."""
@@ -171,14 +170,8 @@ class ParameterRules:
 
     def arguments(self) -> dict[str, Any]:
         """Returns arguments of a recipe for the rules that differ from the default."""
-        changed = {
-            item.name: getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if getattr(self, item.name) != item.default
-        }
-        if "densities" in changed:
-            changed["densities"] = dict(changed["densities"])
-        return changed
+        given = {name: now for name, default in _RULES.items() if (now := getattr(self, name)) != default}
+        return {name: dict(value) if name == "densities" else value for name, value in given.items()}
 
 
 @dataclass(frozen=True)
@@ -245,6 +238,19 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+
+def for_length(steps: int) -> dict[str, Any]:
+    """Returns arguments of a recipe for a training with AdamW: the least bytes that cost no accuracy.
+
+    Example:
+        >>> for_length(10_000)
+        {'density': 0.0008, 'values': '2bit', 'indices': 'gaps', 'feedback': 'adam'}
+    """
+    check_count("steps", steps, "the number of steps of the training, 1 or more")
+    density = min(0.01, 8.0 / steps)
+    return {"density": float(f"{density:.2g}"), "values": "2bit", "indices": "gaps", "feedback": "adam"}
+
+
 _RULES = {item.name: item.default for item in dataclasses.fields(ParameterRules)}
 
 
@@ -262,9 +268,9 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     Args:
         name: of the algorithm, as in `Compression`; or "best": top-k, which is the most accurate, with the
             feedback for the optimizer at hand (`BestFeedback`); or "sparseloco", for `LocalSteps`.
-        **arguments: of the algorithm; `feedback` (a name of
-            `FEEDBACKS`, or a `Feedback`); and those of `ParameterRules`. What has arguments itself may be
-            given as text: ``schedule="exponential(steps=400)"``.
+        **arguments: of the algorithm; `feedback` (a name of `FEEDBACKS`, or a `Feedback`); those of
+            `ParameterRules`; and `steps` of "best" (`for_length`). What has arguments itself may be given as
+            text: ``schedule="exponential(steps=400)"``.
 
     Raises:
         UnknownNameError: for a misspelt algorithm or argument, with the valid ones.
@@ -279,6 +285,8 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     """
     if name in PRESETS:
         algorithm, preset = PRESETS[name]
+        if name == "best" and "steps" in arguments:
+            preset = for_length(arguments.pop("steps"))
         return recipe(algorithm, **{**preset, **arguments})
     signature = recipe_signature(name)
     for argument in arguments:

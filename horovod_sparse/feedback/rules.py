@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -100,23 +101,34 @@ def recipe_for(optimizer: Any, recipe: Any) -> Any:
     Raises:
         ArgumentError: for a rule of another optimizer, or settings that it does not follow.
     """
-    kind, given = kind_of(optimizer), recipe.feedback
-    own: Any = _BY_NAME[kind]
+    kind = kind_of(optimizer)
+    own = _BY_NAME[kind]
+    recipe = with_rule(recipe, own, kind, optimizer.param_groups)
+    for group in optimizer.param_groups:
+        if own.takes_whole and any(hasattr(one, "device_mesh") for one in group["params"]):
+            allowed = f"one without shards: {kind} makes its step of whole matrices"
+            raise ArgumentError("model", "one that fully_shard has sharded", allowed)
+    return recipe
+
+
+def with_rule(recipe: Any, own: Any, kind: str, groups: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns a recipe with the rule of this kind of optimizer; refuses settings that the rule ignores."""
+    given, sparsifier = recipe.feedback, recipe.sparsifier
     if isinstance(given, feedbacks.BestFeedback):
         given = own() if given.clip_norm is None else own(clip_norm=given.clip_norm)
     if not isinstance(given, own):
         name = getattr(given, "text_name", type(given).__name__)
         raise ArgumentError("feedback", name, f"'best' or {own.text_name!r} with {kind}")
-    for group in optimizer.param_groups:
-        for setting, why in {"differentiable": "autograd does not see the step", **own.refused}.items():
-            if group.get(setting):
-                raise ArgumentError(setting, group[setting], f"{kind} without it: {why}")
-        if own.takes_whole and any(hasattr(one, "device_mesh") for one in group["params"]):
-            allowed = f"one without shards: {kind} makes its step of whole matrices"
-            raise ArgumentError("model", "one that fully_shard has sharded", allowed)
-    sparsifier = recipe.sparsifier
-    if not recipe.density_given and sparsifier.density < own.least_density:
-        sparsifier = replace(sparsifier, density=own.least_density)
+    refused = {"differentiable": "autograd does not see the step", **own.refused}
+    for group, (setting, why) in itertools.product(groups, refused.items()):
+        if group.get(setting):
+            raise ArgumentError(setting, group[setting], f"{kind} without it: {why}")
+    least, most = own.densities
+    if not recipe.density_given and sparsifier.density < least:
+        sparsifier = replace(sparsifier, density=least)
         told = "density %g with %s, if none is given: its steps are flat, and fewer elements cost accuracy"
-        _log.info(told, own.least_density, kind)
-    return replace(recipe, sparsifier=sparsifier, feedback=given.of(optimizer.param_groups))
+        _log.info(told, least, kind)
+    elif sparsifier.has_density and most < sparsifier.density < 1.0:
+        told = "density %g with %s: GPTs and an LSTM trained better at %g, with fewer bytes"
+        _log.info(told, sparsifier.density, kind, most)
+    return replace(recipe, sparsifier=sparsifier, feedback=given.of(groups))

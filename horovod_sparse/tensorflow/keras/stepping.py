@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.feedback import RULES, BestFeedback, Recipe
+from horovod_sparse.feedback import RULES, Recipe
+from horovod_sparse.feedback.rules import with_rule
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.keras.steps import KerasSteps
@@ -39,7 +39,7 @@ def no_local_variables() -> UnsupportedError:
 
 def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
     """Returns a recipe with the rule of an optimizer of Keras; refuses what the rule does not follow."""
-    kind, given = type(optimizer), recipe.feedback
+    kind = type(optimizer)
     rules: dict[Any, Any] = {
         getattr(tf.keras.optimizers, name): rule for rule in RULES for name in rule.keras
     }
@@ -48,19 +48,11 @@ def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
         allowed = f"{names} of keras.optimizers itself, whose steps are known; or feedback='error'"
         raise ArgumentError("optimizer", kind.__name__, allowed)
     own = rules[kind]
-    if isinstance(given, BestFeedback):
-        given = own() if given.clip_norm is None else own(clip_norm=given.clip_norm)
-    if not isinstance(given, own):
-        name = getattr(given, "text_name", type(given).__name__)
-        raise ArgumentError("feedback", name, f"'best' or {own.text_name!r} with {kind.__name__}")
-    for name, why in own.refused.items():
-        if getattr(optimizer, name, None):
-            raise ArgumentError(name, getattr(optimizer, name), f"{kind.__name__} without it: {why}")
     for name, allowed in _REFUSED.items():
         if getattr(optimizer, name, None):
             raise ArgumentError(name, getattr(optimizer, name), allowed)
-    settings = {name: getattr(optimizer, name, 0.0) for name in ("momentum", "nesterov")}
-    return dataclasses.replace(recipe, feedback=given.of([settings]))
+    settings = {name: getattr(optimizer, name, 0.0) for name in ("momentum", "nesterov", *own.refused)}
+    return with_rule(recipe, own, kind.__name__, [settings])
 
 
 def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:

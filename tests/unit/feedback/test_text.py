@@ -90,6 +90,16 @@ def test_texts_stand_for_these_recipes() -> None:
     assert parse_recipe("qsgd:norm=l2,levels=127") == recipe("qsgd", norm="l2", levels=127)
 
 
+@pytest.mark.parametrize(
+    ("steps", "density"), [(1, 0.01), (500, 0.01), (1000, 0.008), (3000, 0.0027), (10_000, 0.0008)]
+)
+def test_best_takes_density_and_messages_from_the_number_of_steps(steps: int, density: float) -> None:
+    text = f"topk:density={density},values=2bit,indices=gaps,feedback=adam"
+    made = recipe("best", steps=steps)
+    assert made == parse_recipe(f"best:steps={steps}") == parse_recipe(made.describe()) == parse_recipe(text)
+    assert parse_recipe(f"best:steps={steps},density=0.5,values=exact").sparsifier.density == 0.5
+
+
 #: what is wrong is repeated as it stands, text in quotes: the last argument
 _REPEATED = """
     topk:quantum=0 topk:quantum=True exdyna:alpha=0.9 exdyna:blocks_per_move=1.0 micro:threshold=0.5
@@ -100,6 +110,7 @@ _REPEATED = """
     topk:feedback=none(clip_norm=True) topk:feedback=error(clip_norm=-1.0) topk:feedback=adam(eps=0.0)
     topk:feedback=error(clip_norm=nan) spardl:latency_seconds=-1 spardl:latency_seconds=1e400
     topk:density=x topk:density=atuo hard_threshold:threshold=sketch randomk:shared=no signsgd:values=float16
+    best:steps=0 best:steps=1.5
 """
 #: and a name that is not known, with those that are
 _UNKNOWN = """

@@ -163,12 +163,24 @@ def test_best_is_found_by_the_optimizer() -> None:
         recipe_for(OPTIM.AdamW(parameters), parse_recipe("topk:feedback=rmsprop"))
     with pytest.raises(ArgumentError, match=r"^momentum=0\.9 .* give 0 as the optimizer has it"):
         recipe_for(OPTIM.SGD(parameters), parse_recipe("topk:feedback=sgd(momentum=0.9)"))
+    with pytest.raises(ArgumentError, match=r"feedback='adam'.*'best' or 'sgd' with SGD"):
+        recipe_for(OPTIM.SGD(parameters), parse_recipe("best:steps=1000"))
 
     class Named(OPTIM.AdamW):
         def state_dict(self) -> Any:
             return super().state_dict()
 
     assert kind_of(Named([torch.nn.Parameter(torch.zeros(2))])) == "AdamW"
+
+
+def test_more_density_than_adamw_needs_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "horovod_sparse")
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2))]
+    for optimizer, density in ((OPTIM.AdamW, 0.01), (OPTIM.SGD, 0.05), (OPTIM.AdamW, 1.0)):
+        recipe_for(optimizer(parameters), parse_recipe(f"best:density={density}"))
+    assert not caplog.records
+    recipe_for(OPTIM.AdamW(parameters), parse_recipe("best:density=0.05"))
+    assert [record.getMessage()[:23] for record in caplog.records] == ["density 0.05 with AdamW"]
 
 
 def named(name: str, base: type = OPTIM.Optimizer) -> Any:
