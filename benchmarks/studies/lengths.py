@@ -36,7 +36,7 @@ CELLS += [("GPT 0.12 M", 10_000), ("GPT 0.47 M", 1000), ("LSTM 0.11 M", 3000), (
 def densities(steps: int) -> list[float]:
     """Those at which an element is sent 0.3 to 30 times in all; those near a first guess first."""
     kept = [density for density in DENSITIES if 0.25 <= density * steps <= 31]
-    return sorted(kept, key=lambda density: abs(math.log(density * math.sqrt(steps) / 0.03)))
+    return sorted(kept, key=lambda density: abs(math.log(density * math.sqrt(steps) / 0.06)))
 
 
 def row(task: str, steps: int, density: float) -> str:
@@ -77,20 +77,20 @@ def measure(name: str) -> Result:
     return trained(TASKS[task](), Method(SIZE, "dense" if method == "dense" else sparse), setting, *numbers)
 
 
-def sends_needed(runs: Result, task: str, steps: int, score: str) -> str:
-    """How often an element has to be sent: by a line through the two densities around what is allowed."""
+def enough(runs: Result, task: str, steps: int, score: str) -> str:
+    """The least density that costs nothing: on a line between the two densities around what is allowed."""
     points = [
-        (statistics.fmean(more), math.log(density * steps))
+        (statistics.fmean(more), math.log(100 * density))
         for density in sorted(densities(steps))
         if (more := behind(runs, row(task, steps, density), row(task, steps, 1.0), score))
     ]
     if not points or min(points)[0] > ALLOWED:
-        return f"> {math.exp(points[-1][1]):.2g}" if points else "-"
-    points = points[: points.index(min(points)) + 1]  # more sends than at the best density are no question
+        return f"> {math.exp(points[-1][1]):.2g} %" if points else ""
+    points = points[: points.index(min(points)) + 1]  # more than the best density is no question
     for (worse, few), (better, many) in reversed([*itertools.pairwise(points)]):
         if worse > ALLOWED:
-            return f"{math.exp(few + (many - few) * (worse - ALLOWED) / (worse - better)):.2g}"
-    return f"< {math.exp(points[0][1]):.2g}"
+            return f"{math.exp(few + (many - few) * (worse - ALLOWED) / (worse - better)):.2g} %"
+    return f"< {math.exp(points[0][1]):.2g} %"
 
 
 def table(result: Result) -> str:
@@ -124,13 +124,13 @@ def table(result: Result) -> str:
 
 
 def law(result: Result) -> str:
-    """How often elements have to be sent, by the length of the training."""
-    runs = result["runs"]
-    rows = [
-        [f"{task}, {steps:,} steps", *(sends_needed(runs, task, steps, score) for score in SCORES)]
+    """The density that is enough, by the length of the training."""
+    found = {
+        f"{task}, {steps:,} steps": [enough(result["runs"], task, steps, score) for score in SCORES]
         for task, steps in sorted(CELLS)
-    ]
-    return markdown(["sends of an element that are enough", "training", "held-out"], rows)
+    }
+    rows = [[cell, *densities] for cell, densities in found.items() if any(densities)]
+    return markdown(["density that is enough", "training", "held-out"], rows)
 
 
 _FACTS = {name: value for name, value in SETTING.items() if name not in ("num_steps", "batch")}
