@@ -187,6 +187,8 @@ class OwnMoves:
     def roll_back(self) -> None:
         """Takes everything back that no mean has replaced: parameters are the common ones."""
         pending = self.pending()
+        if self.was_edited():  # these are another model's parameters, which somebody has loaded
+            self.moves, self._left = [], None
         self._undo()
         self.in_flight.clear()
         self._resumed.clear()

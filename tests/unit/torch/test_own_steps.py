@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from typing import Any
@@ -150,6 +151,21 @@ def test_a_saved_optimizer_goes_on_with_a_parameter_used_late(kind: type, entry:
     assert steps.step == optimizers[0]._synchronizer.step == 9
     steps.load_state_dict(None)
     assert not steps.ages
+
+
+@pytest.mark.parametrize("schedule", [{"delay": 1}, {"every": 3}])
+def test_a_training_goes_back_to_what_was_saved_first_the_model(schedule: Any) -> None:
+    net = net_of()
+    optimizer: Any = OPTIM.AdamW(net.parameters(), lr=0.01)
+    hvd.DistributedOptimizer(optimizer, compression="best:density=0.2", **schedule)
+    trained(net, optimizer, 5)
+    model, state, ends = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()), []
+    for _ in range(2):
+        ends.append([one.clone() for one in trained(net, optimizer, 5)])
+        net.load_state_dict(model)
+        optimizer.load_state_dict(state)
+        assert all(map(torch.equal, net.state_dict().values(), model.values()))
+    assert all(map(torch.equal, *ends))
 
 
 def test_best_is_found_by_the_optimizer() -> None:
