@@ -160,10 +160,10 @@ class Accumulator:
     def show(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
         """Restores the spans that `hide` returned, companions times a factor."""
         for where, (values, *companions) in hidden:
+            self._norm = self._kernels.updated_norm(self._norm, self._values[where], values)
             self._values[where] = values
             for companion, before in zip(self.companions, companions, strict=True):
                 companion[where] = before * factor
-        self._norm = self._kernels.squares(self._values)
         self._maxima_known = False
 
     def refuse(self) -> None:
