@@ -48,7 +48,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DENSITIES: dict[str, tuple[str, dict[str, Any]]] = {
     f"{density:g} %": (f"best:density={density / 100}", {}) for density in (25, 5, 1, 0.3)
-}
+} | {"0.3 %, delay=1": ("best:density=0.003", {"delay": 1})}
 
 
 def _network(task: str) -> Task:

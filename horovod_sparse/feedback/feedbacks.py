@@ -52,6 +52,8 @@ class Feedback:
     keeps_residual: ClassVar[bool] = True
     #: whether what is sent is a step, the learning rate included, that nothing is to multiply any more
     applies_rate: ClassVar[bool] = False
+    #: whether a rank that moves alone moves by its largest unsent elements, too, until its next pass
+    steps_ahead: ClassVar[bool] = False
     #: whether companions add up over ranks as residuals do, and are shared out among others like these
     adds_up: ClassVar[bool] = True
 

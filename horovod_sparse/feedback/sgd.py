@@ -29,6 +29,7 @@ class VelocityFeedback(Rule):
     moment: ClassVar[str] = "momentum_buffer"
     keras_moment: ClassVar[str] = "momentums"
     keras_sign: ClassVar[float] = -1.0
+    steps_ahead: ClassVar[bool] = True
 
     momentum: float | None = None
     nesterov: bool | None = None

@@ -1,5 +1,8 @@
 """A bucket's own moves: a rank moves at once by what it sends, and the mean over ranks replaces that later.
 
+Where the rule asks for it, a rank also steps ahead: until its next pass it moves by the largest elements of
+its residual, too. So the next gradient sees most of what is still unsent, which would else overshoot.
+
 ``(theta - x) + x`` is not theta in floating point. So each move keeps the parameters' values that stood
 there; they are put back, the last move first, before a mean is subtracted: k values a move, no copy of n.
 """
@@ -26,8 +29,8 @@ from horovod_sparse.training.engine import Starter, Task
 from horovod_sparse.training.parts import BucketPart, Parameters
 from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
-#: positions that `OwnMoves.remember_parameters` reads, at most
-_NUM_NOTED = 4096
+#: positions whose parameters `OwnMoves.end_pass` remembers, at most; a rank steps ahead by n / 64
+_NUM_NOTED, _AHEAD = 4096, 64
 
 
 @dataclass
@@ -66,6 +69,9 @@ class OwnMoves:
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
+        #: positions to step ahead by when the pass ends; and whether the last move is such a step
+        self._next: Indices | None = None
+        self._is_ahead = False
         #: some positions of the last move, and the parameters there after a pass
         self._left: tuple[Indices, Any] | None = None
         #: numbers of moves and messages that were in flight in a checkpoint
@@ -88,12 +94,29 @@ class OwnMoves:
         else:
             indices = np.arange(n, dtype=np.int32)
         self._move([(indices, bucket.accumulator.remove(indices))])
+        report.residual_norm = float(np.sqrt(bucket.accumulator.square_norm))
+        if bucket.recipe.feedback.steps_ahead and len(indices) < n:
+            largest = bucket.accumulator.largest(n // _AHEAD)
+            self._next = largest[bucket.accumulator.take(largest) != 0.0]
         bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
         self._report = report
 
-    def remember_parameters(self) -> None:
-        """Keeps some of the parameters' values after a pass, for `was_edited` to compare."""
+    def step_back(self) -> None:
+        """Takes the step ahead back into the residual, before a gradient is folded or an exchange begins."""
+        if self._is_ahead:
+            move, self._is_ahead, self._left = self.moves.pop(), False, None
+            self._parameters.replace([(move.indices, move.before)])
+            self._bucket.accumulator.add(move.indices, move.values)
+
+    def end_pass(self) -> None:
+        """Steps ahead; keeps some of the parameters' values, for `was_edited` to compare."""
+        if self._next is not None and self._next.size:
+            self._move([(self._next, self._bucket.accumulator.remove(self._next))])
+            self._next, self._is_ahead = None, True
+        self._remember_parameters()
+
+    def _remember_parameters(self) -> None:
         if self.moves:
             indices = self.moves[-1].indices
             indices = indices[:: 1 + len(indices) // _NUM_NOTED]
@@ -118,6 +141,7 @@ class OwnMoves:
         if self._resumed:
             self._send(starter, name, *self._resumed.popleft())
             return
+        self.step_back()
         bucket, info = self._bucket, self._bucket.info
         mine = self.moves[sum(one.num_moves for one in self.in_flight) :]
         indices, values = _added_up(mine, info)
@@ -159,7 +183,6 @@ class OwnMoves:
         num_union, before = self._parameters.replace(undone, shrunk, total, scale, again)
         for move, old in zip(self.moves, before, strict=True):
             move.before = old
-        exchange.report.residual_norm = float(np.sqrt(self._bucket.accumulator.square_norm))
         self._bucket.last = exchange.report
         return num_union
 
@@ -190,6 +213,7 @@ class OwnMoves:
         if self.was_edited():  # these are another model's parameters, which somebody has loaded
             self.moves, self._left = [], None
         self._undo()
+        self._next, self._is_ahead = None, False
         self.in_flight.clear()
         self._resumed.clear()
         for indices, values in pending:
@@ -205,7 +229,7 @@ class OwnMoves:
         finally:
             self._move([(move.indices, move.values) for move in moves])
             if noted:
-                self.remember_parameters()
+                self._remember_parameters()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
         """Returns moves and messages in flight for a checkpoint."""
@@ -215,6 +239,7 @@ class OwnMoves:
                 [array(move.indices), array(move.values), to_save(move.before, array)] for move in self.moves
             ],
             "in_flight": [[one.num_moves, array(one.message)] for one in self.in_flight],
+            "ahead": self._is_ahead,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -223,6 +248,7 @@ class OwnMoves:
             Move(np.asarray(indices), np.asarray(values), self._parameters.from_saved(before))
             for indices, values, before in saved["moves"]
         ]
+        self._is_ahead = bool(saved["ahead"])
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
 
     def add_to_residual(self, saved: Mapping[str, Any], factor: float) -> None:

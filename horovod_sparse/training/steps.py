@@ -106,7 +106,7 @@ class Steps(Training):
                 )
             self._move_at_once(overflowed)
             for part in self.parts:
-                part.moves.remember_parameters()
+                part.moves.end_pass()
         else:
             self._begin_exchange()
             self._land(0)
@@ -160,6 +160,8 @@ class Steps(Training):
     def _move_at_once(self, overflowed: bool) -> None:
         """Moves at once by what this rank selects; begins and lands exchanges that are due."""
         facts = self._facts
+        for part in self.parts:
+            part.moves.step_back()
         reports = [] if overflowed else [part.fold() for part in self.parts]
         bad, first = int(overflowed), 0
         for part in self.parts if not bad else ():
@@ -214,6 +216,8 @@ class Steps(Training):
             if self.taken:
                 self._begin_exchange()
             self._land(0)
+            for part in self.parts:
+                part.moves.step_back()
 
     def _land(self, most: int) -> bool:
         """Lands exchanges until at most so many are in flight; True if all ranks finish with the last one."""

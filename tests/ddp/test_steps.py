@@ -17,7 +17,7 @@ from horovod_sparse.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from support.passes import adamw, backward, batches, begun, flat, net_of, sick, train
+from support.passes import adamw, backward, batches, begun, flat, momentum, net_of, sick, train
 from support.replicas import common_are_equal, same_on_all_replicas
 from support.sampling import rows_by
 
@@ -28,10 +28,10 @@ schedules = pytest.mark.parametrize(("every", "delay"), SCHEDULES)
 TEXTS = ["best:density=0.05", "chunk_topk:density=0.05,feedback=best,chunk=64"]
 
 
-@rows_by("schedule,text,missing", SCHEDULES, TEXTS, [False, True], each=2)
-def test_common_parameters_are_equal_bit_for_bit_after_every_pass(schedule, text, missing, rank):
+@rows_by("schedule,text,missing,make", SCHEDULES, TEXTS, [False, True], [adamw, momentum], each=2)
+def test_common_parameters_are_equal_bit_for_bit_after_every_pass(schedule, text, missing, make, rank):
     """Also where one rank has no gradient of a parameter in some passes."""
-    net, optimizer, sync = begun(*schedule, text, weight_decay=0.1)
+    net, optimizer, sync = begun(*schedule, text, make=make, weight_decay=0.1)
 
     def between(step: int) -> None:
         if missing and step % 3 == 1 and rank == 0:
@@ -66,6 +66,21 @@ def test_what_ranks_computed_is_applied_or_held_back(schedule, values, rank, siz
     left = sums - torch.cat([held[name].reshape(-1) for name in names])
     dist.all_reduce(left)
     torch.testing.assert_close(flat(net), start - left / size, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("make", "ahead"), [(adamw, 0), (momentum, 10)])
+def test_ranks_of_sgd_step_ahead(make, ahead, rank):
+    """A rank moves by what it has sent, and SGD by a 64th of all elements beside it."""
+    net, optimizer, sync = begun(delay=1, make=make)
+
+    def look(step: int) -> None:
+        own = flat(net)
+        with sync.common():
+            assert int((flat(net) != own).sum()) == 64 + ahead
+
+    train(net, optimizer, rank, each=look)
+    sync.settle()
+    assert same_on_all_replicas(*net.parameters())
 
 
 @schedules

@@ -49,10 +49,15 @@ def adamw(net, **more):
     return torch.optim.AdamW(net.parameters(), **{"lr": 1e-2, "betas": (0.9, 0.99), **more})
 
 
-def begun(every: int = 1, delay: int = 0, text: str = "best:density=0.1", seed: int = 0, **more):
-    """A net, AdamW, and what exchanges its steps over torch.distributed."""
+def momentum(net, **more):
+    """SGD, whose ranks step ahead where they move alone."""
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, **more)
+
+
+def begun(every: int = 1, delay: int = 0, text: str = "best:density=0.1", seed: int = 0, make=adamw, **more):
+    """A net, its optimizer, and what exchanges its steps over torch.distributed."""
     from horovod_sparse import ddp
 
     net = net_of(seed)
-    optimizer = adamw(net, **more)
+    optimizer = make(net, **more)
     return net, optimizer, ddp.attach(net, text, optimizer, every=every, delay=delay)
