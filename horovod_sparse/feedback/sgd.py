@@ -15,7 +15,8 @@ class VelocityFeedback(Rule):
     """``u = m u + g,  acc = e + eta u``: SGD's own step on each rank, whose velocity nothing clears.
 
     With Nesterov's momentum ``acc = e + eta (g + m u)``. At density 1 that is SGD with momentum of the mean
-    gradient: momentum is linear. Weight decay and dampening come with the gradient.
+    gradient: momentum is linear. Weight decay and dampening come with the gradient. With every > 1 or
+    delay > 0 ranks step ahead (see `training.moves`).
 
     Args:
         momentum: m, in [0, 1); 0 keeps no velocity. None: the optimizer's, which it may not contradict.

@@ -1,7 +1,7 @@
 """A bucket's own moves: a rank moves at once by what it sends, and the mean over ranks replaces that later.
 
-Where the rule asks for it, a rank also steps ahead: until its next pass it moves by the largest elements of
-its residual, too. So the next gradient sees most of what is still unsent, which would else overshoot.
+With `steps_ahead` a rank also moves by the largest elements of its residual until its next pass: the next
+gradient sees most of what is still unsent, which would overshoot otherwise.
 
 ``(theta - x) + x`` is not theta in floating point. So each move keeps the parameters' values that stood
 there; they are put back, the last move first, before a mean is subtracted: k values a move, no copy of n.
