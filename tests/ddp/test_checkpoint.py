@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
 from horovod_sparse.errors import ArgumentError, CheckpointError, StateMismatchError, UnsupportedError
-from support.passes import batches, flat, net_of
+from support.passes import batches, flat, momentum, net_of
 from support.replicas import same_on_all_replicas
 from support.sampling import rest_nightly
 
@@ -27,7 +27,7 @@ def made(way: str, group=None, seed: int = 0):
     if kind == "gradients":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         return model, optimizer, ddp.attach(model, "exdyna:density=0.1", optimizer)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = momentum(net) if kind == "sgd" else torch.optim.AdamW(net.parameters(), lr=1e-2)
     if kind == "local":
         text = "topk:density=0.1,values=2bit"
         return model, optimizer, ddp.LocalSteps(optimizer, model, every=every, delay=delay, compression=text)
@@ -48,8 +48,8 @@ def parts(way: str, model, optimizer, sync) -> list:
     return [model, *([optimizer] if "local" in way else []), sync]
 
 
-WAYS = ["gradients", "steps 1 0", "steps 4 0", "steps 1 1", "steps 3 2", "local 4 0", "local 3 2"]
-ways = pytest.mark.parametrize("way", rest_nightly(WAYS, ["gradients", "steps 3 2", "local 4 0"]))
+WAYS = ["gradients", "steps 1 0", "steps 4 0", "sgd 1 1", "steps 3 2", "local 4 0", "local 3 2"]
+ways = pytest.mark.parametrize("way", rest_nightly(WAYS, ["gradients", "sgd 1 1", "steps 3 2", "local 4 0"]))
 
 
 @pytest.mark.parametrize("how", ["folder", "entry"])
@@ -99,7 +99,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_the_one_before_loads(w
     assert ddp.load(folder, again, first, model=fresh) == first < last
 
 
-@pytest.mark.parametrize("way", rest_nightly(WAYS[:5], ["gradients", "steps 3 2"]))
+@pytest.mark.parametrize("way", rest_nightly(WAYS[:5], ["gradients", "sgd 1 1", "steps 3 2"]))
 def test_one_rank_goes_on_with_the_mean_of_what_two_held_back(way, folder, rank, size):
     """What ranks hold back and have moved by: common parameters less its mean are the same."""
 
@@ -128,7 +128,7 @@ def test_one_rank_goes_on_with_the_mean_of_what_two_held_back(way, folder, rank,
     trained(model, optimizer, rank, range(7, MOST))
 
 
-@pytest.mark.parametrize("way", rest_nightly(WAYS[1:5], ["steps 3 2"]))
+@pytest.mark.parametrize("way", rest_nightly(WAYS[1:5], ["sgd 1 1", "steps 3 2"]))
 def test_common_parameters_are_saved_with_moves_in_the_residual(way, folder, rank):
     model, optimizer, sync = made(way)
     trained(model, optimizer, rank, range(7))
