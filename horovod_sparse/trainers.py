@@ -5,9 +5,11 @@ Accelerate needs none: ``horovod_sparse.ddp.attach(model, "best", optimizer)`` s
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from horovod_sparse import ddp
+from horovod_sparse.errors import UnsupportedError
 
 
 def transformers_callback(compression: str = "best", **options: Any) -> Any:
@@ -15,6 +17,7 @@ def transformers_callback(compression: str = "best", **options: Any) -> Any:
 
     It attaches when training begins. Before the trainer evaluates or saves, ranks exchange what is in flight,
     so that rank 0 saves what all have; what it saves is enough to resume. A single process trains as it did.
+    A launch whose trainers do not know each other raises `UnsupportedError`.
 
     Args:
         compression: a sparsifier, as text.
@@ -31,6 +34,10 @@ def transformers_callback(compression: str = "best", **options: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if args.world_size > 1:
                 self.sync = ddp.attach(given["model"], compression, given["optimizer"], **options)
+            elif os.environ.get("WORLD_SIZE", "1") != "1":  # it trains so on CPUs, and says nothing
+                raise UnsupportedError(
+                    "the Trainer of each rank trains for itself: on CPUs give TrainingArguments(use_cpu=True)"
+                )
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             comes = control.should_evaluate or control.should_save or control.should_training_stop

@@ -1,6 +1,8 @@
 """What needs a group of torch.distributed, and no other rank."""
 
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from horovod_sparse import ddp
 from horovod_sparse.ddp.distributed_engine import _errors_of
 from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError
+from horovod_sparse.trainers import transformers_callback
 from support.passes import backward, batches, flat, net_of, train
 
 
@@ -112,3 +115,14 @@ def test_a_group_that_is_made_when_another_was_destroyed_has_its_own_rank():
             assert errors._told == (rank, [0, 1])
             errors.withdraw_error()
         dist.destroy_process_group()
+
+
+def test_trainers_that_know_no_other_rank_are_refused_in_a_launch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(TrainerCallback=object))
+    sparse, arguments = transformers_callback("best"), SimpleNamespace(world_size=1)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    sparse.on_train_begin(arguments, None, None)
+    assert sparse.sync is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedError, match="use_cpu=True"):
+        sparse.on_train_begin(arguments, None, None)
