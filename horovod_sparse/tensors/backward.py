@@ -27,10 +27,10 @@ from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
-#: parts that a hook finds not done before it looks no further: with many buckets under way, looking at all
-#: of them in every hook would take longer than what is found is worth
+#: unfinished collectives that a hook looks at, at most: with many buckets under way, a look at all of them in
+#: every hook takes longer than it saves
 _PATIENCE = 4
-#: with which a step ends on all ranks, after all of its rounds
+#: errors that all ranks find in the same messages, after all rounds of a step
 _ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
 
 
@@ -45,10 +45,10 @@ class GradientTraining(Training):
     Attributes:
         optimizer: of the parameters; None where nobody has given one.
         under_way: whether a gradient has come since the last synchronization.
-        loss_scale: of the losses whose gradients these are.
-        overflow: what a loss scaler is told by gradients of Inf, instead of being raised.
+        loss_scale: the scale of this step's losses.
+        overflow: the error of a step that a loss scaler skips, since it finds Inf in the gradients.
         num_started: parts that were started in this step.
-        skipped: why the optimizer is not to step, where that is no error.
+        skipped: the error of a step that ``on_nonfinite="skip"`` skips.
         is_synchronized: whether the gradients are sums over ranks, which no step has used yet.
         for_scaler: whether a loss scaler has had them synchronized for that step.
         takes_coo: whether sparse (COO) gradients are synchronized.
@@ -88,7 +88,7 @@ class GradientTraining(Training):
             for spec in specs
         ]
 
-    # given by a front end
+    # what a front end overrides
 
     @property
     def divisor(self) -> float:
@@ -116,7 +116,7 @@ class GradientTraining(Training):
     #: raises a better error in place of one, if there is any
     raise_explained: Callable[[BaseException], None] = staticmethod(lambda error: None)
 
-    # gradients come
+    # gradients
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Registers `on_gradient` as a hook of these parameters, once each."""
@@ -179,7 +179,7 @@ class GradientTraining(Training):
             )
         if not self.under_way:
             self._begin()
-            # neither, and there is nothing to note
+            # without a scaler there is no scale to read
             if loss_scale.scaled_passes or self.loss_scale.scaler is not None:
                 self.loss_scale.note()
         if part.streams is not None:
@@ -201,7 +201,7 @@ class GradientTraining(Training):
         part.start(self.starter, self.loss_scale.value, turn, refused=refused)
         self.num_started += 1
 
-    # and sums
+    # sums over ranks
 
     def synchronize(self) -> None:
         """Waits for all buckets, and puts their sums in place of the gradients.

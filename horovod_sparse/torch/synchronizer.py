@@ -55,7 +55,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         process_set, seconds = optimizer.process_set, settings.deadline_seconds
         engine = HorovodEngine(optimizer, names, recipe, process_set, seconds)
         super().__init__(engine, recipe, settings, optimizer)
-        self.process_set, self.driver = engine.process_set, engine
+        self.process_set = engine.process_set
         facts = dict(engine.facts({}))
         recipe.rules.hint(facts)
         request, plan = plan_request(**settings.planning, groups=groups)
@@ -159,7 +159,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             return loss
         value = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
         op = hvd.Average if self.average else hvd.Sum
-        name = f"{self.driver.label}horovod_sparse.loss"
+        name = f"{self.engine.label}horovod_sparse.loss"
         total = hvd.allreduce(value, op=op, name=name, process_set=self.process_set).reshape(())
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
@@ -185,7 +185,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.is_synchronized, self.for_scaler = True, False
 
     def cancel_collectives(self, *, alike: bool) -> None:
-        self.driver.clear(forget=not alike)
+        self.engine.clear(forget=not alike)
 
     def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
         super().cancel_step(drop=drop, alike=alike)

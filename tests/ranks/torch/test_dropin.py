@@ -60,7 +60,7 @@ def test_a_failure_of_horovod_leaves_residuals_whole_and_names_free(rank, size):
     model.backward({"first": gradient})
     with pytest.raises(hvd.HorovodInternalError):
         optimizer.step()
-    assert not optimizer._synchronizer.driver.parked
+    assert not optimizer._synchronizer.engine.parked
     assert torch.equal(
         optimizer.state_dict()["horovod_sparse"]["residuals"]["first"], torch.from_numpy(gradient).float()
     )
