@@ -73,6 +73,8 @@ MORE: list[tuple[str, tuple[int, int, int]]] = [
         (f"exdyna:density=0.05,rebalance=paper,alpha={alpha},blocks_per_move={move}", (size, 500, 12))
         for size, alpha, move in ((3, 1.0, 1), (5, 1.05, 2), (9, 1.3, 3))
     ),
+    # where few elements are wanted nobody sends in some steps, whose turns are not used up
+    *((f"{name}:density=0.0025", (16, 400, 24)) for name in ("micro", "exdyna")),
 ]
 #: of these the number of elements that were sent, and their sum
 LONG = (
