@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from horovod_sparse.checks import check_count, check_number
@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import op_name
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import checked_variable
+from horovod_sparse.tensorflow.tensors import as_variable, checked_variable
 from horovod_sparse.training.compression import check_compression
 from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_without_sparsifier
 
@@ -161,9 +161,12 @@ class Again:
         return self(base.from_config(config, **more))
 
 
-def checked_layers(local_layers: Any) -> list[Any]:
-    several: Iterable[Any] = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+def variables_of_layers(local_layers: Any) -> list[Any]:
+    """Returns the variables of a layer, or of several."""
+    several = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [layer for layer in several if layer is not None]
-    if not all(hasattr(layer, "trainable_weights") for layer in layers):
-        raise ArgumentError("local_layers", local_layers, "layers")
-    return layers
+    if not all(hasattr(layer, "trainable_weights") and getattr(layer, "built", True) for layer in layers):
+        raise ArgumentError(
+            "local_layers", local_layers, "layers that are built: they have no variables before"
+        )
+    return [as_variable(variable) for layer in layers for variable in layer.trainable_weights]

@@ -123,8 +123,8 @@ def carry_out(
         return hvd.allgather(buffer, **common), tf.zeros([0], tf.int32)
 
 
-def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) -> Any:
-    """Sums or averages a gradient over ranks, without a sparsifier."""
+def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **options: Any) -> Any:
+    """Sums or averages a gradient over ranks, without a sparsifier; options are of Horovod's allreduce."""
     if gradient.dtype.is_complex:
         raise UnsupportedError(
             f"a gradient of {gradient.dtype.name}: Horovod sums real numbers. Keep real and imaginary parts "
@@ -134,7 +134,8 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool) ->
     gradient = not_folded(gradient)
     with known_to_elastic():
         if not isinstance(gradient, tf.IndexedSlices):
-            return hvd.allreduce(gradient, op=hvd.Average if average else hvd.Sum, name=name, **common)
+            op = hvd.Average if average else hvd.Sum
+            return hvd.allreduce(gradient, op=op, name=name, **common, **options)
         values = hvd.allgather(gradient.values, name=f"{name}.values", **common)
         indices = hvd.allgather(gradient.indices, name=f"{name}.indices", **common)
     if average:

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow.compression import Compressor as Compressor
-from horovod.tensorflow.compression import FP16Compressor as FP16Compressor
-from horovod.tensorflow.compression import NoneCompressor as NoneCompressor
+from horovod.tensorflow.compression import *  # noqa: F403
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
@@ -28,16 +26,12 @@ from horovod_sparse.training.compression import Algorithms, ArrayMemory, LoneTen
 from horovod_sparse.training.settings import Settings
 
 
-class SparseCompressor(WithState, Compressor):
-    """A recipe, and what it remembers of every variable. Made by `Compression.topk(...)` and the like.
+class SparseCompressor(WithState, hvd.compression.Compressor):
+    """A recipe, with the residuals and states of its variables. Made by `Compression.topk(...)` and the like.
 
-    It keeps residuals and thresholds, which have to live as long as the training: a tape lives for one
-    step. So make it once, outside of the training loop and of `tf.function`, one for every tape or
-    optimizer, and pass it whenever you wrap a tape.
-
-    Stock Horovod's tapes and optimizers reduce gradients by it as ours do.
-
-    It may be pickled before `hvd.init()`: the recipe travels, what it remembers does not.
+    Make it once, outside of the training loop and of `tf.function`, one for every tape or optimizer: a tape
+    lives for one step, and residuals as long as the training. Stock Horovod's tapes and optimizers reduce
+    gradients by it as ours do. A copy by pickle has the recipe alone.
 
     Args:
         recipe: sparsifier and feedback.
@@ -46,7 +40,7 @@ class SparseCompressor(WithState, Compressor):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._arguments: dict[str, Any] = {}
-        #: whose gradients it sparsifies: an optimizer, where it is no tape's
+        #: the optimizer whose gradients it sparsifies; None for tapes
         self._optimizer: weakref.ref[Any] | None = None
         self._served = recipe
         self._num_compressed = 0
@@ -57,20 +51,21 @@ class SparseCompressor(WithState, Compressor):
         """The synchronizer that `bind` has made."""
         return self._keeper.synchronizer
 
-    def serve(self, optimizer: Any, recipe: Recipe) -> None:
-        """Refuses a second optimizer, and one beside tapes: they would share residuals and steps.
+    def serve(self, optimizer: Any = None, recipe: Recipe | None = None) -> None:
+        """Serves an optimizer, with its recipe, or tapes; refuses both together, and a second optimizer.
 
-        The recipe is what it comes to with this optimizer.
+        They would share residuals and steps.
         """
         known = None if self._optimizer is None else self._optimizer()
-        if self.synchronizer is not None and known is not optimizer:
-            raise _compressor_of_another(self)
-        self._optimizer, self._served = weakref.ref(optimizer), recipe
-
-    def refuse_optimizer(self) -> None:
-        """Refuses a tape where an optimizer uses this compressor."""
-        if self._optimizer is not None and self._optimizer() is not None:
-            raise _compressor_of_another(self)
+        if known is not optimizer and (optimizer is None or self.synchronizer is not None):
+            raise ArgumentError(
+                "compression",
+                self,
+                "a compressor of its own to every optimizer, and to tapes: this one is another's. What a "
+                "tape has synchronized goes to a plain optimizer",
+            )
+        if optimizer is not None:
+            self._optimizer, self._served = weakref.ref(optimizer), recipe or self.recipe
 
     def bind(
         self,
@@ -111,12 +106,7 @@ class SparseCompressor(WithState, Compressor):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
-        """Returns a tensor as this rank would send it, for ``horovod.tensorflow.allreduce(compression=...)``.
-
-        Horovod sends every element; `horovod_sparse.tensorflow.allreduce` sends sparsely. Elements that are
-        not selected are 0, and no residual keeps them. Integers, and tensors with a NaN or Inf, stay as they
-        are.
-        """
+        """Returns the tensor with 0 for what is not selected; Horovod's allreduce sends every element."""
         refuse_graphs()
         if dtype_name(tensor.dtype) is None:
             return tensor, None
@@ -159,15 +149,6 @@ def on_host(function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor) -> 
         return tf.ensure_shape(result, given.shape), lambda _: refuse_gradients(True)
 
     return run(tensor)
-
-
-def _compressor_of_another(compressor: SparseCompressor) -> ArgumentError:
-    return ArgumentError(
-        "compression",
-        compressor,
-        "a compressor of its own to every optimizer, and to tapes: this one is another's. What a tape has "
-        "synchronized goes to a plain optimizer",
-    )
 
 
 def _comparable(value: Any) -> Any:

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from horovod.common.elastic import ObjectState
-from horovod.tensorflow.elastic import TensorFlowKerasState as _StockKerasState
-from horovod.tensorflow.elastic import TensorFlowState as _StockState
-from horovod.tensorflow.elastic import run as run
+from horovod.tensorflow import elastic as stock
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
-from horovod_sparse.tensorflow.state import distributed_in
+from horovod_sparse.tensorflow.state import WithState
 from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
+
+run = stock.run
 
 
 class _Kept:
@@ -45,7 +45,7 @@ class _Kept:
             variable.assign(value)
 
 
-class TensorFlowKerasState(_Kept, _StockKerasState):
+class TensorFlowKerasState(_Kept, stock.TensorFlowKerasState):
     """Holds a model and its optimizer for ``hvd.elastic.run``.
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
@@ -73,17 +73,16 @@ class TensorFlowKerasState(_Kept, _StockKerasState):
 
     def _save_model(self) -> None:
         super()._save_model()
-        ours = distributed_in(self.optimizer)
-        self._residuals = None if ours is None else ours.state_dict()
+        ours = isinstance(self.optimizer, WithState)
+        self._residuals = self.optimizer.state_dict() if ours else None
 
     def _load_model(self) -> None:
         super()._load_model()
-        ours = distributed_in(self.optimizer)
-        if ours is not None:  # a step that has failed is given up so
-            ours.load_state_dict(self._residuals)
+        if isinstance(self.optimizer, WithState):  # which cancels a step that has failed
+            self.optimizer.load_state_dict(self._residuals)
 
 
-class TensorFlowState(_Kept, _StockState):
+class TensorFlowState(_Kept, stock.TensorFlowState):
     """Holds variables for ``hvd.elastic.run``; those of Keras 3, too.
 
     Args:

@@ -12,7 +12,7 @@ from horovod_sparse.tensorflow._horovod import hvd, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, marks_of
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor, lone_array, on_host
 from horovod_sparse.tensorflow.graph import refuse_graphs
-from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, scaled_locally, times
+from horovod_sparse.tensorflow.tensors import as_variable, checked_variable, dtype_name, scaled_locally, times
 from horovod_sparse.training import compression as common
 from horovod_sparse.training.agreement import compared
 
@@ -92,9 +92,9 @@ class Reduction:
         self.local: set[Any] = set()
         self._name = ""
 
-    def keep_local(self, variable: Any) -> None:
-        """Leaves a variable's gradient to this rank."""
-        self.local.add(as_variable(variable).ref())
+    def keep_local(self, argument: str, variable: Any) -> None:
+        """Leaves a variable's gradient to this rank; errors are about the argument that gave it."""
+        self.local.add(checked_variable(argument, variable).ref())
 
     def is_local(self, variable: Any) -> bool:
         return as_variable(variable).ref() in self.local

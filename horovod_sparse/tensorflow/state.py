@@ -114,12 +114,6 @@ class WithState:
             self._horovod_sparse_keeper.load_state_dict(entry)
 
 
-def distributed_in(optimizer: Any) -> Any:
-    """Returns our optimizer, also from within a LossScaleOptimizer of tf-keras, or None."""
-    every = (optimizer, getattr(optimizer, "inner_optimizer", None))
-    return next((one for one in every if hasattr(one, "_horovod_sparse_keeper")), None)
-
-
 class CheckpointedState(tf.train.experimental.PythonState):
     """Puts residuals and sparsifier states into a checkpoint; they differ from rank to rank."""
 
@@ -250,7 +244,8 @@ def load(
     entry = carry_out_together(together, process_set, _NAME)
     training = entry.pop("training")
     for variable, saved in zip(variables, training["variables"] if variables else (), strict=True):
-        as_variable(variable).assign(_restored(saved))
+        dtype = tf.as_dtype(saved["dtype"]).as_numpy_dtype
+        as_variable(variable).assign(np.frombuffer(saved["bits"].tobytes(), dtype).reshape(saved["shape"]))
     keeper.load_state_dict(entry)
     return int(entry["step"])
 
@@ -263,7 +258,6 @@ def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
 
 def _keeper_of(source: Any) -> tuple[Any, Any]:
     """Returns the `StateKeeper` with the state, and the ranks."""
-    source = distributed_in(source) or source
     keeper = getattr(source, "_horovod_sparse_keeper", None)
     if keeper is None:
         raise ArgumentError(
@@ -287,23 +281,14 @@ def _saved(variable: Any) -> dict[str, Any]:
     return {"dtype": variable.dtype.name, "shape": list(array.shape), "bits": bits}
 
 
-def _restored(saved: Mapping[str, Any]) -> np.ndarray:
-    dtype = tf.as_dtype(saved["dtype"]).as_numpy_dtype
-    array: np.ndarray = np.frombuffer(saved["bits"].tobytes(), dtype).reshape(saved["shape"])
-    return array
-
-
 def _check_variables(variables: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
-    own = [as_variable(variable) for variable in variables]
-    here = [(one.dtype.name, list(one.shape), one.dtype.size * one.shape.num_elements()) for one in own]
-    if not all(isinstance(one, Mapping) and isinstance(one.get("bits"), np.ndarray) for one in saved):
-        raise StateMismatchError("variables in the checkpoint are not arrays with their types and shapes")
-    theirs = [(one.get("dtype"), one.get("shape"), one["bits"].nbytes) for one in saved]
-    if len(here) != len(theirs):
-        raise StateMismatchError(f"the checkpoint has {len(theirs)} variables, {len(here)} are to be loaded")
-    for variable, mine, other in zip(own, here, theirs, strict=True):
-        if mine != other:
+    if len(variables) != len(saved):
+        told = f"the checkpoint has {len(saved)} variables, {len(variables)} are to be loaded"
+        raise StateMismatchError(told)
+    for variable, one in zip(map(as_variable, variables), saved, strict=True):
+        here, there = (variable.dtype.name, list(variable.shape)), (one["dtype"], one["shape"])
+        if here != there:
             raise StateMismatchError(
-                f"the saved state is of another model: {variable.name} is {mine[0]} {mine[1]} of {mine[2]} "
-                f"bytes, the checkpoint has {other[0]} {other[1]} of {other[2]} in its place"
+                f"the saved state is of another model: {variable.name} is {here[0]} {here[1]}, the "
+                f"checkpoint has {there[0]} {there[1]} in its place"
             )

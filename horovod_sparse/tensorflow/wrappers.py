@@ -18,13 +18,13 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.arguments import Arguments, checked_layers
+from horovod_sparse.tensorflow.arguments import Arguments, variables_of_layers
 from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
 from horovod_sparse.tensorflow.reduction import GradientReduction, Reduction, reduced_once
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_variable, checked_variable
+from horovod_sparse.tensorflow.tensors import as_variable
 from horovod_sparse.training.settings import PlannedOptions
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _adopted(make: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*positional, **named).arguments
         compression = given["compression"]
         if isinstance(compression, SparseCompressor):
-            compression.refuse_optimizer()
+            compression.serve()
             return GradientReduction(Arguments(**given).checked().synchronizer())
         return compression if isinstance(compression, GradientReduction) else make(*positional, **named)
 
@@ -69,29 +69,20 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
     **options: Unpack[PlannedOptions],
 ) -> Any:
-    """Wraps a tape so that gradients are synchronized over ranks, sparsely.
+    """Wraps a tape so that gradients are synchronized over ranks, sparsely; eagerly and within `tf.function`.
 
-    Arguments, order and meaning are those of ``horovod.tensorflow.DistributedGradientTape``. With a
-    `compression` that is no sparsifier, Horovod's own tape is returned.
+    Arguments, order and meaning are those of ``horovod.tensorflow.DistributedGradientTape``; with a
+    `compression` that is no sparsifier its tape is returned. With one, all that
+    `horovod_sparse.tensorflow.keras.DistributedOptimizer` says of gradients holds, and:
 
-    Works eagerly and within `tf.function`; there, collectives are native operations that run while
-    backward goes on. Residuals are kept by `compression`: make it once, outside of the loop.
-
-    Departures, where a sparsifier is given:
-
-    * variables of Keras 3 are taken, too, and so are nested structures of variables;
-    * sums are taken in float32 or float64 in host memory: `gradient_predivide_factor` changes nothing but
-      rounding, and device arguments nothing;
-    * a variable whose gradient is None (in this function) although it once had one sends zeros, and gets
-      the sum: what the others and its residual hold;
-    * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``;
-    * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied, unless
-      `on_nonfinite` asks for something else.
+    * sources may be variables of Keras 3, in any nested structure;
+    * a variable that once had a gradient, and has None in this function, sends zeros, and gets the sum: what
+      the others and its residual hold.
 
     Args:
         gradtape: to compute gradients with.
-        compression: a sparsifier (``Compression.exdyna(density=0.001)``), or one of Horovod's. This and all
-            other arguments are those of `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
+        compression: a sparsifier (``Compression.exdyna(density=0.001)``), made once, outside of the loop,
+            since it keeps the residuals; or one of Horovod's.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
             `horovod_sparse.training.settings.Settings`.
     """
@@ -108,7 +99,7 @@ def DistributedGradientTape(
         arguments.refuse_sparsifier_options()
         stock = hvd.DistributedGradientTape
         return _comparing_arguments(stock(gradtape, **arguments.taken_by(stock)), arguments)
-    compression.refuse_optimizer()
+    compression.serve()
     return _distributed(gradtape, arguments.checked().synchronizer(), scale_local_gradients)
 
 
@@ -135,11 +126,10 @@ def PartialDistributedGradientTape(
         local_layers: a layer, or several. All other arguments are those of `DistributedGradientTape`.
     """
     given = dict(locals())
-    layers, options = checked_layers(given.pop("local_layers")), given.pop("options")
+    variables, options = variables_of_layers(given.pop("local_layers")), given.pop("options")
     tape = DistributedGradientTape(**given, **options)
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(as_variable(variable))
+    for variable in variables:
+        tape.register_local_source(variable)
     return tape
 
 
@@ -164,12 +154,7 @@ def DistributedOptimizer(
     """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
 
     Optimizers of Keras go to `horovod_sparse.tensorflow.keras.DistributedOptimizer`, with `op` and `groups`,
-    which Horovod drops on that way. Optimizers of TensorFlow 1 go to Horovod's own.
-
-    Args:
-        optimizer: of Keras, or `tf.compat.v1.train.Optimizer`.
-        use_locking: of optimizers of TensorFlow 1. All other arguments are those of
-            `horovod_sparse.tensorflow.keras.DistributedOptimizer`.
+    which Horovod drops on that way; those of TensorFlow 1 (`tf.compat.v1.train.Optimizer`) to Horovod's own.
     """
     arguments = Arguments.of(locals(), DistributedOptimizer).parsed()
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -212,7 +197,7 @@ class _Methods(tf.GradientTape):
     @tf.autograph.experimental.do_not_convert
     def register_local_source(self: Any, source: Any) -> None:
         """Keeps a variable's gradient local: it is not synchronized."""
-        self._reduction.keep_local(checked_variable("source", source))
+        self._reduction.keep_local("source", source)
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -228,11 +213,8 @@ class _Methods(tf.GradientTape):
         """Returns gradients, synchronized over ranks.
 
         Args:
-            target: see `tf.GradientTape.gradient`.
-            sources: variables, in any nested structure.
-            output_gradients: see `tf.GradientTape.gradient`.
+            target, sources, output_gradients, unconnected_gradients: see `tf.GradientTape.gradient`.
             use_generic_names: accepted for Horovod's sake; collectives have names of their own.
-            unconnected_gradients: see `tf.GradientTape.gradient`.
             learning_rate: of this step, if it changes: error feedback then keeps up with it. Behind
                 ``feedback="adam"`` none: the result is normalized, for SGD without momentum.
             loss_scale: by which `target` is multiplied, a power of two: residuals are kept without it.

@@ -95,9 +95,9 @@ class Settings:
             applies the step, which the telemetry counts. What "skip" means to each front end: `step`
             does nothing, but raises where it has a closure, and behind a `torch.amp.GradScaler` the scaler
             skips; with `horovod_sparse.ddp` no parameter has a gradient after ``backward()``, so PyTorch's
-            optimizers leave all as it is; an optimizer of Keras 3 does not step, and `iterations` does not
-            count (under tf-keras "skip" is refused); a tape gives zeros and its `skipped` is true, which has
-            to guard the update (``if not tape.skipped: optimizer.apply_gradients(...)``).
+            optimizers leave all as it is; an optimizer of Keras does not step, and `iterations` does not
+            count; a tape gives zeros and its `skipped` is true, which has to guard the update
+            (``if not tape.skipped: optimizer.apply_gradients(...)``).
         check_every: after so many steps, again and again, and after the first one that follows a start or a
             load, ranks compare a checksum of their parameters, and of the optimizer's state and settings
             where they are known; 0 for never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.

@@ -48,15 +48,7 @@ def residuals(optimizer: Any) -> np.ndarray:
 
 def descend(optimizer: Any, variables: list[Any], gradients: list[Any]) -> None:
     """One step; None is the gradient of a variable that the loss does not know."""
-    if not IS_KERAS_2:
-        optimizer.apply(gradients, variables)
-        return
-
-    def loss() -> Any:
-        known = [pair for pair in zip(variables, gradients, strict=True) if pair[1] is not None]
-        return tf.add_n([tf.reduce_sum(variable * gradient) for variable, gradient in known])
-
-    optimizer.minimize(loss, variables)
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
 def variable(values: Any, name: str = "weight") -> Any:
@@ -262,23 +254,14 @@ def test_passes_of_a_bad_step_are_not_added_to_the_next(kind, rank):
     np.testing.assert_array_equal(weight.numpy(), [-1.0, -3.0])
 
 
-# Scales of a loss: Keras 2 has its scaler around ours, Keras 3 within
-
-
 def scaled(kind: str, compression: str, scale: float, *, momentum: float = 0.0, **steps: int) -> Any:
-    module, plain = keras.mixed_precision if IS_KERAS_2 else keras.optimizers, sgd(kind, 0.125, momentum)
-    if not IS_KERAS_2:
-        plain = module.LossScaleOptimizer(plain, initial_scale=scale, **steps)
-    made = hvd.DistributedOptimizer(plain, compression=compression)
-    return module.LossScaleOptimizer(made, initial_scale=scale, **steps) if IS_KERAS_2 else made
+    module = keras.mixed_precision if IS_KERAS_2 else keras.optimizers
+    scaler = module.LossScaleOptimizer(sgd(kind, 0.125, momentum), initial_scale=scale, **steps)
+    return hvd.DistributedOptimizer(scaler, compression=compression)
 
 
 def scale_of(optimizer: Any) -> float:
     return float(optimizer.loss_scale if IS_KERAS_2 else optimizer.dynamic_scale.numpy())
-
-
-def inner(optimizer: Any) -> Any:
-    return optimizer.inner_optimizer if IS_KERAS_2 else optimizer
 
 
 @pytest.mark.parametrize("kind", kinds("new"))
@@ -291,7 +274,7 @@ def test_residuals_do_not_know_the_scale(kind, rank, size):
     assert scale_of(optimizer) > 8.0
     assert residuals(plain).any()
     np.testing.assert_allclose(flat(model), flat(expected), rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(residuals(inner(optimizer)), residuals(plain), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(residuals(optimizer), residuals(plain), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -302,11 +285,11 @@ def test_an_overflow_of_one_rank_is_everybodys(mixed, kind, run_eagerly, rank, s
     model.compile(optimizer, loss="mse", run_eagerly=run_eagerly, jit_compile=False)
     images, labels = np.ones((4, 8), np.float32), np.ones((4, 3), np.float32)
     model.train_on_batch(images, labels)
-    before, held, counted = flat(model), residuals(inner(optimizer)), int(optimizer.iterations)
+    before, held, counted = flat(model), residuals(optimizer), int(optimizer.iterations)
     assert held.any()
     model.train_on_batch(images, labels * (1e8 if rank == size - 1 else 1.0))
     np.testing.assert_array_equal(flat(model), before)
-    np.testing.assert_array_equal(residuals(inner(optimizer)), held)
+    np.testing.assert_array_equal(residuals(optimizer), held)
     assert scale_of(optimizer) == 128.0
     model.train_on_batch(images, labels)
     assert int(optimizer.iterations) >= counted + 1

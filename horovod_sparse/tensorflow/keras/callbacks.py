@@ -16,7 +16,7 @@ from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.keras import local_steps
-from horovod_sparse.tensorflow.keras.optimizer import is_keras3
+from horovod_sparse.tensorflow.keras.distributed import is_keras3
 from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
 from horovod_sparse.tensorflow.waiting import Watch
 
@@ -145,8 +145,7 @@ class _Rates:
 
     Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
     multiplied by ``rate / rate_before`` when the rate changes. Horovod changes the momentum for one step
-    instead, which comes to the same; in Keras 3 momentum is a number that was traced into the graph. With
-    `scale_residual` error feedback scales residuals then, too.
+    instead, which comes to the same; in Keras 3 momentum is a number that was traced into the graph.
     """
 
     model: Any
@@ -224,7 +223,7 @@ class TelemetryCallback(tf.keras.callbacks.Callback):
         self._prefix = prefix
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        telemetry = getattr(state.distributed_in(self.model.optimizer), "telemetry", None)
+        telemetry = getattr(self.model.optimizer, "telemetry", None)
         if logs is not None and telemetry is not None:
             logs.update(telemetry.scalars(self._prefix))
 
@@ -232,10 +231,9 @@ class TelemetryCallback(tf.keras.callbacks.Callback):
 class CheckpointCallback(tf.keras.callbacks.Callback):
     """Saves the training on all ranks together, and goes on from the newest checkpoint when it begins.
 
-    Weights, the optimizer's variables, residuals and the epoch, of every rank: see
-    `horovod_sparse.tensorflow.save`. `fit` begins with the epoch after the last one that was completed; a
-    checkpoint from the midst of an epoch goes on with its weights at the beginning of that epoch. All ranks
-    have to take equally many batches. To go on, the model has to be built before `fit`.
+    Weights, the optimizer's variables, residuals and the epoch, of every rank, which take equally many
+    batches. `fit` begins with the epoch after the last completed one; a checkpoint from the midst of an epoch
+    goes on with its weights at the beginning of that epoch. The model has to be built before `fit`.
     Stands before `BroadcastGlobalVariablesCallback`.
 
     Args:

@@ -15,7 +15,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
 from horovod_sparse.tensorflow.keras.host import KerasEngine, OverKeras, by_name
-from horovod_sparse.tensorflow.state import StateKeeper, distributed_in
+from horovod_sparse.tensorflow.state import StateKeeper, WithState
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name
 from horovod_sparse.tensorflow.training import facts_of
 from horovod_sparse.training import local_steps
@@ -141,7 +141,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
         if not self.model.built:
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
         optimizer = self.model.optimizer
-        if distributed_in(optimizer) is not None or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
+        if isinstance(optimizer, WithState) or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
             raise ArgumentError("optimizer", "a DistributedOptimizer", "a plain one to compile()")
         self._counted = self._iterations()
         trained = by_name(self.model.trainable_weights)

@@ -1,4 +1,4 @@
-"""Optimizers of Keras 3: `apply`, which `fit` and custom loops both come to, reduces gradients first."""
+"""Optimizers of Keras 3 and tf-keras that reduce gradients, or exchange steps, before they apply them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Again, Arguments
-from horovod_sparse.tensorflow.collectives import compare_densely, known_to_elastic, label_of, not_folded
+from horovod_sparse.tensorflow.collectives import compare_densely, label_of, reduce_densely
 from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_graphs
-from horovod_sparse.tensorflow.keras.stepping import no_local_variables, own_class
+from horovod_sparse.tensorflow.keras.steps import no_local_variables, own_class
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
-from horovod_sparse.tensorflow.tensors import as_dense, as_variable, checked_variable, times
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable, build, times, variables_of
+
+
+def is_keras3(optimizer: Any) -> bool:
+    """True for an optimizer of Keras 3: tf-keras has no `stateless_apply`."""
+    return hasattr(optimizer, "stateless_apply")
 
 
 def wrap(
@@ -31,33 +35,22 @@ def wrap(
     again: Again,
 ) -> Any:
     """Gives the optimizer a derived class of the same name, so that its model can be loaded anywhere."""
-    if keras.backend.backend() != "tensorflow":
+    if tf.keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
-            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
+            f"Keras runs on {tf.keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
             "horovod_sparse.torch with PyTorch"
         )
-    is_scaler = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    is_scaler = hasattr(optimizer, "inner_optimizer")
     if is_scaler and accumulation is not None:
         raise UnsupportedError(
             "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer, whose scale may "
             "change between passes: use gradient_accumulation_steps of the inner optimizer"
         )
-    if is_scaler and hasattr(optimizer.inner_optimizer, "_horovod_sparse_reduction"):
-        raise _wrong_order()
     object.__setattr__(optimizer, "__class__", _derived(type(optimizer), is_scaler, again))
     if name is not None:
-        optimizer.name = name
+        setattr(optimizer, "name" if is_keras3(optimizer) else "_name", name)
     optimizer._attach(reduction, accumulation, keeper)
     return optimizer
-
-
-def _wrong_order() -> UnsupportedError:
-    return UnsupportedError(
-        "a LossScaleOptimizer around a DistributedOptimizer lets every rank decide alone whether to skip a "
-        "step, and the others would wait for ever. Wrap the other way round: "
-        "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...); with mixed_float16, "
-        "Keras wraps an optimizer itself, unless it is a LossScaleOptimizer"
-    )
 
 
 def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
@@ -75,6 +68,8 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             if keeper is not None:
                 #: Keras and tf.train.Checkpoint save it; it is in no list of variables
                 self.horovod_sparse = SavedState(keeper)
+                if not is_keras3(self):  # legacy optimizers do not find it by themselves
+                    self._track_trackable(self.horovod_sparse, name="horovod_sparse", overwrite=True)
             self._horovod_sparse_reduction = reduction
             if hasattr(reduction.reducer, "also_equal"):
                 reduction.reducer.also_equal = partial(_variables_to_compare, weakref.ref(self))
@@ -87,41 +82,77 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
         def __reduce__(self) -> Any:
             return again.from_config, (own, super().get_config())
 
+        def __deepcopy__(self, memo: Any) -> Any:
+            return again.from_config(own, super().get_config())
+
         def __setattr__(self, name: str, value: Any) -> None:
-            # a LossScaleOptimizer does so with the optimizer that it is made around
-            if name == "loss_scale_factor" and self._horovod_sparse_reduction is not None:
-                raise _wrong_order()
+            # a LossScaleOptimizer sets these of the optimizer that it is made around
+            around = name in ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
+            if around and self._horovod_sparse_reduction is not None:
+                raise UnsupportedError(
+                    "a LossScaleOptimizer around a DistributedOptimizer lets every rank decide alone whether "
+                    "to skip a step, and the others would wait for ever. Wrap the other way round: "
+                    "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...); with "
+                    "mixed_float16, Keras wraps an optimizer itself, unless it is a LossScaleOptimizer"
+                )
             super().__setattr__(name, value)
 
         def register_local_var(self, variable: Any) -> None:
             if own is not base:
                 raise no_local_variables()
             if self._horovod_sparse_reduction is not None:
-                self._horovod_sparse_reduction.keep_local(checked_variable("variable", variable))
+                self._horovod_sparse_reduction.keep_local("variable", variable)
 
-        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-            apply, reduction = super().apply, self._horovod_sparse_reduction
-            if reduction is None or not len(grads):
-                return apply(grads, trainable_variables)
+        if is_keras3(base):
+
+            def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+                apply = super().apply
+                if self._horovod_sparse_reduction is None or not len(grads):
+                    return apply(grads, trainable_variables)
+                if trainable_variables is None:
+                    if not self.built:
+                        return apply(grads, None)  # says that it is not built
+                    trainable_variables = self._trainable_variables
+                variables = list(trainable_variables)
+                if len(grads) != len(variables):  # Keras would leave out what is too much, on each rank alone
+                    raise ArgumentError(
+                        "grads", f"{len(grads)} gradients", f"{len(variables)}, one a variable"
+                    )
+                return self._reduce_and_apply(apply, grads, variables)
+
+        else:
+
+            def apply_gradients(self, grads_and_vars: Any, *more: Any, **named: Any) -> Any:
+                pairs, apply = list(grads_and_vars), super().apply_gradients
+                if self._horovod_sparse_reduction is None or not pairs:
+                    return apply(pairs, *more, **named)
+
+                def apply_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+                    return apply(list(zip(gradients, variables, strict=True)), *more, **named)
+
+                return self._reduce_and_apply(apply_pairs, *map(list, zip(*pairs, strict=True)))
+
+        @tf.autograph.experimental.do_not_convert
+        def _reduce_and_apply(
+            self, apply: Callable[..., Any], grads: Sequence[Any], variables: Sequence[Any]
+        ) -> Any:
+            reduction: Any = self._horovod_sparse_reduction
             if any(map(is_synchronized, grads)):
                 raise UnsupportedError(
                     "these gradients were synchronized already, by a DistributedGradientTape: give those of "
                     "a plain tf.GradientTape, or give these to a plain optimizer"
                 )
-            if not self.built:
-                if trainable_variables is None:
-                    return apply(grads, None)  # says that it is not built
-                with keras.name_scope(self.name, caller=self):
-                    self.build(list(trainable_variables))
-            own = self._trainable_variables
-            variables = own if trainable_variables is None else list(trainable_variables)
-            if len(grads) != len(variables):  # Keras would leave out what is too much, on each rank alone
-                raise ArgumentError("grads", f"{len(grads)} gradients", f"{len(variables)}, one a variable")
+            with tf.init_scope():
+                build(self, variables)
             rate = self.learning_rate
+            if callable(rate) and not hasattr(rate, "dtype"):  # a schedule of a legacy optimizer
+                rate = rate(self.iterations)
             if is_scaler:
-                scale = self.dynamic_scale.value
-                return apply(reduction.reduce_if_finite(grads, variables, rate, scale), variables)
-            fixed = self.loss_scale_factor  # of SGD(loss_scale_factor=...), which divides by it afterwards
+                # gradients have been unscaled under tf-keras, and have not been under Keras 3
+                scale = (self.dynamic_scale.value, True) if is_keras3(self) else (1.0, self.dynamic)
+                return apply(reduction.reduce_if_finite(grads, variables, rate, *scale), variables)
+            # of Keras 3's SGD(loss_scale_factor=...), which divides by it afterwards
+            fixed = getattr(self, "loss_scale_factor", None)
 
             def complete(gradients: Sequence[Any]) -> Any:
                 sparse = not isinstance(reduction.reducer, DenseReducer) and reduction.reducer.is_needed
@@ -140,7 +171,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 return complete(grads)
 
             def skip() -> None:
-                self._iterations.assign_add(1)  # as Horovod does: schedules count passes
+                self.iterations.assign_add(1)  # as Horovod does: schedules count passes
 
             return accumulation.run(grads, variables, complete, skip)
 
@@ -154,14 +185,14 @@ def _variables_to_compare(reference: weakref.ref[Any]) -> list[Any]:
     optimizer = reference()
     if optimizer is None or optimizer._horovod_sparse_reduction.local:
         return []
-    return list(optimizer.variables)
+    return variables_of(optimizer)
 
 
 _KEY = "state"
 
-#: what Keras 3 looks for when it saves an object's attributes, and does not export
+#: the class by which Keras 3 finds attributes to save; Keras does not export it, and tf-keras has none
 _Saveable: Any = next(
-    (cls for cls in keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable"), object
+    (cls for cls in tf.keras.optimizers.Optimizer.__mro__ if cls.__name__ == "KerasSaveable"), object
 )
 
 
@@ -236,16 +267,13 @@ class DenseReducer:
 
     def __init__(self, arguments: Arguments) -> None:
         self.process_set, self._sparse_as_dense = arguments.process_set, arguments.sparse_as_dense
-        average, factor = arguments.op == hvd.Average, arguments.gradient_predivide_factor
-        self._common = {
-            "op": arguments.op,
+        factor = arguments.gradient_predivide_factor  # 1 but for averages
+        self._average = arguments.op == hvd.Average
+        self._options = {
             "compression": arguments.compression,
-            "process_set": arguments.process_set,
             "device_dense": arguments.device_dense,
-            "device_sparse": arguments.device_sparse,
-            "prescale_factor": 1.0 / factor if average else 1.0,
-            "postscale_factor": factor if average else 1.0,
-            "ignore_name_scope": True,
+            "prescale_factor": 1.0 / factor,
+            "postscale_factor": factor,
         }
         self._declared, self._name = arguments.declared(), ""
         self._eagerly = EagerCalls(self._allreduce_all)
@@ -263,17 +291,15 @@ class DenseReducer:
             return list(gradients), None
         variables = [as_variable(variable) for variable in variables]
         if not self._name:
-            compare_densely(self._common["compression"], self.process_set, **self._declared)
+            compare_densely(self._options["compression"], self.process_set, **self._declared)
             self._name = label_of("horovod_sparse.dense", self.process_set, variables)
         given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
         build = self._eagerly if tf.executing_eagerly() else self._allreduce_all
         return build(given, variables, tf.zeros([])), None
 
     def _allreduce_all(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
-        with known_to_elastic():
-            return [
-                None
-                if gradient is None
-                else hvd.allreduce(not_folded(gradient), name=f"{self._name}.{i}", **self._common)
-                for i, gradient in enumerate(gradients)
-            ]
+        given = self.process_set, self._average
+        return [
+            None if one is None else reduce_densely(one, f"{self._name}.{i}", *given, **self._options)
+            for i, one in enumerate(gradients)
+        ]
