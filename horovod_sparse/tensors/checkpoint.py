@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
-from horovod_sparse.tensors.binding import without_own
+from horovod_sparse.tensors.binding import Binding
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, inner_of
 from horovod_sparse.training.training import Training
 
@@ -87,7 +87,9 @@ def _make_entry(given: Any, training: Any, model: torch.nn.Module | None) -> dic
     else:
         own = given.state_dict()
         entry = own[ENTRY]
-    states = without_own(own.get("state", {}))
+    states = own.get("state", {})
+    if isinstance(training, Binding):  # its entry has residuals and moments
+        states = {number: {"step": one["step"]} for number, one in states.items()}
     kept: dict[str, Any] = {"optimizer": {"state": states, "param_groups": own.get("param_groups", [])}}
     if model is not None:
         kept["model"] = inner_of(model).state_dict()
