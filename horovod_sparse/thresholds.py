@@ -126,7 +126,7 @@ class Sketch:
 
     @staticmethod
     def _target(num_selected: int, state: ThresholdState) -> int:
-        """Returns k, less a part of the elements sent too much where few are wanted."""
+        """Returns k; where it is small, less a part of the elements that earlier steps sent too much."""
         part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
         return max(0, num_selected - math.ceil(part * state.ahead))
 

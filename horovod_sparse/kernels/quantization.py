@@ -183,7 +183,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
 
 @np.errstate(all="ignore")
 def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> NDArray[Any]:
-    """Adds up over ranks [P, words] what their words stand for, in their order; returns units [P, groups]."""
+    """Decodes all ranks' messages, [P, words], into their sum, in rank order; returns units [P, groups]."""
     n, length, at = out.size, code.length_of_group(out.size), code.unit_words(out.size, out.dtype)
     units = np.ascontiguousarray(messages[:, :at]).view(out.dtype)
     codes = messages[:, at:].view(np.uint32).reshape(len(messages), -1, code.planes)

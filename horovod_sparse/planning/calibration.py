@@ -203,7 +203,7 @@ def bucket_times(
 def _one_step(
     bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
 ) -> Synchronization[Sequence[float]]:
-    """Returns the own seconds of one step of a bucket until its first request, and after that."""
+    """Runs one step of a bucket; returns seconds of own work before its first request, and after."""
     step, seconds, answer, place = bucket.step(gradient), [_TINY_SECONDS, _TINY_SECONDS], None, 0
     while True:
         started = watch.clock()

@@ -92,8 +92,10 @@ class Profile:
             raise ProfileMismatchError(f"the profile is damaged: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Writes the profile to a file, whole or not at all."""
+        part = Path(f"{path}.part")
+        part.write_text(self.to_json(), encoding="utf-8")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

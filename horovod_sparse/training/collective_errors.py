@@ -195,7 +195,7 @@ _END_SECONDS = 5.0
 
 
 class ConstructionErrors:
-    """Tells the ranks of one binding of Horovod, or group of torch.distributed, of such errors.
+    """Tells the other ranks that this one could not make its optimizer or tape, and why.
 
     `ranks` gives, of a process set, this rank and all as they are counted in the world (None outside of it);
     `check` refuses what this rank would find out in its first step only.

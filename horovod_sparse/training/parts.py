@@ -57,7 +57,7 @@ class Parameters:
         """Called after the arrays have been changed."""
 
     def _by_parameter(self, indices: Indices) -> Iterator[tuple[Any, slice, Indices]]:
-        """Yields the memory of each parameter that has some of the positions, which, and where in it."""
+        """Yields, for each parameter with some of the positions, its memory, which ones, and where in it."""
         cuts = itertools.pairwise([0, *np.searchsorted(indices, self._stops).tolist()])
         for array, (first, _), (start, stop) in zip(self.arrays(), self.places, cuts, strict=True):
             if start < stop:

@@ -53,7 +53,7 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
 
 @kernel
 def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: ignore[no-untyped-def]
-    """Inverts `encode_gaps`; proves that it stays inside before it looks, as another rank wrote the words."""
+    """Inverts `encode_gaps`; returns False for words that are no such code: another rank wrote them."""
     ones = 0
     for at in range(low_words, words.size):
         ones += count_bits(np.int64(read(words, at)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,9 +177,17 @@ def test_what_differs_from_the_measured_cluster_is_told() -> None:
     assert all(word in line for word, line in zip(words, told, strict=True))
 
 
-def test_a_saved_profile_is_read_back(tmp_path) -> None:
+def test_a_saved_profile_is_read_back(tmp_path, monkeypatch) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
+
+    def half(to: Path, text: str, **_: str) -> None:
+        to.write_bytes(text[:99].encode())
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as full, pytest.raises(OSError):
+        full.setattr(Path, "write_text", half)
+        PROFILE.save(path)
     assert Profile.load(path) == PROFILE
     assert list(Profile.load(path).backward_seconds) == ["z.weight", "a.weight"], "the model's order"
     assert Profile.load(path).digest() == PROFILE.digest()
