@@ -132,9 +132,7 @@ class Training:
             if sync is None
             else (lambda: sync.state_dict()["residuals"])
         )
-        recorder.names = {
-            name.removeprefix("module."): one for name, one in model.named_parameters() if recorder.has(one)
-        }
+        recorder.names = {plain(name): one for name, one in model.named_parameters() if recorder.has(one)}
         former = [one for one in self.recorders if not any(map(recorder.has, one.parameters))]
         # elsewhere what stands in gradients before the step is the mean of all ranks already
         own = self.steps or self.front in ("FSDP2", "module")
@@ -261,11 +259,16 @@ class Recorder:
                 self.applied[one] += local(one.grad)
 
     def check(self, size: int) -> None:
-        held = self.held()
+        held = {plain(name): one for name, one in self.held().items()}
         for name, one in self.names.items():
             left = self.computed[one] - (local(held[name]).to(one.dtype) if name in held else 0)
             dist.all_reduce(left)
             close(self.applied[one], left / size, name)
+
+
+def plain(name: str) -> str:
+    """Returns a parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
