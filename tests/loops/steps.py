@@ -154,7 +154,7 @@ def lbfgs(on):
         optimizer.step(lambda batch=batch: backward(model, batch))
 
 
-@loop()
+@loop(without=("FSDP2", "module", "Horovod"))
 def compiled_step(on):
     model, optimizer = on.both(net_of())
     step = torch.compile(optimizer.step, backend="eager")
