@@ -209,8 +209,6 @@ class Bucket:
 
         Elements [start, stop) that are `absent` keep residual and companions as they are in this step.
         """
-        if absent:
-            self._hidden = self.progress.age, self.accumulator.hide(absent)
         started, target = time.perf_counter(), self.recipe.sparsifier.num_selected(self.info, self.state.step)
         report = BucketStep(self.info.name, self.info.num_elements, target)
         feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
@@ -220,6 +218,9 @@ class Bucket:
         longer = 1.0 if self._alikeness is None else self._alikeness.step_ratio(now.leans)
         rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
+        if absent:
+            rule.factors(self.accumulator.dtype)  # refused before anything is hidden
+            self._hidden = self.progress.age, self.accumulator.hide(absent)
         self.accumulator.step = self.state.step
         if self._alikeness is None:
             self.accumulator.fold(gradient, rule)
