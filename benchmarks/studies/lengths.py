@@ -66,6 +66,12 @@ def names() -> list[str]:
     return [*found, *(f"{run}{seed}" for seed in SEEDS[1:] for run in ready if f"{run}{seed}" not in found)]
 
 
+def is_bracketed(runs: Result, name: str) -> bool:
+    """Whether half and twice the best rate are measured."""
+    best = at_best_rate(runs, name)
+    return best is not None and all(f"{name}/rate {best[0] * by:g}/seed 0" in runs for by in (0.5, 2))
+
+
 def measure(name: str) -> Result:
     """Trains once."""
     cell, method, rate, seed = name.split("/")
@@ -79,10 +85,12 @@ def measure(name: str) -> Result:
 
 def enough(runs: Result, task: str, steps: int, score: str) -> str:
     """The least density that costs nothing: on a line between the two densities around what is allowed."""
+    dense = row(task, steps, 1.0)
     points = [
         (statistics.fmean(more), math.log(100 * density))
         for density in sorted(densities(steps))
-        if (more := behind(runs, row(task, steps, density), row(task, steps, 1.0), score))
+        if is_bracketed(runs, name := row(task, steps, density)) and is_bracketed(runs, dense)
+        if (more := behind(runs, name, dense, score))
     ]
     if not points or min(points)[0] > ALLOWED:
         return f"> {math.exp(points[-1][1]):.2g} %" if points else ""
@@ -103,14 +111,13 @@ def table(result: Result) -> str:
                 if (found := at_best_rate(runs, name := row(task, steps, density))) is None:
                     continue
                 rate, seeds = found
-                is_best = all(f"{name}/rate {near:g}/seed 0" in runs for near in (rate / 2, rate * 2))
                 more = [
                     behind(runs, row(task, steps, density), row(task, steps, 1.0), score) for score in SCORES
                 ]
                 yield [
                     *name.split("/"),
                     f"{density * steps:g}",
-                    f"{rate:g}{'' if is_best else ' (edge)'}",
+                    f"{rate:g}{'' if is_bracketed(runs, name) else ' (edge)'}",
                     *(f"{statistics.fmean(run[score] for run in seeds.values()):.3f}" for score in SCORES),
                     *(f"{statistics.fmean(one):+.3f}" if one else "" for one in more),
                     f"{max(more[0]) - min(more[0]):.3f}" if more[0] else "",

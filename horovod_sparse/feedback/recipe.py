@@ -244,10 +244,10 @@ def for_length(steps: int) -> dict[str, Any]:
 
     Example:
         >>> for_length(10_000)
-        {'density': 0.0009, 'values': '2bit', 'indices': 'gaps', 'feedback': 'adam'}
+        {'density': 0.001, 'values': '2bit', 'indices': 'gaps', 'feedback': 'adam'}
     """
     check_count("steps", steps, "the number of steps of the training, 1 or more")
-    density = min(0.003, 9.0 / min(steps, 10_000))  # longer trainings are not measured
+    density = min(0.003, 10.0 / min(steps, 10_000))  # docs/tuning.md says what of this is measured
     return {"density": float(f"{density:.2g}"), "values": "2bit", "indices": "gaps", "feedback": "adam"}
 
 

@@ -91,7 +91,7 @@ def test_texts_stand_for_these_recipes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "density"), [(1, 0.003), (3000, 0.003), (5000, 0.0018), (10_000, 0.0009), (100_000, 0.0009)]
+    ("steps", "density"), [(1, 0.003), (3000, 0.003), (5000, 0.002), (10_000, 0.001), (100_000, 0.001)]
 )
 def test_best_takes_density_and_messages_from_the_number_of_steps(steps: int, density: float) -> None:
     text = f"topk:density={density},values=2bit,indices=gaps,feedback=adam"
