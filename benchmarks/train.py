@@ -1,6 +1,7 @@
 """`scripts/bench train`: whole iterations of a known network across hosts, dense and sparsified.
 
-Its parameters and the times of its computing, which are slept through, are those of a layer table.
+Its parameters and the times of its computing, which are slept through, are those of a layer table; the demo's
+GPT (`--model gpt`) computes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from gpt import GPT
+from torch import nn
 
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
@@ -31,9 +35,18 @@ from benchmarks.common.tables import launch_tables
 from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import Sparsifier, WholeSum
 
+#: the demo's, beside those of layer tables: its size, and sequences of a rank
+GPT_MODEL, LENGTH, BATCH = "gpt", 64, 2
 _BASELINES = ("dense", "dense float16")
 #: a training that synchronizes nothing: what computing alone takes where ranks share cores
 ALONE = "alone"
+#: passes of `best` at density 0.01, by arguments of `DistributedOptimizer`; the last one never exchanges
+PASSES: dict[str, dict[str, Any]] = {
+    "best": {},
+    "best, delay=1": {"delay": 1},
+    "best, every=4": {"every": 4},
+    "best, no exchange": {"every": 10**6},
+}
 #: behind the name of a sparsifier that is measured as it is where nothing is said of buckets
 BY_DEFAULT = " by default"
 #: behind the name of one whose messages are decoded to n elements each, and these added up
@@ -44,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = hosts_parser("train", __doc__)
     add = made.add_argument
-    add("--model", choices=LAYER_TABLES, default="resnet50", help="(default %(default)s)")
+    add("--model", choices=(*LAYER_TABLES, GPT_MODEL), default="resnet50", help="(default %(default)s)")
+    add("--passes", action="store_true", help="also passes of the optimizer's own steps, early and late")
     text = "also with each sparsifier: what is sparsified where nothing is said of buckets"
     add("--by-default", action="store_true", help=text)
     text = "also with each sparsifier: every message is decoded to all elements, and these are added up"
@@ -63,11 +77,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     facts = {"model": options.model, "density": options.density}
     settings = {
         **facts,
-        "methods": [*baselines(options.baselines, (*_BASELINES, ALONE)), *sparsifiers],
+        "methods": [
+            *baselines(options.baselines, (*_BASELINES, ALONE)),
+            *sparsifiers,
+            *(PASSES if options.passes else ()),
+        ],
         "sparsifiers": sparsifiers,
         "repeat": options.repeat,
     }
     return {**facts, "launches": launches("benchmarks.train", options, lambda num_hosts: [settings])}
+
+
+class _DemoGPT(nn.Module):
+    """The demo's GPT on random bytes: its forward pass gives the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.bytes = GPT(4, 128, 4, LENGTH), torch.randint(256, (BATCH, LENGTH + 1))
+
+    def forward(self) -> torch.Tensor:
+        """Returns the mean cross-entropy of the next byte."""
+        scores = self.net(self.bytes[:, :-1])
+        return nn.functional.cross_entropy(scores.flatten(0, 1), self.bytes[:, 1:].flatten())
 
 
 class _DecodedDensely:
@@ -109,13 +140,21 @@ class Training(ranks.Measurable):
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self.name = name
         torch.manual_seed(hvd.rank())  # data differ between ranks; parameters are made equal below
-        self._model = Replay(settings["model"])
-        sgd = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
+        made: Any = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+        if settings["model"] == GPT_MODEL:
+            made = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+        self._model = _DemoGPT() if settings["model"] == GPT_MODEL else Replay(settings["model"])
+        own = made(self._model.parameters())
         named = [(f"{name}.{label}", p) for label, p in self._model.named_parameters()]
         self.num_elements = sum(p.numel() for _, p in named)
         self.parts: dict[str, float] = {}
         if name == ALONE:
-            self._optimizer: Any = sgd
+            self._optimizer: Any = own
+            return
+        if name in PASSES:
+            best = hvd.Compression.best(density=0.01)
+            self._optimizer = hvd.DistributedOptimizer(own, named, compression=best, **PASSES[name])
+            hvd.broadcast_parameters(dict(named), root_rank=0)
             return
         compression = {"dense": "none", "dense float16": "fp16"}.get(name) or settings["sparsifiers"][name]
         os.environ[TENSOR_SELECTION_VARIABLE] = "large" if BY_DEFAULT in name else "all"
@@ -123,7 +162,7 @@ class Training(ranks.Measurable):
         if DENSELY in name:
             recipe = replace(chosen.recipe, sparsifier=densely(chosen.recipe.sparsifier))
             chosen = type(chosen)(recipe)
-        self._optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=chosen)
+        self._optimizer = hvd.DistributedOptimizer(own, named_parameters=named, compression=chosen)
         hvd.broadcast_parameters(dict(named), root_rank=0)
 
     def run(self) -> None:
@@ -137,7 +176,7 @@ class Training(ranks.Measurable):
             return {"density_selected": 1.0, "density_union": 1.0}
         last = telemetry.last
         names = ("density_selected", "density_union", "fold_seconds", "select_seconds", "apply_seconds")
-        return {name: getattr(last, name) for name in names}
+        return {"waited_seconds": last.wait_seconds, **{name: getattr(last, name) for name in names}}
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:

@@ -88,10 +88,11 @@ def _launch_table(launch: Mapping[str, Any]) -> str:
                 milliseconds(item["own_cpu_seconds"]["median"]),
                 f"{item['bytes_sent'] / 1e3:,.0f}",
                 f"{item['facts'].get('density_union', 1.0):.5f}",
+                milliseconds(item["facts"]["waited_seconds"]) if "waited_seconds" in item["facts"] else "",
                 *(f"{by_name[name] / seconds['median']:.1f}" for name in references),
             ]
         )
-    header = ["", "ms", "quartiles", *parts, "CPU", "own CPU", "kB sent", "union"]
+    header = ["", "ms", "quartiles", *parts, "CPU", "own CPU", "kB sent", "union", "waited"]
     return markdown([*header, *(f"{name} / it" for name in references)], rows)
 
 

@@ -46,7 +46,7 @@ STUDIES = (
 TABLES: dict[str, Callable[[Result], str]] = {
     **{study.file.stem: study.table for study in STUDIES},
     **dict.fromkeys(("merging_hosts", "merging_names"), hosts_table),
-    **dict.fromkeys(("frameworks", "local", "local_quantizers", "optimizer_steps"), timings_table),
+    **dict.fromkeys(("frameworks", "local", "optimizer_steps"), timings_table),
     "demo": demo.table,
     "lengths.law": lengths.law,
     "merging": plans.tables,

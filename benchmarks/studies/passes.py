@@ -30,7 +30,7 @@ from horovod_sparse import ddp
 SEEDS, LAST = (0, 1, 2), 0.1
 CELLS = [("gpt", 2), ("gpt", 4), ("gpt", 8), ("cnn", 2), ("resnet", 2)]
 SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
-#: task -> steps and rates to try; a best rate at an edge is none
+#: task -> steps and rates that dense training tries; a best rate at an edge is none
 TASKS = {
     "gpt": (600, (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)),
     "cnn": (300, (0.01, 0.03, 0.1, 0.3)),
@@ -131,10 +131,34 @@ def best_rate(result: Result, task: str, size: int, method: str) -> float:
     return TASKS[task][1][losses.index(min(losses))]
 
 
+def bracket(result: Result, method: str) -> tuple[float, ...]:
+    """Rates to try at P = 4, by factors of two from dense's best rate until both neighbours are worse."""
+    first = best_rate(result, "gpt", 4, "dense")
+    runs = result.get("runs", {})
+
+    def loss(power: int) -> float:
+        run = runs.get(_label("gpt", 4, method, first * 2**power, 0))
+        return math.nan if run is None else float(run.get("training", math.inf))
+
+    best = 0
+    while True:
+        near = {power: loss(power) for power in (best, best + 1, best - 1)}
+        if math.isnan(sum(near.values())) or min(near, key=near.__getitem__) == best:
+            return tuple(first * 2**power for power in near)
+        best = min(near, key=near.__getitem__)
+
+
+def own_rate(result: Result, method: str) -> float:
+    """The middle of a bracket, once both sides of it are measured; NaN before."""
+    rates = bracket(result, method)
+    there = result.get("runs", {})
+    return rates[0] if all(_label("gpt", 4, method, rate, 0) in there for rate in rates) else math.nan
+
+
 def names() -> list[str]:
     """Rates of dense trainings; then all methods at dense's best; then, at P = 4, at the best of each.
 
-    What depends on a best rate appears once all rates are measured: the command is given three times.
+    What depends on a best rate appears once others are measured: give the command until it has nothing to do.
     """
     result = load(STUDY.file)
     found: dict[str, None] = {}
@@ -155,9 +179,10 @@ def names() -> list[str]:
         for method in methods:
             ask(task, size, method, at_dense, [seed])
     for method in METHODS:
-        ask("gpt", 4, method, TASKS["gpt"][1], SEEDS[:1])
-    for method in METHODS:
-        ask("gpt", 4, method, [best_rate(result, "gpt", 4, method)], SEEDS)
+        rates = bracket(result, method)
+        ask("gpt", 4, method, rates, SEEDS[:1])
+        if rates[0] == own_rate(result, method):
+            ask("gpt", 4, method, rates[:1], SEEDS)
     return list(found)
 
 
@@ -184,7 +209,6 @@ def _mean(result: Result, task: str, size: int, method: str, rate: float) -> lis
 def table(result: Result) -> str:
     """Every method at the rate that is best for dense; then at its own."""
     head = ["training, ranks", "method", "rate", "loss, training", "spread", "test", "seeds"]
-    rates = TASKS["gpt"][1]
     common = [
         [f"{task}, P={size}", method, f"{rate:g}", *found]
         for task, size in CELLS
@@ -193,9 +217,9 @@ def table(result: Result) -> str:
         if (found := _mean(result, task, size, method, rate)) is not None
     ]
     own = [
-        ["gpt, P=4", method, f"{rate:g}{' (edge)' if rate in (rates[0], rates[-1]) else ''}", *found]
+        ["gpt, P=4", method, f"{rate:g}", *found]
         for method in METHODS
-        for rate in [best_rate(result, "gpt", 4, method)]
+        for rate in [own_rate(result, method)]
         if (found := _mean(result, "gpt", 4, method, rate)) is not None
     ]
     return f"{markdown(head, common)}\n\nEach at its own best rate:\n\n{markdown(head, own)}"
