@@ -131,7 +131,7 @@ class Sketch:
         return max(0, num_selected - math.ceil(part * state.ahead))
 
     def _order(self, num_selected: int, state: ThresholdState) -> int:
-        """Returns c * k: as many elements reach the threshold, unless several are equal to it."""
+        """Returns c * k, the number of elements that shall reach the threshold."""
         return max(1, round(self._target(num_selected, state) * state.correction))
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:

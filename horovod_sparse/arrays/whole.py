@@ -62,7 +62,7 @@ class WholeGradient(Accumulator):
         return self.report
 
     def abandon(self) -> None:
-        """Has nothing to take back: the gradient of an abandoned step is dropped."""
+        """Does nothing: no residual holds the abandoned step's gradient."""
 
     def drop(self, gradient: Any) -> None:
         self._gradient = GradientParts([np.zeros(self.num_elements, self.dtype)])
@@ -110,14 +110,14 @@ class WholeGradient(Accumulator):
         return first
 
     def received(self, total: Any, size: int) -> tuple[Any, dict[int, int], float]:
-        """Returns the sum's n values, the position that each unhealthy rank tells, the largest magnitude."""
+        """Returns the sum's n values, a position for each unhealthy rank, and the largest magnitude."""
         n = self.num_elements
         values = np.asarray(total[:n]).astype(self.dtype, copy=False)
         return values, ranks_told(np.asarray(total[n:]), size), largest_magnitude(values)
 
 
 def ranks_told(health: NDArray[Any], size: int) -> dict[int, int]:
-    """Returns position by rank, of what stands behind the elements of a sum.
+    """Reads each unhealthy rank's position from the columns behind a sum.
 
     Example:
         >>> ranks_told(np.array([0, 0, 0, 1, 0, 2], np.float32), 2)

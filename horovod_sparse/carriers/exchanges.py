@@ -81,7 +81,7 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
-    """Runs a coroutine whose requests of single levels become messages between pairs: no process sets."""
+    """Carries a coroutine's requests of one level by messages between pairs: they need no process sets."""
 
     def carried(request: Request) -> Synchronization[Any]:
         if request.level == "all":
@@ -107,7 +107,7 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
 
 
 def answer_for_one_rank(request: Request) -> Any:
-    """Returns the answer to a request of a lone rank: a copy, but of a reduce-scatter the buffer."""
+    """Returns a lone rank's answer to its own request: a copy, but for a reduce-scatter the buffer itself."""
     if isinstance(request, collectives.Exchange):
         return {peer: request.sends[peer].copy() for peer in request.sources}
     if isinstance(request, collectives.AllToAll):
@@ -138,7 +138,7 @@ def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: 
 
 
 def checked_sources(messages: dict[int, Words], sources: Collection[int], whose: str) -> dict[int, Words]:
-    """Returns the messages; raises if one came from a rank outside `sources`. `whose` begins the error."""
+    """Returns the messages; refuses one of a rank outside `sources`. `whose` begins the error."""
     if strangers := sorted(messages.keys() - set(sources)):
         raise CollectiveMismatchError(
             f"{whose} expected messages from ranks {sorted(sources)}, but ranks {strangers} sent some, too"
@@ -147,7 +147,7 @@ def checked_sources(messages: dict[int, Words], sources: Collection[int], whose:
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def done(self) -> bool | None:
         """True if `result` returns at once; None if the library below was shut down since."""
@@ -157,7 +157,7 @@ class Handle(Protocol):
 
 
 class Rounds:
-    """A collective under way as messages between pairs: `start` starts one of its exchanges under a name."""
+    """A collective in flight, carried out in exchanges between pairs; `start` starts one under a name."""
 
     def __init__(
         self, start: Callable[[Any, str], Handle], exchanges: Generator[Any, Any, Any], name: str
@@ -169,7 +169,7 @@ class Rounds:
         self.done()
 
     def done(self) -> bool | None:
-        """Starts what comes after messages that are there; raises nothing, as hooks ask: `result` does."""
+        """Starts the exchanges that arrived messages allow. Hooks call it: `result` raises its errors."""
         while not self._ended:
             try:
                 if self._inner is not None and not (done := self._inner.done()):
@@ -192,6 +192,6 @@ class Rounds:
 
 
 def answer_at_once(answer: Any) -> Synchronization[Any]:
-    """Returns the answer; yields no request."""
+    """Makes a coroutine that returns `answer` and requests nothing."""
     yield from ()
     return answer

@@ -1,9 +1,9 @@
 """Adam, AdamW and RMSprop: each rank divides its gradient by the root of a second moment of its own.
 
 How long the whole batch's steps are (`whole_batch`) follows from how alike the ranks' gradients are. In every
-step all ranks draw the same random signs, and each tells, beside what it sends, how far its gradient
-leans along them. The squared mean of what they tell estimates the mean gradient's square, and the mean of
-squares that of one rank's: both up to the same factor, averaged over steps.
+step all ranks draw the same random signs, and each sends, beside its selection, its gradient's projection on
+them (`leans` in checkpoints). The projections' squared mean estimates the mean gradient's square, and their
+mean square that of one rank's: both up to the same factor, averaged over steps.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _WithinRoot(RMSpropFeedback):
 
 
 class Alikeness:
-    """Learns how alike ranks' gradients of a bucket are; the estimate is in `Progress.leans`."""
+    """Estimates how alike ranks' gradients of a bucket are; the estimate is in `Progress.leans`."""
 
     def __init__(self, info: BucketInfo) -> None:
         self._info = info
@@ -197,17 +197,17 @@ class Alikeness:
         return max(mean / own, 1.0 / self._info.size) ** -0.5 if own else 1.0
 
     def fold(self, accumulator: Accumulator, gradient: Any, rule: FoldRule, step: int) -> None:
-        """Folds what is normalized; the report says how far it leans along signs that ranks share."""
+        """Folds a normalized gradient; the report holds its projection on random signs that ranks share."""
         n = self._info.num_elements
         drawn = step_generator(0, self._info, step).integers(0, 2 * n, min(n, _SAMPLE))
         accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
 
-    def next_leans(self, leans: tuple[float, float], told: np.ndarray) -> tuple[float, float]:
-        """Returns the estimate after another step, from the P projections that ranks have sent."""
-        squares = float(told.mean()) ** 2, float(np.square(told).mean())
-        # in the beginning steps are one rank's
+    def next_leans(self, leans: tuple[float, float], projections: np.ndarray) -> tuple[float, float]:
+        """Returns both means of `Progress.leans` after a step in which ranks sent these P projections."""
+        squares = float(projections.mean()) ** 2, float(np.square(projections).mean())
+        # the first steps are as long as one rank's
         known = leans if any(leans) else (squares[1], squares[1])
-        # one bad batch would rule for hundreds of steps
+        # else one bad batch would dominate hundreds of steps
         part = _NEWS * min(1.0, _MOST * known[1] / squares[1])
         mean, own = ((1 - _NEWS) * old + part * now for old, now in zip(known, squares, strict=True))
         return mean, own

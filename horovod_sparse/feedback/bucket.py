@@ -44,8 +44,8 @@ class Progress:
         scale: what the residual has been multiplied by since the first step (1 where it follows nothing).
         since: step with which the companions began, where they are of a rank's own gradients.
         summed: ranks whose gradients are summed before: those of a host, with two levels.
-        leans: decayed means over the steps of two squares, where an `Alikeness` is learned: of how far the
-            mean gradient leans along random signs, and of how far a rank's does.
+        leans: means over recent steps of two squares, for `Alikeness`: of the mean gradient's projection on
+            random signs, and of one rank's.
     """
 
     step: int = 0
@@ -267,7 +267,7 @@ class Bucket:
         return overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
 
     def learn(self, leans: np.ndarray) -> None:
-        """Learns how alike ranks' gradients of a pass are, from how far each one's leans, [P]."""
+        """Learns how alike ranks' gradients of a pass are, from their projections, [P]."""
         if self._alikeness is not None and leans.any():
             learned = self._alikeness.next_leans(self._progress.leans, leans)
             self._progress = dataclasses.replace(self._progress, leans=learned)

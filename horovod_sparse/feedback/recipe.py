@@ -149,7 +149,7 @@ class ParameterRules:
         object.__setattr__(self, "densities", tuple(densities.items()))
 
     def density_of(self, name: str, num_elements: int) -> float | None:
-        """Returns a parameter's density: 1 if it is sent whole, None if the sparsifier's own holds."""
+        """Returns a parameter's density: 1 to send it whole, None to use the sparsifier's own."""
         for pattern, density in self.densities:
             if fnmatchcase(name, pattern):
                 return density
@@ -158,7 +158,7 @@ class ParameterRules:
         return None
 
     def hint(self, names: Iterable[str]) -> None:
-        """Logs patterns that fit no name: misspelt, most likely."""
+        """Warns of patterns that match no parameter's name, as misspelt ones do."""
         known, patterns = sorted(names), [*self.dense, *(pattern for pattern, _ in self.densities)]
         missed = [one for one in patterns if not any(fnmatchcase(name, one) for name in known)]
         if missed:
@@ -169,7 +169,7 @@ class ParameterRules:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Returns arguments of a recipe for the rules that differ from the default."""
+        """Returns the rules that differ from the default, as keyword arguments of `recipe`."""
         given = {name: now for name, default in _RULES.items() if (now := getattr(self, name)) != default}
         return {name: dict(value) if name == "densities" else value for name, value in given.items()}
 

@@ -45,7 +45,7 @@ def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
 
 
 def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
-    """Returns a host's sum of a shard, filled up with zeros to so many elements, for a fold."""
+    """Pads a host's sum of a shard with zeros to `num_elements` elements, for a fold."""
     short = num_elements - shard.size
     return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
 
@@ -68,7 +68,7 @@ class ShardMessage:
     sum: Words
 
     def packed(self) -> Words:
-        """Returns the message as it travels: how many words its line and its sum have, then both."""
+        """Returns the words to send: the lengths of line and sum, then line and sum."""
         *head, words = vars(self).values()
         line = json.dumps(head).encode()
         text = np.frombuffer(line + b" " * (-len(line) % 4), np.int32)
@@ -76,7 +76,7 @@ class ShardMessage:
 
     @classmethod
     def unpacked(cls, words: Words, count: int) -> list[ShardMessage]:
-        """Returns the messages that came one behind the other. Raises the error that one of them tells."""
+        """Reads `count` messages that follow one another. Raises the error that a message reports."""
         messages: list[ShardMessage] = []
         for _ in range(count):
             if words.size < 2 or words.size < (stop := 2 + int(words[0]) + int(words[1])):
@@ -219,7 +219,7 @@ class TwoLevelBucket(Bucket):
         ).packed()
 
     def _join_shards(self, gathered: Words) -> tuple[SparseSum, dict[int, int], int | None]:
-        """Returns the sum of the whole from the shards' sums, the marks of ranks, and where it overflows."""
+        """Joins the shards' sums; returns also bad positions by rank, and the first overflow."""
         n, dtype = self.whole.num_elements, self.whole.value_dtype
         messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host)
         self._check_steps(np.array([one.step for one in messages]), self.topology.hosts[self.host])
@@ -253,7 +253,7 @@ class TwoLevelBucket(Bucket):
 
 
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
-    """Returns the facts of a rank's shard: N ranks, and as many elements as the longest shard has.
+    """Returns the facts of a rank's shard: the ranks are one per host, and the length is the longest shard's.
 
     Example:
         >>> shard_of(BucketInfo("w", 9, rank=3, size=4), Topology.regular(2, 2))

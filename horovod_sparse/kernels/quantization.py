@@ -53,23 +53,23 @@ class Quantization:
 
     @property
     def planes(self) -> int:
-        """Bits of an element."""
+        """Returns the number of bits of an element."""
         return 1 + self.levels.bit_length()
 
     def length_of_group(self, num_elements: int) -> int:
-        """Elements of a group, of n elements in all; 1 or more."""
+        """Returns the number of elements of a group; without groups all n, 1 or more."""
         return self.group or max(1, num_elements)
 
     def num_units(self, num_elements: int) -> int:
-        """Groups of n elements."""
+        """Returns the number of units: n elements have one for each group."""
         return -(-num_elements // self.length_of_group(num_elements))
 
     def unit_words(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """Words that the units of n elements of an accumulator's dtype take."""
+        """Returns the number of words that the units of n elements take in an accumulator's dtype."""
         return self.num_units(num_elements) * (dtype.itemsize // 4)
 
     def num_words(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """Words that n elements of an accumulator's dtype become."""
+        """Returns the number of words that encode n elements of an accumulator's dtype."""
         return self.unit_words(num_elements, dtype) + self.planes * -(-num_elements // WORD)
 
 
@@ -201,7 +201,7 @@ def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> N
 
 
 def unpacked(words: NDArray[np.uint32], count: int) -> NDArray[np.uint8]:
-    """Returns the bits of `count` elements."""
+    """Returns the first `count` bits of words, lowest first, each as a byte of 0 or 1."""
     return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=count, bitorder="little")
 
 

@@ -18,7 +18,7 @@ run = stock.run
 
 
 class _Kept:
-    """Saves, restores and broadcasts variables, those of Keras 3, too; Horovod does so with all else.
+    """Saves, restores and broadcasts variables, also of Keras 3; Horovod handles all other attributes.
 
     Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
     ranks, and not when a state is made, which a worker that joins does alone.
@@ -29,7 +29,7 @@ class _Kept:
         ObjectState.__init__(self, bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **attributes)
 
     def sync(self) -> None:
-        """Gives all ranks what rank 0 has, and saves it."""
+        """Broadcasts rank 0's state to all ranks, and saves it."""
         broadcast_variables(self._all_variables(), 0)
         self._save_model()
         ObjectState.sync(self)

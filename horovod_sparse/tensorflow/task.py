@@ -71,7 +71,7 @@ class Task:
 
     @property
     def next_kind(self) -> type[Request] | None:
-        """Returns the next round's; None if none is left. One that has failed goes on with the others."""
+        """Returns the next round's kind; None after the last. A failed task goes through all, too."""
         return self.kinds[self._round] if self._round < len(self.kinds) else None
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
@@ -80,7 +80,7 @@ class Task:
         return self._advance(None)
 
     def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
-        """Starts a task whose coroutine could not be made."""
+        """Begins the task as failed, since it has no coroutine: it sends empty messages in all rounds."""
         self._reset(place)
         self.error = error
         return self._empty_messages()
@@ -105,7 +105,7 @@ class Task:
             self.legs.append((begun, time.perf_counter()))
 
     def drop(self) -> None:
-        """Lets go of what a step that failed elsewhere has left behind."""
+        """Closes the coroutine of a step that failed elsewhere."""
         if self._coroutine is not None:
             _log.warning("%s: its last synchronization did not end, and is given up", self.name)
             self._coroutine.close()

@@ -96,15 +96,15 @@ class GradientTraining(Training):
         return self.size
 
     def join_any_new_parameters(self) -> None:
-        """Adds parts for parameters that the optimizer has got since."""
+        """Adds parts for parameters that were added to the optimizer."""
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
             self.join_new_parameters()
 
-    #: True where replicas are compared before a step is applied; else whoever steps compares behind it
+    #: True to compare models before a step is applied; else `step` compares them afterwards
     compares_first = False
 
     def compare(self) -> None:
-        """Compares the ranks' models, on all ranks together, if they ever do."""
+        """Compares the ranks' models, if `check_every` is not 0; all ranks call it together."""
         if self.drift.every:
             parameters = {name: one for name, (_, one) in self.facts.items()}
             entries = layout.shared_entries(parameters, self.optimizer) if self.size > 1 else ()

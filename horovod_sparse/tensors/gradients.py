@@ -350,11 +350,11 @@ class GradientBucket(ParameterBucket):
         return float(own[position - self.places[number][0]])
 
     def note_sum(self) -> None:
-        """Notes the gradient at the last sum's first index."""
+        """Remembers one element of the last sum, for `has_last_sum` to compare."""
         self._noted_first = self._first_of_sum()
 
     def has_last_sum(self) -> bool:
-        """True if gradients hold the last sum: PyTorch does not count changes by ``.data``."""
+        """True if the remembered element is unchanged: versions do not count changes by ``.data``."""
         return self._first_of_sum() == self._noted_first
 
     def abandon(self, *, drop: bool = False) -> None:

@@ -72,7 +72,7 @@ class ScaleOfStep:
         self.value = 1.0
 
     def note(self) -> None:
-        """Reads the scale with the first gradient of a step; once, since it may be on a GPU."""
+        """Reads the loss scale, once a step, at its first gradient: the scale may be on a GPU."""
         self.scaler = scaled_by()
         self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
@@ -99,7 +99,7 @@ def _mark_scaled(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
 
 
 def _begin(scaler: torch.amp.GradScaler) -> None:
-    """Notes that the backward pass of a scaled loss begins, before the hook of any parameter."""
+    """Registers a scaled loss's backward pass as it begins, before any parameter's hook."""
     begun = _Pass(scaler)
     scaled_passes.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)

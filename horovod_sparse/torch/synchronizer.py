@@ -112,7 +112,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return ClusterFacts.of(self.process_set, "torch", hvd, words), device, largest.dtype
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns the plan that `merging` and `tensor_selection` ask for, as far as that needs no times."""
+        """Returns the plan that `merging` and `tensor_selection` ask for, before times are measured."""
         if self._first.request is None:
             return super().first_plan_of(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])
@@ -141,7 +141,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.watch(parameters)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """Adds new parameters to the optimizer, too, as if made with it."""
+        """Joins new parameters as `Training` does, and registers them with Horovod's optimizer."""
         new = super().join_new_parameters()
         if new and self.warmup is not None:
             self.warmup.measure_anew(self.parameters)  # what was measured without them decides nothing

@@ -188,7 +188,7 @@ def values_by_rank(words: str, values: Sequence[object]) -> str:
 
 
 def describe_parameters(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
-    """Returns what ranks compare of every parameter, in words; devices may differ."""
+    """Returns each parameter's facts as a text for ranks to compare; devices may differ."""
     return {
         f"{_TRAINED} {item.name}": f"{item.num_elements} elements of {item.dtype}, "
         f"shape {list(item.shape)}, group {item.group}, density {item.density}"

@@ -15,13 +15,13 @@ from horovod_sparse.errors import NonFiniteGradientError
 
 
 class Averaged(Protocol):
-    """Numbers of a model that no gradient moves, averaged with every exchange: statistics of batches."""
+    """A model's buffers without gradients (statistics of batches), averaged with every exchange."""
 
     def read(self) -> np.ndarray:
         """Returns all of them, in one float64 array of the same length on all ranks."""
 
     def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
-        """Replaces what was sent by the mean; what was learned since stays."""
+        """Replaces the sent numbers by their mean; keeps changes made since they were sent."""
 
 
 def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
@@ -42,7 +42,7 @@ class Facts:
     present: int = 0
     #: factor of weight decay, by part
     shrink: list[float] = field(default_factory=list)
-    #: how far gradients lean, by pass and part
+    #: projections of gradients for `Alikeness`, by pass and part
     leans: list[list[float]] = field(default_factory=list)
     task: Any = None
     averaged: tuple[np.ndarray, Any] | None = None
@@ -54,7 +54,7 @@ class Facts:
 
 
 def present_in(parts: Sequence[Any]) -> int:
-    """Returns which parameters have a gradient, as `Facts.present`."""
+    """Returns a bit for each parameter, by number: 1 if it has a gradient."""
     pairs = [(range(len(part.names)), set(part.absent)) for part in parts]
     here = [number not in absent for numbers, absent in pairs for number in numbers]
     return sum(1 << number for number, is_here in enumerate(here) if is_here)
@@ -63,7 +63,7 @@ def present_in(parts: Sequence[Any]) -> int:
 def read_facts(
     parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, leans: Any
 ) -> tuple[list[dict[float, list[int]]], bool]:
-    """Returns, by part, factors of weight decay and their parameters' numbers; then whether all finish."""
+    """Returns for each part the weight decay's factor and its parameters' numbers, and whether all finish."""
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
         raise NonFiniteGradientError(next(iter(bad.values())), bad)

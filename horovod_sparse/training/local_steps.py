@@ -36,7 +36,7 @@ _SAVED = "start", "velocity"
 
 
 class Displacement:
-    """How far a part's parameters have come from the common ones; stands where a pass has `OwnMoves`.
+    """How far a part's parameters are from the common ones; a pass has `OwnMoves` instead.
 
     Args:
         part: it belongs to.
@@ -92,7 +92,7 @@ class Displacement:
         self.task = starter.start(name, self.bucket.synchronize(report))
 
     def received(self, scale: float) -> SparseSum:
-        """Returns the exchange's sum; raises what ranks find wrong with it, all alike."""
+        """Returns the exchange's sum; raises its error, on all ranks alike."""
         total: SparseSum = self.task.value()
         return total
 
@@ -166,7 +166,7 @@ class LocalTraining(Steps):
         self._assign_arrays(kept)
 
     def _arrays_by_parameter(self, *names: str) -> dict[str, dict[str, Any]]:
-        """Returns these arrays of the displacements, by parameter."""
+        """Returns the named arrays of all displacements, by parameter."""
         kept: dict[str, dict[str, Any]] = {name: {} for name in names}
         for part, what in itertools.product(self.parts, kept):
             values = part.moves.to_host(what)
@@ -245,7 +245,7 @@ class LocalTraining(Steps):
     # an exchange
 
     def after_step(self) -> None:
-        """Counts a step of the optimizer, and exchanges where it is time."""
+        """Called after an optimizer's step; exchanges displacements when that is due."""
         self.taken += 1
         if not self._in_flight and self.taken < self.schedule.every:
             return
@@ -260,7 +260,7 @@ class LocalTraining(Steps):
         self.seconds_held_up += time.perf_counter() - began
 
     def _advance(self) -> None:
-        """Carries on what is in flight, without waiting."""
+        """Advances the exchange in flight without waiting."""
 
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._land(0)
@@ -304,7 +304,7 @@ class LocalTraining(Steps):
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:
-        """Has all ranks go on from the common parameters; who has diverged keeps nothing."""
+        """Drops the exchange's displacements; a diverged rank drops its later steps, too."""
         super()._cancel(failures)
         diverged = any(self.rank in getattr(error, "where", ()) for error in failures)
         for part in self.parts:
@@ -315,7 +315,7 @@ class LocalTraining(Steps):
             self._heal()
 
     def _heal(self) -> None:
-        """Clears what of a diverged optimizer would spoil its next step."""
+        """Clears a diverged optimizer's values that would spoil its next step."""
 
     def moved(self) -> list[Any]:
         """Returns an empty list for each part: what a rank has learned is in its parameters."""
@@ -332,7 +332,7 @@ class LocalTraining(Steps):
         self.taken = taken + self.schedule.every
 
     def replace_common(self) -> None:
-        """Goes on from parameters that all ranks have loaded: these are the common ones."""
+        """Makes the parameters that all ranks have loaded the common ones."""
         for part in self.parts:
             part.restart(part.bucket.progress)
             part.moves.take_as_common()

@@ -175,7 +175,7 @@ def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -
 
 
 def _steps_of(every: Any) -> int:
-    """Returns how often ranks compare, by the argument or by the environment."""
+    """Returns after how many steps ranks compare models: `every`, or the environment's number."""
     name = "check_every"
     if every is None:
         name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip() or str(_EVERY)

@@ -122,8 +122,8 @@ class Steps(Training):
         raise NotImplementedError
 
     def _send_facts(self, facts: Facts, name: str) -> None:
-        """Starts to share this rank's facts with all, and to average numbers that no gradient moves."""
-        # exchanges applied and in flight: a rank that alone has given one up is told apart
+        """Starts two collectives of an exchange: one shares `Facts`, one averages the model's buffers."""
+        # counts exchanges applied and in flight: a rank that alone has cancelled one has another number
         number = self.step + len(self._in_flight)
         facts.task = self.starter.start(f"{name}.facts", facts.share(number))
         if self._averaged is not None:
@@ -133,13 +133,13 @@ class Steps(Training):
         self._num_begun += 1
 
     def _read_facts(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
-        """Reads all ranks' facts: returns the parameters that shrink, by part, and whether all finish."""
+        """Checks all ranks' facts; returns parameters that weight decay shrinks, and whether all finish."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
         return read_facts(self.parts, *of_ranks)
 
     def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
-        """Refuses ranks that are not at the same exchange, by their numbers."""
+        """Raises if ranks are at different exchanges, by their numbers."""
         if len(set(numbers)) > 1:
             told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
             raise errors.StateMismatchError(
@@ -148,7 +148,7 @@ class Steps(Training):
             )
 
     def _wait(self, facts: Facts, tasks: Sequence[Task]) -> None:
-        """Waits for an exchange; what parts raise stays in their tasks."""
+        """Waits for an exchange; errors of parts stay in their tasks."""
         more = [] if facts.averaged is None else [facts.averaged[1]]
         self.starter.wait([facts.task, *more, *tasks])
 
@@ -158,7 +158,7 @@ class Steps(Training):
             self._averaged.move(sent, task.value())
 
     def _move_at_once(self, overflowed: bool) -> None:
-        """Moves at once by what this rank selects; begins and lands exchanges that are due."""
+        """Takes this rank's own step without waiting for others; begins and lands exchanges that are due."""
         facts = self._facts
         for part in self.parts:
             part.moves.step_back()
@@ -210,7 +210,7 @@ class Steps(Training):
         return False
 
     def settle(self) -> None:
-        """Exchanges what has been moved, and waits until nothing is under way; all ranks do it."""
+        """Exchanges this rank's moves, and waits until no exchange is in flight; every rank calls it."""
         if self.schedule.moves_at_once:
             self.agree()
             if self.taken:
@@ -312,7 +312,7 @@ class Steps(Training):
         self._to_resume = passes
 
     def moved(self) -> list[list[tuple[Any, Any]]]:
-        """Returns what this rank has moved by and no mean has replaced, by part."""
+        """Returns this rank's moves that no mean has replaced yet, by part."""
         self._load_moves()
         return [part.moves.pending() for part in self.parts]
 
@@ -322,7 +322,7 @@ class Steps(Training):
                 part.moves.load(moves)
 
     def _resume(self) -> None:
-        """Begins what was in flight in a checkpoint, or takes it back if ranks or schedule are others now."""
+        """Begins a checkpoint's exchanges in flight, or rolls them back if ranks or schedule have changed."""
         if self._to_resume is None:
             return
         self._load_moves()
@@ -345,7 +345,7 @@ class Steps(Training):
         self._facts, self.taken = known[-1], passes["taken"]
 
     def roll_back(self) -> None:
-        """Takes back into the residual what no mean has replaced: parameters are the common ones."""
+        """Returns moves that no mean has replaced to the residual; parameters become the common ones."""
         for part in self.parts:
             part.moves.roll_back()
         self._in_flight.clear()

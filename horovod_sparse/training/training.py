@@ -103,7 +103,7 @@ class Training:
     # what a front end may add
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns the plan of parameters that have come, without any times."""
+        """Returns a first plan for new parameters, which uses no measured times."""
         return fixed_bytes([fact for fact, _ in facts.values()])
 
     def _compare_plans(self) -> Synchronization[None]:
@@ -116,7 +116,7 @@ class Training:
 
     @property
     def _is_fresh(self) -> bool:
-        """True if this rank has nothing of a training yet."""
+        """True if this rank has taken no step yet."""
         return self.step == 0
 
     def _add_parts(self, parts: Sequence[Any]) -> None:
@@ -207,7 +207,7 @@ class Training:
         self.load_held(*held)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """Makes parts for parameters that have come since, on all ranks alike, and returns their facts."""
+        """Makes parts for new parameters, which all ranks have to add alike, and returns their facts."""
         new = dict(self.engine.facts(self.facts))
         if not new:
             return new
@@ -223,7 +223,7 @@ class Training:
         return new
 
     def _join(self, new: Facts, plan: Plan) -> None:
-        """Puts parameters that have come, by the plan on which ranks have agreed, beside the others."""
+        """Adds the new parameters' parts to the training, by the plan on which ranks have agreed."""
         parts, before = self._make_plan_parts(plan, new, first=len(self.plan.buckets)), self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
@@ -253,7 +253,7 @@ class Training:
         return self.engine.carry_out(coroutine, self.topology)
 
     def declared(self) -> dict[str, str]:
-        """Returns what has to be equal on all ranks, in words, by argument."""
+        """Returns a text for each argument that has to be equal on all ranks."""
         given = {**self.engine.declared(), **self.settings.describe()}
         return agreement.declaration(self.recipe, self.engine.name, **given)
 

@@ -71,7 +71,7 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
 
 @kernel
 def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
-    """Adds to a tile of [start, stop) what the runs have for it; returns how many elements held +0.0 before.
+    """Adds the runs' values to a tile of [start, stop); returns how many of its elements held +0.0 before.
 
     A sum that comes out as +0.0 is stored as -0.0, which is the same number and tells that it was touched:
     the count stays right where values cancel.
@@ -268,7 +268,7 @@ def apply_scaled_sums(
     values: Array,
     scale: float,
 ) -> int:
-    """Does as `apply_scaled_sum` for arrays that lie at [start, stop) of a bucket, in order."""
+    """Applies `apply_scaled_sum` to a bucket's arrays, each at its [start, stop)."""
     flats = [_flat(array) for array in arrays]
     kind, num_elements = flats[0].dtype, places[-1][1]
     if indices is None:
@@ -322,7 +322,7 @@ def aligned_tile(dtype: np.dtype[Any]) -> Array:
 
 
 def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
-    """Returns indices and values, sorted if they ascend seldom, and the start and stop of each run."""
+    """Splits indices into ascending runs; sorts first if these are many. Returns also starts and stops."""
     stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
     if stops.size > _MOST_RUNS:
         order = np.argsort(where, kind="stable")

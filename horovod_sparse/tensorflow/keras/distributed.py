@@ -34,7 +34,7 @@ def wrap(
     name: str | None,
     again: Again,
 ) -> Any:
-    """Gives the optimizer a derived class of the same name, so that its model can be loaded anywhere."""
+    """Gives the optimizer a derived class of the same name: its model can be loaded without this package."""
     if tf.keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
             f"Keras runs on {tf.keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
@@ -263,7 +263,7 @@ class Accumulation:
 
 
 class DenseReducer:
-    """Sums or averages whole gradients. What groups would bring together Horovod fuses by itself."""
+    """Sums or averages whole gradients. It needs no groups: Horovod fuses small tensors by itself."""
 
     def __init__(self, arguments: Arguments) -> None:
         self.process_set, self._sparse_as_dense = arguments.process_set, arguments.sparse_as_dense
@@ -285,7 +285,7 @@ class DenseReducer:
     def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], _rate: Any = None, *, scaled: bool = False
     ) -> tuple[list[Any], None]:
-        """Returns reduced gradients; None stays None. A sum with NaN is NaN on all ranks."""
+        """Reduces gradients densely; None stays None. It never skips: NaN of one rank becomes NaN on all."""
         refuse_graphs()
         if not self.is_needed:
             return list(gradients), None
