@@ -31,7 +31,7 @@ class FoldReport:
         carried_square_norm: sum of squares of the residual before it, decay included: what the last step
             left behind.
         step: synchronizations that the bucket has done before; see `Accumulator`.
-        lean: the gradient's projection on a direction that ranks share; see `Alikeness`.
+        lean: the gradient's projection on a direction that ranks share; see `RankSimilarity`.
     """
 
     num_nonfinite: int = 0

@@ -36,23 +36,23 @@ _LEAST_ROOM = 1024
 
 
 @dataclass
-class _Line:
-    """Counts the messages from one rank to another, and says how long the next may be; both ends know it.
+class _Channel:
+    """Counts the messages from one rank to another, and bounds the length of the next; both ends agree on it.
 
-    How many there have been: their tags come from it, as other pairs may have had more. And words that the
-    next one may have before its receiver knows how many it has.
+    Tags are made of `number`. `room` words are received before the message's length is known; a longer
+    message is sent in two parts.
     """
 
     number: int = 0
     room: int = _LEAST_ROOM
 
     def next_tag(self) -> int:
-        """Returns the tag of the next message; its second part has the tag behind."""
+        """Returns the tag of the next message; a second part is sent under this tag plus 1."""
         self.number += 1
         return 2 * self.number % _NUM_TAGS
 
     def expect_after(self, length: int) -> None:
-        """Makes room for half more words than a message had; room shrinks slowly, since buckets differ."""
+        """Sets `room` to 1.5 times a message's length; room shrinks slowly, since buckets differ."""
         self.room = max(_LEAST_ROOM, length + length // 2, self.room - self.room // 8)
 
 
@@ -79,8 +79,8 @@ class Carrier:
         self.name, self._names = "", dict[int, str]()
         #: which ranks share a host, where requests are of single levels
         self.topology: Topology | None = None
-        self._from = [_Line() for _ in range(self.size)]
-        self._to = [_Line() for _ in range(self.size)]
+        self._from = [_Channel() for _ in range(self.size)]
+        self._to = [_Channel() for _ in range(self.size)]
 
     def __call__(self, request: Request) -> Any:
         """Carries out a request, waits for it and returns the answer."""
@@ -89,7 +89,7 @@ class Carrier:
 
     @contextlib.contextmanager
     def _naming_lost_rank(self, who: str) -> Iterator[None]:
-        """Says who is gone, and from what: Gloo tells of an address alone."""
+        """Names the lost rank and its collective in the error: Gloo's names an address only."""
         try:
             yield
         except RuntimeError as error:
@@ -148,14 +148,14 @@ class Carrier:
         )
 
     def _exchange(self, sends: Mapping[int, np.ndarray], sources: Iterable[int]) -> dict[int, np.ndarray]:
-        """Messages of int32 words between pairs of ranks, of any length each."""
+        """Exchanges messages of int32 words, of any length, with other ranks."""
         coming, own = [], self._word()
         for rank in sources:
             if rank != self.rank:
-                line = self._from[rank]
-                head, tag = torch.empty(_HEADER + line.room, dtype=torch.int32), line.next_tag()
+                channel = self._from[rank]
+                head, tag = torch.empty(_HEADER + channel.room, dtype=torch.int32), channel.next_tag()
                 coming.append((rank, tag, head, self._host.recv([head], rank, tag)))
-        # what is sent is kept until it is sent
+        # buffers stay alive until they are sent
         sent = []
         for rank, words in sends.items():
             if rank != self.rank:
@@ -183,9 +183,9 @@ class Carrier:
 
     def _begin(self, words: np.ndarray, rank: int) -> list[tuple[torch.Tensor, Any]]:
         """Starts to send a message; each part of it, and its work."""
-        line = self._to[rank]
-        tag, room, whole = line.next_tag(), line.room, readable_tensor(words)
-        line.expect_after(words.size)
+        channel = self._to[rank]
+        tag, room, whole = channel.next_tag(), channel.room, readable_tensor(words)
+        channel.expect_after(words.size)
         head = torch.empty(_HEADER + min(words.size, room), dtype=torch.int32)
         head[0], head[1] = words.size, self._word()
         head[_HEADER:] = whole[:room]

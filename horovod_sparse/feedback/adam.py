@@ -169,10 +169,10 @@ class RMSpropFeedback(Normalizing):
 
     def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         own = self.with_settings(beta2=float(optimizer.rho), eps=float(optimizer.epsilon))
-        return OwnStep(_WithinRoot(**vars(own)), (1.0, 0.0), 1.0, rate)
+        return OwnStep(_KerasRMSprop(**vars(own)), (1.0, 0.0), 1.0, rate)
 
 
-class _WithinRoot(RMSpropFeedback):
+class _KerasRMSprop(RMSpropFeedback):
     """Keras' RMSprop, ``z = g / sqrt(v + eps)``."""
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class _WithinRoot(RMSpropFeedback):
         return {**own, "eps": 0.0, "floor": own["eps"]}
 
 
-class Alikeness:
+class RankSimilarity:
     """Estimates how alike ranks' gradients of a bucket are; the estimate is in `Progress.leans`."""
 
     def __init__(self, info: BucketInfo) -> None:
@@ -190,7 +190,7 @@ class Alikeness:
         """Returns how many times longer the whole batch's steps are than one rank's: at most sqrt(P).
 
         Example:
-            >>> [Alikeness(BucketInfo("b", 9, size=4)).step_ratio(leans) for leans in ((0, 0), (0.1, 1.0))]
+            >>> [RankSimilarity(BucketInfo("b", 9, size=4)).step_ratio(leans) for leans in ((0, 0), (0.1, 1))]
             [1.0, 2.0]
         """
         mean, own = leans

@@ -17,7 +17,7 @@ import numpy as np
 from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.collectives import AllToAll, Broadcast, Exchange, Request, Synchronization
-from horovod_sparse.feedback.adam import Alikeness, Normalizing
+from horovod_sparse.feedback.adam import Normalizing, RankSimilarity
 from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
@@ -44,8 +44,8 @@ class Progress:
         scale: what the residual has been multiplied by since the first step (1 where it follows nothing).
         since: step with which the companions began, where they are of a rank's own gradients.
         summed: ranks whose gradients are summed before: those of a host, with two levels.
-        leans: means over recent steps of two squares, for `Alikeness`: of the mean gradient's projection on
-            random signs, and of one rank's.
+        leans: means over recent steps of two squares, for `RankSimilarity`: of the mean gradient's projection
+            on random signs, and of one rank's.
     """
 
     step: int = 0
@@ -118,7 +118,7 @@ class Bucket:
         self._hidden: tuple[int, Any] | None = None
         #: where ranks normalize their gradients by parts of a batch
         apart = info.size > 1 and isinstance(recipe.feedback, Normalizing) and recipe.feedback.whole_batch
-        self._alikeness = Alikeness(info) if apart else None
+        self._similarity = RankSimilarity(info) if apart else None
 
     @property
     def progress(self) -> Progress:
@@ -215,17 +215,17 @@ class Bucket:
         if target == self.info.num_elements:
             # all is sent: a velocity that is cleared where values leave would be none
             feedback = feedback.for_dense()
-        longer = 1.0 if self._alikeness is None else self._alikeness.step_ratio(now.leans)
+        longer = 1.0 if self._similarity is None else self._similarity.step_ratio(now.leans)
         rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
         if absent:
             rule.factors(self.accumulator.dtype)  # refused before anything is hidden
             self._hidden = self.progress.age, self.accumulator.hide(absent)
         self.accumulator.step = self.state.step
-        if self._alikeness is None:
+        if self._similarity is None:
             self.accumulator.fold(gradient, rule)
         else:
-            self._alikeness.fold(self.accumulator, gradient, rule, self.state.step)
+            self._similarity.fold(self.accumulator, gradient, rule, self.state.step)
         self._progress = now
         if feedback.scale_residual:
             self.rescale_state(feedback.units(rates))
@@ -268,8 +268,8 @@ class Bucket:
 
     def learn(self, leans: np.ndarray) -> None:
         """Learns how alike ranks' gradients of a pass are, from their projections, [P]."""
-        if self._alikeness is not None and leans.any():
-            learned = self._alikeness.next_leans(self._progress.leans, leans)
+        if self._similarity is not None and leans.any():
+            learned = self._similarity.next_leans(self._progress.leans, leans)
             self._progress = dataclasses.replace(self._progress, leans=learned)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:

@@ -51,7 +51,7 @@ def kernel(function: Callable[..., Any]) -> Any:
         cache_file._source_stamp = _stamp(function)
 
     def compile_in_turn(signature: Any) -> Any:
-        with _turn(folder):
+        with _cache_lock(folder):
             return compile_one(signature)
 
     dispatcher.compile = compile_in_turn
@@ -75,7 +75,7 @@ def _refuse(*_arguments: Any) -> Any:
 
 
 def _stamp(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
-    """Returns name, size and time of the kernel files that a function is made from, by its calls, too."""
+    """Returns name, size and time of all kernel files that a function uses, directly or through calls."""
     files: dict[str, tuple[int, int]] = {}
     _visit(function.__globals__, files)
     return tuple((name, *facts) for name, facts in sorted(files.items()))
@@ -95,8 +95,8 @@ def _visit(scope: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
 
 
 @contextlib.contextmanager
-def _turn(folder: str | None) -> Iterator[None]:
-    """Holds the lock of the cache folder; one kernel compiles another, so it may be entered again."""
+def _cache_lock(folder: str | None) -> Iterator[None]:
+    """Holds the cache folder's lock; reentrant, because compiling a kernel compiles those that it calls."""
     global _depth
     # numba's own lock first, which its threads may already hold when they come here.
     with global_compiler_lock:

@@ -40,7 +40,7 @@ def plan_request(
     only_one(tensor_selection=tensor_selection, groups=groups)
     if merging is None and tensor_selection is None:
         if profile is not None:
-            what = "merging='optimal' or 'omgs', or tensor_selection='cost' with it"
+            what = "merging='optimal' or 'omgs', or tensor_selection='cost', beside it"
             raise ArgumentError("profile", profile, what)
         return None, plan
     from horovod_sparse.planning.request import PlanRequest

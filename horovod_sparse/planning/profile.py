@@ -55,7 +55,7 @@ class Profile:
         check_count("size", self.size, "a number of ranks, 1 or more")
         check_count("per_host", self.per_host, "a number of ranks, 1 or more")
         if self.levels and (self.size % self.per_host or set(self.levels) != {"host", "across"}):
-            allowed = f"'host' and 'across', and hosts of {self.size} ranks"
+            allowed = f"levels 'host' and 'across', and a per_host that divides {self.size} ranks"
             raise ArgumentError("levels and per_host", (sorted(self.levels), self.per_host), allowed)
         object.__setattr__(self, "size", int(self.size))  # JSON knows no whole number of NumPy's
         if unknown := sorted(set(self.collectives) - set(COLLECTIVES.values())):

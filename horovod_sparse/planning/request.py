@@ -77,7 +77,7 @@ def select_tensors(
     answers = {parameter.name: rule(parameter) for parameter in parameters}
     for name, answer in answers.items():
         if answer not in (True, False):
-            raise ArgumentError("tensor_selection", answer, f"True or False for {name}")
+            raise ArgumentError("tensor_selection", answer, f"a function that returns a bool for {name}")
     return frozenset(name for name, answer in answers.items() if not answer)
 
 

@@ -72,7 +72,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     and 22 as printed would charge it alpha again, and line 16 log 0. The public program always merges
     the last two layers, and never l = 2 by test (its loop is off by one); this does neither.
     """
-    elements, backward = _chain(workload, cost)
+    elements, backward = _sparse_layers(workload, cost)
     num_layers = elements.size
     by_gain = cost.selection.fixed_seconds > 0.0
     merged = np.zeros(num_layers, bool)
@@ -114,8 +114,8 @@ def _merge(layer: int, elements: Times, backward: Times) -> tuple[Times, Times]:
     return elements, backward
 
 
-def _chain(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
-    """Returns elements and backward times of sparse parameters, forward; a dense one passes its time on."""
+def _sparse_layers(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
+    """Returns sparse parameters' elements and backward times, which include dense ones' before them."""
     elements, backward, carried = [], [], 0.0
     for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
         carried += seconds
@@ -156,7 +156,7 @@ class SegmentTables(NamedTuple):
 
 def segment_tables(workload: Workload, cost: CostModel, fused: bool = False) -> SegmentTables:
     """Returns the tables of all segments; sparse parameters count as of one kind, dense ones may be fused."""
-    elements, backward = (amounts[::-1] for amounts in _chain(workload, cost))
+    elements, backward = (amounts[::-1] for amounts in _sparse_layers(workload, cost))
     m = elements.size
     computation, communication = np.full((2, m + 1, m + 1), np.inf)
     totals, ready = (np.append(0.0, np.cumsum(amounts)) for amounts in (elements, backward))

@@ -80,8 +80,8 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         if request.buffer.dtype != value_dtype:
             raise CollectiveMismatchError(
-                f"a sum of {request.buffer.dtype} in a bucket of {value_dtype}: in a graph its type "
-                "is fixed, and is that of the accumulator"
+                f"a sparsifier sums {request.buffer.dtype} in a bucket of {value_dtype}: in a graph, "
+                "sums must have the bucket's type"
             )
         return np.ascontiguousarray(request.buffer), NO_SPLITS
     if isinstance(request, collectives.Broadcast):
@@ -235,8 +235,8 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
     return given[0]
 
 
-def together(coroutine: Synchronization[Any], process_set: Any, watch: Watch | None = None) -> Any:
-    """Runs a coroutine when ranks see gradients first; alone in elastic training, and with one rank."""
+def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch: Watch | None = None) -> Any:
+    """Runs the coroutine that compares ranks before their first gradients; elastic ranks run it alone."""
     if process_set.size() == 1 or is_elastic():
         return engine.carry_out(coroutine, answer_for_one_rank)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
@@ -244,11 +244,11 @@ def together(coroutine: Synchronization[Any], process_set: Any, watch: Watch | N
 
 
 def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:
-    """Compares the arguments of ranks that send whole gradients, before the first: some rank may sparsify."""
+    """Compares this dense rank's arguments with the others' before the first gradient: one may sparsify."""
     if not takes_part(process_set):
         return
     given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
-    together(compared(given), process_set)
+    carry_out_agreement(compared(given), process_set)
 
 
 def ranks_of(process_set: Any) -> str:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
 from horovod_sparse.tensorflow.graph import HOST, WAITING, HostFunctions
 from horovod_sparse.tensorflow.parts import Part
-from horovod_sparse.tensorflow.task import Task, held_by_graph
+from horovod_sparse.tensorflow.task import Task, graph_lifetime_token
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesTraining
 
@@ -28,7 +28,7 @@ _BATCH_BYTES = 1 << 20
 
 
 class Driver:
-    """Builds the operations of synchronizations, in the graph that is being traced; runs nothing."""
+    """Builds the operations that synchronize gradients, in the graph being traced; runs nothing."""
 
     def __init__(self, training: VariablesTraining) -> None:
         self._training, self._process_set, self.host = training, training.process_set, HostFunctions()
@@ -36,7 +36,7 @@ class Driver:
     def start(
         self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Makes the operations up to the end of the last round; returns tensors that are there then."""
+        """Builds the operations of all rounds; returns tensors that are computed when the rounds are done."""
         tokens = []
         for batch in _join_small_parts(parts):
             given = [gradients[parts.index(part)] for part in batch]
@@ -47,7 +47,7 @@ class Driver:
         return tokens
 
     def _begin(self, task: Task, rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
-        """Begins the step of the part that has a task now."""
+        """Folds the gradients of the task's part, and returns the messages of its first round."""
         here = self._training.rank_and_size
         task.legs.clear()
         with task.working():
@@ -61,7 +61,7 @@ class Driver:
     def _graph_rounds(
         self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Makes the operations of tasks with the same kinds of requests: one host call between two rounds."""
+        """Builds the rounds of tasks with the same kinds of requests: one host call between two rounds."""
         kinds, sizes = tasks[0].kinds, [len(tensors) for tensors in gradients]
         inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
 
@@ -69,7 +69,7 @@ class Driver:
             ends = itertools.accumulate(sizes)
             own = [arrays[end - size : end] for size, end in zip(sizes, ends, strict=True)]
             wires = [self._begin(task, rate, mine) for task, mine in zip(tasks, own, strict=True)]
-            return [held_by_graph(tasks), *given(wires, 0)]
+            return [graph_lifetime_token(tasks), *given(wires, 0)]
 
         def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
             wires = []
@@ -98,14 +98,14 @@ class Driver:
             return [held, *shaped(messages[:1], ([],))]
 
     def _host_rounds(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
-        """Makes a host function that waits for all rounds of a task, in one order on all ranks.
+        """Builds one host function that carries out all rounds of a task, in the same order on all ranks.
 
         In elastic training a function is traced once, and ranks come and go: `task.kinds` has as many rounds
         as there are when the graph runs.
         """
 
         def run(rate: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-            wire, held = self._begin(task, rate, arrays), held_by_graph([task])
+            wire, held = self._begin(task, rate, arrays), graph_lifetime_token([task])
             while (kind := task.next_kind) is not None:
                 name = f"{task.name}.{kind.__name__}"
                 with tf.device(HOST):  # eagerly: a graph might find no thread, which this function has
@@ -121,14 +121,14 @@ class Driver:
 
 
 def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
-    """Gives results of a host function their shapes, of which a graph knows nothing."""
+    """Sets the static shapes of a host function's results, which TensorFlow cannot infer."""
     for tensor, shape in zip(tensors, shapes, strict=True):
         tensor.set_shape(shape)
     return tensors
 
 
 def _join_small_parts(parts: Sequence[Part]) -> list[list[Part]]:
-    """Joins small parts, in backward order, until they are large; a large one starts alone and at once."""
+    """Groups small parts, in backward order, into batches of `_BATCH_BYTES`; a large part is a batch."""
     batches: list[list[Part]] = []
     filling: dict[Any, list[Part]] = {}  # by the requests that they make
     for part in parts:

@@ -17,7 +17,7 @@ from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 run = stock.run
 
 
-class _Kept:
+class _VariableState:
     """Saves, restores and broadcasts variables, also of Keras 3; Horovod handles all other attributes.
 
     Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
@@ -45,7 +45,7 @@ class _Kept:
             variable.assign(value)
 
 
-class TensorFlowKerasState(_Kept, stock.TensorFlowKerasState):
+class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
     """Holds a model and its optimizer for ``hvd.elastic.run``.
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
@@ -82,7 +82,7 @@ class TensorFlowKerasState(_Kept, stock.TensorFlowKerasState):
             self.optimizer.load_state_dict(self._residuals)
 
 
-class TensorFlowState(_Kept, stock.TensorFlowState):
+class TensorFlowState(_VariableState, stock.TensorFlowState):
     """Holds variables for ``hvd.elastic.run``; those of Keras 3, too.
 
     Args:

@@ -59,7 +59,7 @@ class Task:
 
     @property
     def under_way(self) -> bool:
-        """True while a coroutine waits for a collective, also one of a failed step."""
+        """True while the coroutine is unfinished, even if its step has failed."""
         return self._coroutine is not None
 
     def current_wait(self, now: float) -> Wait | None:
@@ -86,7 +86,7 @@ class Task:
         return self._empty_messages()
 
     def resume(self, output: np.ndarray, splits: np.ndarray) -> Wire:
-        """Gives a collective's result to the coroutine, and runs it to its next request, or to its end."""
+        """Sends a collective's result to the coroutine; returns its next message, empty at the end."""
         self._round += 1
         if self._coroutine is None or self._request is None:
             return self._empty_messages()
@@ -154,8 +154,8 @@ class Task:
         return empty_messages(kind, self.value_dtype, self.place[1])
 
 
-def held_by_graph(tasks: Iterable[Task]) -> np.ndarray:
-    """Returns an array that a graph holds until its end: while it is there, the tasks may be waiting."""
+def graph_lifetime_token(tasks: Iterable[Task]) -> np.ndarray:
+    """Returns an array that the running graph keeps alive; once it is freed, no task waits any more."""
     held = aligned_zeros(ALIGNMENT).view(np.int32)
     for task in tasks:
         task._held = weakref.ref(held)

@@ -17,7 +17,7 @@ from horovod_sparse.planning import asked_of, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
-from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, ranks_of, together
+from horovod_sparse.tensorflow.collectives import carry_out_agreement, carry_out_together, label_of, ranks_of
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
@@ -106,7 +106,7 @@ class VariablesTraining(Training):
             groups = [[as_variable(variable) for variable in group] for group in groups]
         self.request: PlanRequest | None
         self.request, plan = plan_request(**settings.planning, groups=groups)
-        self._given = {"groups": groups, "bucket_bytes": settings.bucket_bytes, "plan": plan}
+        self._plan_arguments = {"groups": groups, "bucket_bytes": settings.bucket_bytes, "plan": plan}
         self.decision: Decision | None = None
         #: why variables stay dense, see `FirstPlan.selection`
         self.selection = ""
@@ -167,7 +167,7 @@ class VariablesTraining(Training):
         ]
         if not new:
             return False
-        facts, plan = together(self._agree_on_plan(new), self.process_set, self.engine.watch)
+        facts, plan = carry_out_agreement(self._agree_on_plan(new), self.process_set, self.engine.watch)
         self._names.update({variable.ref(): name for name, variable in zip(facts, new, strict=True)})
         if not self.facts:
             self.begin(facts, plan)
@@ -193,7 +193,7 @@ class VariablesTraining(Training):
         rules.hint(facts)
         parameters = [fact for fact, _ in facts.values()]
         if self.facts:  # what else was asked for concerned the variables that were there
-            plan = make_plan(facts, bucket_bytes=self._given["bucket_bytes"])
+            plan = make_plan(facts, bucket_bytes=self._plan_arguments["bucket_bytes"])
         else:
             yield from compared(asked_of(request))
             if request is not None and request.measures and not (request.has_times or request.failure):
@@ -205,29 +205,29 @@ class VariablesTraining(Training):
                 here = ClusterFacts.of(self.process_set, "tensorflow", hvd)
                 return dataclasses.replace(here, topology=topology)
 
-            first = first_plan(request, facts, self.recipe.sparsifier, cluster, **self._given_for(new))
+            first = first_plan(request, facts, self.recipe.sparsifier, cluster, **self._arguments_for(new))
             if request is not None:
                 yield from raise_together(first.failure)
             plan, self.decision, self.request = first.plan, first.decision, first.request
             self.selection, self.engine.label = first.selection, label
         return facts, (yield from plan_of_first_rank(plan, parameters))
 
-    def _given_for(self, new: Sequence[Any]) -> dict[str, Any]:
-        """Returns the arguments of `make_plan`, with the variables of groups that have come."""
-        groups = self._given["groups"]
+    def _arguments_for(self, new: Sequence[Any]) -> dict[str, Any]:
+        """Returns the arguments of `make_plan`; its groups contain only variables of `new`."""
+        groups = self._plan_arguments["groups"]
         if not isinstance(groups, list):
-            return self._given
+            return self._plan_arguments
         known = {id(variable) for variable in new}
         present = [[variable for variable in group if id(variable) in known] for group in groups]
-        return {**self._given, "groups": [group for group in present if group]}
+        return {**self._plan_arguments, "groups": [group for group in present if group]}
 
     # other plans
 
     def build(self, plan: Plan) -> None:
-        """Makes new parts; graphs go on with those of an equal plan that send messages of the same kinds."""
+        """Makes new parts; if plan and kinds of messages are the same, traced graphs stay valid."""
         former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
-        goes_on = known and len(former) == len(self.parts) and all(map(_goes_on, former, self.parts))
+        goes_on = known and len(former) == len(self.parts) and all(map(_sends_alike, former, self.parts))
         if goes_on:
             for before, part in zip(former, self.parts, strict=True):
                 before.task.kinds, part.task = part.task.kinds, before.task
@@ -236,7 +236,7 @@ class VariablesTraining(Training):
             self._retire()
 
     def _retire(self) -> None:
-        """Called when functions that were traced so far cannot go on."""
+        """Called when the new plan invalidates functions that TensorFlow has traced."""
 
 
 #: attribute of a variable: telemetries of the last two trainings that it was in
@@ -244,7 +244,7 @@ _LIVES = "_horovod_sparse_telemetries"
 
 
 def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
-    """Warns where every step has a compressor of its own: none of them keeps a residual."""
+    """Warns if each step makes a new compressor, which loses the residual."""
     lives = getattr(variable, _LIVES, ())
     if [life.num_steps for life in lives] == [1, 1]:
         warn_once(
@@ -255,7 +255,7 @@ def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
     setattr(variable, _LIVES, (*lives[-1:], telemetry))
 
 
-def _goes_on(former: Part, part: Part) -> bool:
+def _sends_alike(former: Part, part: Part) -> bool:
     return former.task.waits or former.task.kinds == part.task.kinds
 
 

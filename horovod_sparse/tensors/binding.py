@@ -138,7 +138,7 @@ class Binding(Steps):
 
     @torch._disable_dynamo
     def _step_pre_hook(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Has the optimizer call `_take_gradients` first, after all hooks that read gradients."""
+        """Replaces the step's closure by `_take_gradients`, which the optimizer calls after all pre-hooks."""
         given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         others = {name: one for name, one in named.items() if name != "closure"}
         return (arguments[0], partial(self._take_gradients, given)), others
@@ -236,7 +236,7 @@ class Binding(Steps):
         self._uncast = saved
 
     def _after_loading(self, _: Any) -> None:
-        """Takes over second moments and residuals from a state of any trainer, or of PyTorch's optimizer."""
+        """Reads second moments and residuals from the state that the optimizer has just loaded."""
         saved, self._uncast = self._uncast, {}
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         of_parameter = dict(zip(self._trained(), numbers, strict=True))
@@ -289,7 +289,7 @@ class Binding(Steps):
         return self.save(ages=dict(self.ages))
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Goes on from an entry, or from nothing; ranks agree in the next step.
+        """Loads a saved entry, or resets if it is None; ranks agree in the next step.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.

@@ -118,7 +118,7 @@ class TensorEntry:
     tensor: torch.Tensor
 
     @property
-    def kind(self) -> str:
+    def dtype_and_shape(self) -> str:
         return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
 
     def sums(self) -> NDArray[np.uint64]:

@@ -66,7 +66,7 @@ class Displacement(local_steps.Displacement):
     def take_as_common(self) -> None:
         self._gather(self.start)
         self.velocity.zero_()
-        self.forget()
+        self.record_sent()
 
     @torch.no_grad()
     def displacement(self) -> Any:
@@ -101,9 +101,9 @@ class Displacement(local_steps.Displacement):
             sent = self._view(self.sent, number)
             learned = parameter.to(start.device, start.dtype).sub(sent)
             parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
-        self.forget()
+        self.record_sent()
 
-    def forget(self) -> None:
+    def record_sent(self) -> None:
         if self.sent.numel():
             self.sent = self.sent.to(self._parameters[0].dtype)  # `model.float()` has changed it
             self._gather(self.sent)

@@ -248,8 +248,8 @@ _ANSWER_SECONDS = 5.0
 construction_errors = ConstructionErrors.of_horovod(hvd)
 
 
-def _refuse_whole_gradients(names: Sequence[str], process_set: Any) -> None:
-    """Finds out whether a rank that did not come sends whole gradients, and ends that.
+def _abort_dense_ranks(names: Sequence[str], process_set: Any) -> None:
+    """Raises if a missing rank sends dense gradients, and makes that rank fail, too.
 
     It waits for collectives of the parameters' names. Putting another type under such a name is an error of
     Horovod's on all ranks. Nothing goes on afterwards in any case, so it does not matter if nobody answers.
@@ -314,7 +314,7 @@ class HorovodEngine(HorovodDriver):
                 topology=topology,
             )
         except errors.DeadlineError:
-            _refuse_whole_gradients(sorted(self._trained), self.process_set)
+            _abort_dense_ranks(sorted(self._trained), self.process_set)
             raise
 
     def declared(self) -> Mapping[str, object]:

@@ -239,13 +239,13 @@ _WORD_BYTES = 8
 
 
 class Entry(Protocol):
-    """Numbers that have to be equal on all ranks; `kind` is their dtype and shape, in words."""
+    """A named array that has to be equal on all ranks; `differing_entries` compares digests of it."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def kind(self) -> str: ...
+    def dtype_and_shape(self) -> str: ...
 
     def sums(self) -> NDArray[np.uint64]:
         """Returns the `word_sums` of its bytes, on whatever device they are."""
@@ -262,7 +262,7 @@ class HostEntry:
     array: np.ndarray
 
     @property
-    def kind(self) -> str:
+    def dtype_and_shape(self) -> str:
         return f"{self.array.dtype.name}{list(self.array.shape)}"
 
     def sums(self) -> NDArray[np.uint64]:
@@ -288,7 +288,7 @@ def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 class DriftCheck:
-    """Says when a training compares, and raises `DriftError` on all ranks where they differ."""
+    """Compares ranks every `check_every` steps; raises `DriftError` on all of them if they differ."""
 
     def __init__(self, settings: Settings) -> None:
         self.every = settings.check_every or 0
@@ -297,7 +297,7 @@ class DriftCheck:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Has ranks compare after the next step, since they begin anew together: beginnings may differ."""
+        """Makes ranks compare after the next step, because parameters may differ where a training begins."""
         self.next_step = step + 1 if self.every else math.inf
 
     def postpone(self, step: int) -> None:
@@ -313,7 +313,7 @@ class DriftCheck:
 
 def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str]]:
     """Returns what differs, in words, by name: one message, and one more where something does."""
-    digests = {entry.name: _digest(entry.kind.encode(), entry.sums()) for entry in entries}
+    digests = {entry.name: _digest(entry.dtype_and_shape.encode(), entry.sums()) for entry in entries}
     total = _digest(*(f"{name}={digest};".encode() for name, digest in sorted(digests.items())))
     own = np.frombuffer(bytes.fromhex(total), np.int32)
     gathered = np.array((yield AllGather(own))).reshape(-1, own.size)

@@ -42,7 +42,7 @@ class Facts:
     present: int = 0
     #: factor of weight decay, by part
     shrink: list[float] = field(default_factory=list)
-    #: projections of gradients for `Alikeness`, by pass and part
+    #: projections of gradients for `RankSimilarity`, by pass and part
     leans: list[list[float]] = field(default_factory=list)
     task: Any = None
     averaged: tuple[np.ndarray, Any] | None = None

@@ -70,8 +70,8 @@ class Displacement:
         A NaN of that time stays: all ranks hear of it in the next exchange.
         """
 
-    def forget(self) -> None:
-        """Copies the parameters to `sent`: what this rank has learned is counted from here on."""
+    def record_sent(self) -> None:
+        """Copies the parameters to `sent`: later steps belong to the next exchange."""
 
     def entry(self, number: int, name: str) -> Entry:
         """Returns a common parameter, for ranks to compare."""
@@ -87,7 +87,7 @@ class Displacement:
 
     def begin(self, starter: Starter, name: str) -> None:
         self.task = Task(name)
-        self.forget()
+        self.record_sent()
         report = self.bucket.fold(self.displacement(), None)
         self.task = starter.start(name, self.bucket.synchronize(report))
 
@@ -122,7 +122,7 @@ class Displacement:
         self.bucket.abandon(drop=True)
 
     def roll_back(self) -> None:
-        """Takes the exchange in flight back: the parameters have its displacement still."""
+        """Cancels the exchange in flight; the parameters still contain its displacement."""
         if self.task is not None:
             self.cancel()
 
@@ -193,7 +193,7 @@ class LocalTraining(Steps):
             if not self._has_begun:
                 part.moves.take_as_common()
             elif self._if_completed is None:  # parameters may have been loaded since something was sent
-                part.moves.forget()
+                part.moves.record_sent()
         before, old_size, self._num_begun = self.step, self.made_for[1], 0
         Training.agree(self)
         if self.size > 1:
@@ -288,7 +288,7 @@ class LocalTraining(Steps):
             )
         if len(set(sizes)) > 1:
             told = agreement.values_by_rank("have {} elements", sizes)
-            raise StateMismatchError(f"the model's buffers differ: {told}. Keep them out of register_buffer")
+            raise StateMismatchError(f"the model's buffers differ: {told}. Make them the same on all ranks")
         return [{}] * len(self.parts), all(finishing)
 
     def _average(self, facts: Any) -> None:
@@ -309,7 +309,7 @@ class LocalTraining(Steps):
         diverged = any(self.rank in getattr(error, "where", ()) for error in failures)
         for part in self.parts:
             if diverged:
-                part.moves.forget()
+                part.moves.record_sent()
             part.moves.return_to_start()
         if diverged:
             self._heal()
@@ -322,7 +322,7 @@ class LocalTraining(Steps):
         return [[] for _ in self.parts]
 
     def roll_back(self) -> None:
-        """Takes an exchange in flight back: it is due in the next step."""
+        """Cancels the exchange in flight, so that it is due again in the next step."""
         if not self._in_flight and not any(part.moves.task for part in self.parts):
             return
         self._advance()

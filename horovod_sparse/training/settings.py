@@ -147,7 +147,7 @@ class Settings:
     def of(
         cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
     ) -> Settings:
-        """Reads a front end's keyword arguments; refuses one that is not in `taken`, with the nearest one."""
+        """Reads keyword arguments; refuses one not in `taken`, and suggests a name of `taken` or `beside`."""
         known = [*taken.__annotations__, *beside]
         for name in (one for one in options if one not in taken.__annotations__):
             hint = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, known, 1))

@@ -89,9 +89,9 @@ class Steps(Training):
     # a pass
 
     def pass_(self, *, overflowed: bool = False) -> None:
-        """Carries out one pass; gradients are there. Every rank calls it equally often.
+        """Carries out one pass once its gradients are computed. Every rank calls it equally often.
 
-        A rank whose gradients have overflowed (a loss scale was too large) takes part, and nobody moves.
+        A rank whose gradients overflowed (the loss scale was too large) takes part; no parameters change.
 
         Raises:
             NonFiniteGradientError: on all ranks alike, with `on_nonfinite` "raise", where a gradient was not
@@ -110,9 +110,9 @@ class Steps(Training):
         else:
             self._begin_exchange()
             self._land(0)
-        self._compare()
+        self._check_drift_when_due()
 
-    def _compare(self) -> None:
+    def _check_drift_when_due(self) -> None:
         if self.step >= self.drift.next_step:
             with self.common():
                 self._carry_out(self.drift.run(self.step, self.shared_entries()))
@@ -362,7 +362,7 @@ class Steps(Training):
         while True:
             self._land(0)  # statistics that are averaged next are the last then
             all_finish = self._begin_exchange(finishing=True) or self._land(0)
-            self._compare()
+            self._check_drift_when_due()
             if all_finish:
                 return
 

@@ -43,7 +43,7 @@ class Ledger:
         self._accumulator.add(vector.indices, vector.values)
 
     def discard(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> None:
-        """Keeps this rank's share of what it has dropped, as so many ranks have that hold the same."""
+        """Adds this rank's share of discarded values, which `num_holders` ranks have, to the residual."""
         if len(vector):
             self.receive(SparseVector(vector.indices, shared_out(vector.values, num_holders, holder)))
 

@@ -115,7 +115,7 @@ def test_a_process_that_was_forked_meanwhile_holds_no_lock(tmp_path):
 import fcntl, os, signal
 from horovod_sparse.kernels import compile
 read, write = os.pipe()
-with compile._turn({str(tmp_path)!r}):
+with compile._cache_lock({str(tmp_path)!r}):
     child = os.fork()
     if not child:
         os.write(write, b"1")

@@ -113,7 +113,7 @@ def test_rules_at_their_borders() -> None:
         ("costs", "costs"),
         ("cost", "profile"),
         (3, "tensor_selection=3"),
-        (lambda parameter: "yes", "True or False for a"),
+        (lambda parameter: "yes", "returns a bool for a"),
     ],
 )
 def test_rules_of_selection_that_cannot_be_are_refused(rule: Any, complaint: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.feedback import recipe
-from horovod_sparse.feedback.adam import Alikeness
+from horovod_sparse.feedback.adam import RankSimilarity
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensors import gradients, streams
@@ -115,7 +115,7 @@ def test_learning_how_alike_gradients_are_never_waits(monkeypatch):
     waits = []
     arrays = streams.PendingCopy.arrays
     monkeypatch.setattr(streams.PendingCopy, "arrays", lambda copy: (waits.append(1), arrays(copy))[1])
-    rule, alike = FoldRule(moment=0.9, masking=False, rate=0.1), Alikeness(BucketInfo("b", 50, size=2))
+    rule, alike = FoldRule(moment=0.9, masking=False, rate=0.1), RankSimilarity(BucketInfo("b", 50, size=2))
     drawn = np.random.default_rng(0).standard_normal((2, 50)).astype(np.float32)
     host, device = HostAccumulator(50, companions=1), TorchAccumulator(50, device="cpu", companions=1)
     for step, gradient in enumerate(drawn):
