@@ -3,9 +3,9 @@
 torchrun --standalone --nproc-per-node 4 examples/demo.py     (scripts/demo: each on a host, with root)
 
 Each trains for the same seconds from the same start; the learning rate follows the clock, which stands still
-in tests. Passes at rate 0 come before. All bytes of a rank's interface count. Without --hosts ranks share a
-machine: after every pass each sleeps as long as its part of loopback's bytes takes at --rate, so that nothing
-hides behind backward.
+in tests. Passes at rate 0 come before. All bytes of a rank's interface count, but not those that average
+seconds and scores. Without --hosts ranks share a machine: after every pass each sleeps as long as its part of
+loopback's bytes takes at --rate, so that nothing hides behind backward.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ class Network:
     def __init__(self, hosts: bool, rate: float) -> None:
         self._counter = Path(f"/sys/class/net/{'eth0' if hosts else 'lo'}/statistics/tx_bytes")
         self._sharing, self._rate = (1, math.inf) if hosts else (SIZE, rate)
+        mean(0.0)  # connects
         self._before = self.sent()
+        for _ in range(20):
+            mean(0.0)
+        self.bytes_of_mean = mean(self.sent() - self._before) / 20
 
     def sent(self) -> float:
         """Bytes so far; of loopback this rank's part."""
@@ -110,11 +114,11 @@ class Network:
         time.sleep(8 * (self._before - before) / self._rate)
 
 
-def mean(*values: float) -> list[float]:
+def mean(value: float) -> float:
     """Over ranks, the same on all of them."""
-    total = torch.tensor(values, dtype=torch.float64)
+    total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
-    return (total / SIZE).tolist()
+    return total.item() / SIZE
 
 
 def bits(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -139,12 +143,12 @@ class Training:
         self.batches = source_text.batches(train, dist.get_rank(), SIZE, BATCH, LENGTH, 10**6)
         (self.test,) = source_text.batches(test, dist.get_rank(), SIZE, 32, LENGTH, 1)
 
-    def passes(self, progress: float | None) -> list[float]:
-        """Those up to the next synchronization, and that; their seconds, and bytes."""
+    def passes(self, progress: float | None) -> float:
+        """Those up to the next synchronization, and that; their seconds."""
         rising = 0.0 if progress is None else LEARNING_RATE * min(1.0, progress / 0.1)
         for group in self.optimizer.param_groups:
             group["lr"] = rising * 0.5 * (1 + math.cos(math.pi * (progress or 0.0)))
-        sent, started = self.network.sent(), time.perf_counter()
+        started = time.perf_counter()
         for _ in range(self.every):
             (bits(self.model, next(self.batches)) * math.log(2)).backward()
             if self.sync is None:  # a rank's own steps have their length whatever its gradients' norm
@@ -152,22 +156,25 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.network.wait()
-        return mean(time.perf_counter() - started, self.network.sent() - sent)
+        return mean(time.perf_counter() - started)
 
     def score(self) -> float:
         """Bits per byte of test text, of which each rank reads a part, by the parameters that all have."""
         with torch.no_grad(), self.sync.common() if self.sync else contextlib.nullcontext():
-            return round(mean(float(bits(self.model.module, self.test)))[0], 4)
+            return round(mean(float(bits(self.model.module, self.test))), 4)
 
     def run(self, seconds: float) -> dict[str, Any]:
         """Trains for so long."""
-        used = [self.passes(None)[0] for _ in range(-(-6 // self.every))][-1]
-        clock, bytes_sent, count, curve = 0.0, 0.0, 0, [(0.0, self.score())]
+        used = [self.passes(None) for _ in range(-(-6 // self.every))][-1]
+        clock, count, curve, before = 0.0, 0, [(0.0, self.score())], self.network.sent()
         while clock < seconds:
-            used, sent = self.passes(min(1.0, (clock + used / 2) / seconds))
-            clock, bytes_sent, count = clock + used, bytes_sent + sent, count + self.every
+            used = self.passes(min(1.0, (clock + used / 2) / seconds))
+            clock, count = clock + used, count + self.every
             if clock >= min(seconds, len(curve) * seconds / 10):
                 curve.append((round(clock, 2), self.score()))
+        # one reading after all passes: with a delay messages leave after their pass
+        means = count // self.every + len(curve) - 1
+        bytes_sent = mean(self.network.sent() - before - means * self.network.bytes_of_mean)
         found = {"bits": curve[-1][1], "passes": count, "seconds_per_pass": round(clock / count, 5)}
         return {**found, "bytes_per_pass": round(bytes_sent / count), "curve": curve}
 
@@ -236,7 +243,7 @@ def main() -> None:
     result = {"command": "scripts/demo", "network": f"{words}, {options.rate:g} Mbit/s"}
     network, runs = Network(options.hosts, 1e6 * options.rate), {}
     alone = Training(ALONE, network)
-    compute = [alone.passes(None)[0] / alone.every for _ in range(4)][-1]
+    compute = [alone.passes(None) / alone.every for _ in range(4)][-1]
     shapes = [parameter.shape for parameter in alone.net.parameters()]
     for name in METHODS:
         runs[name] = Training(name, network).run(options.seconds)

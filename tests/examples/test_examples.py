@@ -91,6 +91,7 @@ def test_the_demo_trains_by_every_method(tmp_path: Path) -> None:
         assert method["bits"] < start[1] - 0.1, name
     sent = {name: method["bytes_per_pass"] for name, method in run["runs"].items()}
     assert sent["DiLoCo, every=30"] < 0.1 * sent["dense"] and sent["best"] < 0.05 * sent["dense"]
+    assert sent["best, delay=1"] > 0.9 * sent["best"], "messages that leave after their pass count too"
 
 
 @pytest.mark.parametrize(
