@@ -130,7 +130,7 @@ class Sketch:
         part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
         return max(0, num_selected - math.ceil(part * state.ahead))
 
-    def _order(self, num_selected: int, state: ThresholdState) -> int:
+    def _steered_count(self, num_selected: int, state: ThresholdState) -> int:
         """Returns c * k, the number of elements that shall reach the threshold."""
         return max(1, round(self._target(num_selected, state) * state.correction))
 
@@ -138,7 +138,7 @@ class Sketch:
         """Sets this step's threshold: 0 (everything that is not 0) when all elements are wanted."""
         n, threshold = accumulator.num_elements, 0.0
         if num_selected < n:
-            threshold = accumulator.kth_magnitude(min(self._order(num_selected, state), n))
+            threshold = accumulator.kth_magnitude(min(self._steered_count(num_selected, state), n))
         return replace(state, threshold=threshold)
 
     def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
@@ -146,7 +146,7 @@ class Sketch:
         target = self._target(num_selected, state)
         if target == 0:
             return 0
-        hits = min(num_hits, self._order(num_selected, state))  # many magnitudes equal the threshold
+        hits = min(num_hits, self._steered_count(num_selected, state))  # many magnitudes equal the threshold
         if state.share < 0.0 or state.threshold == 0.0:
             return hits
         expected = max(0.0, state.share * state.correction * target)

@@ -35,7 +35,7 @@ class WholeGradient(Accumulator):
         >>> whole = WholeGradient(2)
         >>> whole.fold(np.array([1.0, 2.0], np.float32)).first_nonfinite
         -1
-        >>> whole.message(rank=0, size=1).tolist()
+        >>> whole.allreduce_buffer(rank=0, size=1).tolist()
         [1.0, 2.0, 0.0, 0.0, 0.0]
     """
 
@@ -53,7 +53,7 @@ class WholeGradient(Accumulator):
         return 0.0
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
-        """Notes the gradient, which `message` reads; no rule changes it."""
+        """Notes the gradient, which `allreduce_buffer` reads; no rule changes it."""
         kept = gradient if isinstance(gradient, GradientParts) else GradientParts([np.asarray(gradient)])
         if kept.size != self.num_elements:
             raise ArgumentError("gradient", kept.size, f"an array of {self.num_elements} elements")
@@ -77,7 +77,7 @@ class WholeGradient(Accumulator):
         (values,) = held
         self._carried = values if values.any() else None
 
-    def message(self, rank: int, size: int) -> Any:
+    def allreduce_buffer(self, rank: int, size: int) -> Any:
         """Returns what an allreduce sums: n elements, then a column of `HEALTH_NUMBERS` for each rank."""
         n = self.num_elements
         buffer = np.empty(n + HEALTH_NUMBERS * size, self.dtype)
@@ -113,14 +113,14 @@ class WholeGradient(Accumulator):
         """Returns the sum's n values, a position for each unhealthy rank, and the largest magnitude."""
         n = self.num_elements
         values = np.asarray(total[:n]).astype(self.dtype, copy=False)
-        return values, ranks_told(np.asarray(total[n:]), size), largest_magnitude(values)
+        return values, positions_by_rank(np.asarray(total[n:]), size), largest_magnitude(values)
 
 
-def ranks_told(health: NDArray[Any], size: int) -> dict[int, int]:
+def positions_by_rank(health: NDArray[Any], size: int) -> dict[int, int]:
     """Reads each unhealthy rank's position from the columns behind a sum.
 
     Example:
-        >>> ranks_told(np.array([0, 0, 0, 1, 0, 2], np.float32), 2)
+        >>> positions_by_rank(np.array([0, 0, 0, 1, 0, 2], np.float32), 2)
         {1: 2049}
     """
     high, middle, low = health.reshape(HEALTH_NUMBERS, size).astype(np.int64)

@@ -145,7 +145,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         for part in self.parts:  # to what stands there autograd adds
             part.carried = part.last_sum if self._kept else None
         self._begin()
-        self.loss_scale.note()
+        self.loss_scale.read()
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         if not self.exchanges:
@@ -175,7 +175,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         self.synchronize()
         if self.step > before:
             for part in self.parts:
-                part.note_sum()
+                part.remember_sum()
             for one in self._part_of:  # not held: whoever clears gradients frees them
                 grad = one.grad
                 self._left.append((one, 0, 0) if grad is None else (one, id(grad), grad._version))

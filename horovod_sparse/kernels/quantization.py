@@ -190,7 +190,7 @@ def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> N
     for start, stop in windows(n, length, CHUNK):
         total = np.zeros(stop - start, out.dtype)
         for rank, here in enumerate(codes[:, start // WORD : -(-stop // WORD)]):
-            negative, *bits = (unpacked(here[:, place], stop - start) for place in range(code.planes))
+            negative, *bits = (unpack_bits(here[:, place], stop - start) for place in range(code.planes))
             numbers = bits.pop() if bits else np.ones_like(negative)
             for plane in reversed(bits):  # faster than shifts
                 numbers += numbers
@@ -200,7 +200,7 @@ def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> N
     return units
 
 
-def unpacked(words: NDArray[np.uint32], count: int) -> NDArray[np.uint8]:
+def unpack_bits(words: NDArray[np.uint32], count: int) -> NDArray[np.uint8]:
     """Returns the first `count` bits of words, lowest first, each as a byte of 0 or 1."""
     return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=count, bitorder="little")
 

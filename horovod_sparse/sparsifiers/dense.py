@@ -34,7 +34,7 @@ class Dense(Sparsifier):
     ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         n = info.num_elements
         if isinstance(accumulator, WholeGradient):
-            total = yield AllReduce(accumulator.message(info.rank, info.size))
+            total = yield AllReduce(accumulator.allreduce_buffer(info.rank, info.size))
             values, unhealthy, largest = accumulator.received(total, info.size)
             nothing = np.zeros(info.size)  # is held back
             notes = Notes(unhealthy, nothing, nothing.astype(np.int64), nothing)

@@ -103,7 +103,7 @@ class GradientTraining(Training):
     #: True to compare models before a step is applied; else `step` compares them afterwards
     compares_first = False
 
-    def compare(self) -> None:
+    def compare_models(self) -> None:
         """Compares the ranks' models, if `check_every` is not 0; all ranks call it together."""
         if self.drift.every:
             parameters = {name: one for name, (_, one) in self.facts.items()}
@@ -181,7 +181,7 @@ class GradientTraining(Training):
             self._begin()
             # without a scaler there is no scale to read
             if loss_scale.scaled_passes or self.loss_scale.scaler is not None:
-                self.loss_scale.note()
+                self.loss_scale.read()
         if part.streams is not None:
             part.streams.note_writer()
         delays[parameter] -= 1
@@ -214,7 +214,7 @@ class GradientTraining(Training):
         """
         if not self.under_way:
             self._begin()
-            self.loss_scale.note_expected()
+            self.loss_scale.read_expected()
         idle_before = self.starter.idle_seconds
         taken = (part for part in self.parts if part.task is not None or part in self._deferred_parts)
         edited = [name for part in taken for name in part.edited_names()]  # while they were exchanged
@@ -229,7 +229,7 @@ class GradientTraining(Training):
                     self._start(part, refused=bool(edited))
             failures = self._wait_for_failures()
             if self.compares_first and not failures and self.step >= self.drift.next_step:
-                self.compare()
+                self.compare_models()
         except errors.DeadlineError:
             self.cancel_step()
             raise
@@ -269,7 +269,7 @@ class GradientTraining(Training):
         self.cancel_step(drop=drop, alike=isinstance(error, _ALIKE))
         if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
-            self.compare()  # where parameters of one rank are not finite all would skip for ever
+            self.compare_models()  # where parameters of one rank are not finite all would skip for ever
             return
         assert error is not None  # there are errors
         if isinstance(error, errors.EditedGradientError) and edited:

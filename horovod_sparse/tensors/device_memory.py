@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import FoldReport, FoldRule, WholeGradient
-from horovod_sparse.arrays.whole import DIGIT_BITS, HEALTH_NUMBERS, ranks_told
+from horovod_sparse.arrays.whole import DIGIT_BITS, HEALTH_NUMBERS, positions_by_rank
 from horovod_sparse.errors import MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
@@ -82,7 +82,7 @@ class WholeTensor(WholeGradient):
     def drop(self, gradient: Any) -> None:
         self._gradient = torch.zeros_like(self._gradient)
 
-    def message(self, rank: int, size: int) -> torch.Tensor:
+    def allreduce_buffer(self, rank: int, size: int) -> torch.Tensor:
         n, given = self.num_elements, self._gradient.reshape(-1)
         buffer = given.new_zeros(n + HEALTH_NUMBERS * size, dtype=accumulating(self.dtype))
         own, health = buffer[:n], buffer[n:].view(HEALTH_NUMBERS, size)[:, rank]
@@ -103,7 +103,7 @@ class WholeTensor(WholeGradient):
         summed = torch.as_tensor(total)
         values = summed[:n].to(accumulating(self.dtype))
         told = to_host(torch.cat([summed[n:].double(), torch.stack(values.aminmax()).double()]))
-        return values, ranks_told(told[:-2], size), float(np.abs(told[-2:]).max())
+        return values, positions_by_rank(told[:-2], size), float(np.abs(told[-2:]).max())
 
 
 def _stand_apart(indices: NDArray[np.int32]) -> bool:

@@ -192,7 +192,7 @@ class GradientBucket(ParameterBucket):
         self.unused: list[int] = []
         self.carried: tuple[np.ndarray, np.ndarray] | None = None
         self.last_sum: tuple[np.ndarray, np.ndarray] | None = None
-        self._noted_first: float | None = None
+        self._remembered: float | None = None
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return next(name for name, one in zip(self.names, self.given, strict=True) if one is parameter)
@@ -349,13 +349,13 @@ class GradientBucket(ParameterBucket):
             return None
         return float(own[position - self.places[number][0]])
 
-    def note_sum(self) -> None:
+    def remember_sum(self) -> None:
         """Remembers one element of the last sum, for `has_last_sum` to compare."""
-        self._noted_first = self._first_of_sum()
+        self._remembered = self._first_of_sum()
 
     def has_last_sum(self) -> bool:
         """True if the remembered element is unchanged: versions do not count changes by ``.data``."""
-        return self._first_of_sum() == self._noted_first
+        return self._first_of_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:
         """Rolls the step back."""

@@ -71,7 +71,7 @@ class ScaleOfStep:
         self.scaler: torch.amp.GradScaler | None = None
         self.value = 1.0
 
-    def note(self) -> None:
+    def read(self) -> None:
         """Reads the loss scale, once a step, at its first gradient: the scale may be on a GPU."""
         self.scaler = scaled_by()
         self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
@@ -80,7 +80,7 @@ class ScaleOfStep:
         """Sets the scaler of a step for which this rank has no gradient: all ranks step alike."""
         self.scaler, self.value = scaler, 1.0
 
-    def note_expected(self) -> None:
+    def read_expected(self) -> None:
         """Reads the scale for a step without gradients, from the expected scaler or the last step's."""
         if self.scaler is not None:
             self.value = float(self.scaler.get_scale())

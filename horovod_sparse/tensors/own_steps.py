@@ -27,7 +27,7 @@ def moved_parameters(tensors: Sequence[torch.Tensor], places: Sequence[tuple[int
 
 
 class HostParameters(Parameters):
-    """Tensors of float32 or float64 on the host."""
+    """Parameters of float32 or float64 on the host: kernels change them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
         for own in map(local, tensors):
@@ -66,7 +66,7 @@ class HostParameters(Parameters):
 
 
 class TensorParameters(HostParameters):
-    """Tensors on a device, or of a half type."""
+    """Parameters on a device, or of a half type: PyTorch changes them."""
 
     def _as_array(self, memory: torch.Tensor) -> torch.Tensor:
         return memory

@@ -316,7 +316,7 @@ class Methods(torch.optim.Optimizer):
             synchronizer.is_synchronized = False
             result = super(self.__class__, self).step(inner)
             if synchronizer.step >= synchronizer.drift.next_step:
-                synchronizer.compare()
+                synchronizer.compare_models()
             return result
         if self._should_synchronize and not (synchronizer.is_synchronized and synchronizer.for_scaler):
             if synchronizer.is_synchronized:
@@ -336,7 +336,7 @@ class Methods(torch.optim.Optimizer):
             return None
         result = super(self.__class__, self).step()
         if synchronizer.step >= synchronizer.drift.next_step:
-            synchronizer.compare()
+            synchronizer.compare_models()
         return result
 
     # PyTorch wraps step() of every optimizer class with its step hooks. The user's class has them already:

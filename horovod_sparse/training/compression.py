@@ -182,7 +182,7 @@ def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -
 
 
 class ArrayMemory:
-    """Makes accumulators of arrays on the host, and reads and writes these."""
+    """Makes accumulators for NumPy gradients, and overwrites gradients with their sum."""
 
     accumulator, foldable = staticmethod(host_accumulator), GradientParts
     write = staticmethod(apply_scaled_sums)

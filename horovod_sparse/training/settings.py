@@ -135,7 +135,7 @@ class Settings:
         seconds = deadline_of(self.deadline_seconds)
         if self.on_nonfinite not in (RAISE, SKIP):
             raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise' or 'skip'")
-        every = _steps_of(self.check_every)
+        every = _check_interval(self.check_every)
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         transport_asked()  # refuses what the environment says of the transport, if it cannot be
@@ -174,7 +174,7 @@ def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -
         raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
 
 
-def _steps_of(every: Any) -> int:
+def _check_interval(every: Any) -> int:
     """Returns after how many steps ranks compare models: `every`, or the environment's number."""
     name = "check_every"
     if every is None:

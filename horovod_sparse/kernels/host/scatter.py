@@ -275,7 +275,7 @@ def apply_scaled_sums(
         if len(values) != num_elements:
             raise MessageError(f"{len(values)} values came for a bucket of {num_elements} elements")
         pairs = zip(flats, places, strict=True)
-        return sum(_apply_whole(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
+        return sum(_overwrite(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
     where, new = matched(kind, num_elements, indices, values)
     if kind.kind != "f":
         return _apply_half_sums(arrays, places, where, new if scale == 1.0 else new * new.dtype.type(scale))
@@ -330,7 +330,7 @@ def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
     return where, new, np.append(0, stops[:-1]), stops
 
 
-def _apply_whole(flat: Array, values: Array, scale: float) -> int:
+def _overwrite(flat: Array, values: Array, scale: float) -> int:
     """Overwrites an array with a scaled sum of all its elements; returns their number."""
     if flat.dtype == values.dtype:
         np.multiply(values, flat.dtype.type(scale), out=flat) if scale != 1.0 else np.copyto(flat, values)

@@ -29,7 +29,7 @@ from horovod_sparse.kernels.quantization import (
     Quantization,
     decode_sum,
     spread,
-    unpacked,
+    unpack_bits,
     windows,
 )
 from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
@@ -95,7 +95,7 @@ def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Valu
         words = bodies[:, at + start // WORD : at - (-stop // WORD)].view(np.uint32)
         ahead = np.full(stop - start, size, np.int32)
         for one in words:
-            ahead -= 2 * unpacked(one, stop - start).astype(np.int32)
+            ahead -= 2 * unpack_bits(one, stop - start).astype(np.int32)
         out[start:stop] = np.sign(ahead).astype(out.dtype) * spread(unit, start, stop, length)
     return units
 
