@@ -33,7 +33,7 @@ def kinds(*by_day: Any, also: Sequence[Any] = ()) -> list[Any]:
     return [pytest.param(*one, marks=[] if one in chosen else [NIGHT]) for one in here]
 
 
-def sgd(kind: str = "new", rate: float = 0.1, momentum: float = 0.9) -> Any:
+def sgd(kind: str = "new", rate: Any = 0.1, momentum: float = 0.9) -> Any:
     optimizers = keras.optimizers if kind == "new" else keras.optimizers.legacy
     return optimizers.SGD(rate, momentum=momentum)
 

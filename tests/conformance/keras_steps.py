@@ -12,7 +12,6 @@ from conformance.keras import (
     NIGHT,
     SPARSE,
     descend,
-    distributed,
     sgd,
     variable,
 )
@@ -54,10 +53,12 @@ def test_own_steps_all_sent_are_late_averages_of_steps_made_alone(every, delay, 
                     one.assign(new.reshape(one.shape))
 
     model, alone = make_model(), make_model()
-    optimizer = distributed("new", "best:density=1.0", every=every, delay=delay)
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+    plain = sgd(rate=rate)
+    optimizer = hvd.DistributedOptimizer(plain, compression="best:density=1.0", every=every, delay=delay)
     fit(model, optimizer, rank, size, run_eagerly=every == 2)
     optimizer.finish()
-    fit(alone, sgd(), rank, size, callbacks=[LateAverages()])
+    fit(alone, sgd(rate=rate), rank, size, callbacks=[LateAverages()])
     np.testing.assert_allclose(flat(model), flat(alone), **CLOSE)
     assert (everywhere(flat(model)) == flat(model)).all() and int(optimizer.iterations) == 12
 

@@ -145,8 +145,10 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             with tf.init_scope():
                 build(self, variables)
             rate = self.learning_rate
-            if callable(rate) and not hasattr(rate, "dtype"):  # a schedule of a legacy optimizer
-                rate = rate(self.iterations)
+            if not is_keras3(self):  # where a schedule's present rate is known only after the step
+                rate = getattr(getattr(self, "inner_optimizer", self), "_learning_rate", rate)
+                if callable(rate) and not hasattr(rate, "dtype"):
+                    rate = rate(self.iterations)
             if is_scaler:
                 # gradients have been unscaled under tf-keras, and have not been under Keras 3
                 scale = (self.dynamic_scale.value, True) if is_keras3(self) else (1.0, self.dynamic)
