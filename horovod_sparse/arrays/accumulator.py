@@ -232,7 +232,7 @@ class Accumulator:
         return float_of(self._kernels.kth(self._values, maxima, k, start, stop), self.dtype)
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
-        """All positions in [start, stop) whose magnitude is >= threshold and not 0."""
+        """Returns the positions in [start, stop) whose magnitude is >= threshold and not 0."""
         start, stop = self._checked_window(start, stop)
         bits = bits_of(threshold, self.dtype)
         if start == stop:
@@ -252,7 +252,7 @@ class Accumulator:
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
 
     def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
-        """Takes and clears the values at these indices in one read; returns them as a fresh array.
+        """Returns the values at these indices as a new array, and sets them to 0.
 
         With `sent`, a rounding, the rounded values are returned, and the difference stays.
         """
@@ -346,7 +346,7 @@ class Accumulator:
         self._rest, self._norm = rest, self._kernels.squares(rest)
 
     def abandon(self) -> None:
-        """Takes back every change since the last fold, bit for bit."""
+        """Undoes every change since the last fold, bit for bit."""
         changed = self._rest is not None
         self._rest = None
         for where in (places := self._journal.undo()):
@@ -359,7 +359,7 @@ class Accumulator:
         """Releases what only this step needed; called once it is applied on all ranks."""
 
     def drop(self, gradient: Any) -> None:
-        """Takes the last fold's gradient out of the values (and their companion) again, after `abandon`.
+        """Removes the last fold's gradient from the values and companions; call `abandon` before.
 
         What was there before, decay included, comes back to the rounding of the sum: where the gradient
         was more than 2**24 times larger nothing is left of it, and the value is 0.

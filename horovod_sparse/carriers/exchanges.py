@@ -132,7 +132,7 @@ def as_alltoall(request: collectives.Exchange, size: int) -> list[np.ndarray]:
 
 
 def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """Returns the messages of an exchange by source, from those of all ranks, most of which are empty."""
+    """Returns an exchange's messages by source; `messages` has an entry, mostly empty, for every rank."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return checked_sources(came, request.sources, whose)
 

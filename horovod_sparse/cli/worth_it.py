@@ -71,7 +71,7 @@ def rows_of(case: Case) -> list[Row]:
 
 
 def recommended_row(case: Case, rows: list[Row]) -> Row:
-    """Goes through the rows in order, and keeps one whose step is 5 % shorter than the one kept before."""
+    """Returns the best row, which a later one replaces only if its step is at least 5 % shorter."""
     best = rows[0]
     for row in rows[1:]:
         if row.added_seconds < best.added_seconds - _WORTH * (case.step_seconds + best.added_seconds):

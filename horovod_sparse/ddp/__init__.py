@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.ddp.distributed_engine import telling_others
+from horovod_sparse.ddp.distributed_engine import sending_errors
 from horovod_sparse.ddp.gradients import GradientSynchronizer
 from horovod_sparse.ddp.steps import LocalSteps as LocalSteps
 from horovod_sparse.ddp.steps import Synchronized, group_of, refuse_hooks, stop_synchronizing, wrappers_of
@@ -70,7 +70,7 @@ def attach(
         What has the telemetry, and is saved and loaded.
     """
     # those that wait in the first step hear of errors of other ranks here
-    with telling_others(model, replicas):
+    with sending_errors(model, replicas):
         schedule = Schedule(every, delay)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if isinstance(recipe, Sparsifier):

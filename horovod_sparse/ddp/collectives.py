@@ -245,7 +245,7 @@ class _Shared:
         self._carried: tuple[float, float | None] = 0.0, None
 
     def carried_seconds(self) -> float:
-        """Returns the seconds for which requests have been under way."""
+        """Returns the seconds spent in collectives."""
         seconds, began = self._carried
         return seconds if began is None else seconds + time.perf_counter() - began
 

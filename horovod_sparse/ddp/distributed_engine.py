@@ -39,7 +39,7 @@ _errors: MutableMapping[dist.ProcessGroup, ConstructionErrors] = weakref.WeakKey
 
 
 class GroupStore:
-    """The store that a group was made with, as `horovod_sparse.training.deadline.asked_store`."""
+    """The store that a group was made with, as `horovod_sparse.training.deadline.launcher_store`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         store = dist.distributed_c10d._get_process_group_store(group)
@@ -64,7 +64,7 @@ def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
 
 
 @contextlib.contextmanager
-def telling_others(model: Any, given: Any) -> Iterator[None]:
+def sending_errors(model: Any, given: Any) -> Iterator[None]:
     """Sends an error that is raised within this context to the ranks that the model is exchanged with."""
     if getattr(given, "ndim", 0) == 1:  # a mesh
         given = given.get_group()
@@ -89,7 +89,7 @@ def say_attached(group: dist.ProcessGroup | None) -> None:
 
 
 def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadline:
-    """Waits until all ranks have come to the first step; returns the deadline of later collectives.
+    """Waits until all ranks begin the first step; returns the deadline of later collectives.
 
     An error of a rank that could not attach is raised; the deadline's says which ranks have not come.
     """

@@ -95,7 +95,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return Plan(fixed_bytes(sparse, self._bucket_bytes).buckets if sparse else (), tuple(dense))
 
     def meet(self) -> None:
-        """Makes the first parts, and parts for parameters that have come since."""
+        """Makes the first parts, or later parts for parameters that are new."""
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
@@ -274,7 +274,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return self.save()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Goes on from an entry, or from nothing; ranks agree in the next step.
+        """Loads a saved entry, or resets if it is None; ranks agree in the next step.
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.ddp.collectives import Communicator
-from horovod_sparse.ddp.distributed_engine import DistributedEngine, telling_others
+from horovod_sparse.ddp.distributed_engine import DistributedEngine, sending_errors
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping_optimizer
-from horovod_sparse.tensors.models import ModelBuffers, claim, inner_of, tell_of_loading
+from horovod_sparse.tensors.models import ModelBuffers, claim, inner_of, roll_back_before_loading
 from horovod_sparse.training.collective_errors import worst, worst_of_all
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule, Schedule
@@ -30,7 +30,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class OverGroup:
-    """Gives a training its driver over torch.distributed."""
+    """Mixin: runs a training's collectives over torch.distributed."""
 
     engine: DistributedEngine
 
@@ -76,10 +76,10 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
     ) -> None:
         engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
-        tell_of_loading([inner_of(model)], self)
+        roll_back_before_loading([inner_of(model)], self)
 
     def before_load(self) -> None:
-        """Takes moves back before parameters are replaced; moves of a checkpoint belong to the new ones."""
+        """Undoes moves in the parameters before a load replaces them."""
         if self.is_agreed:
             self.roll_back()
 
@@ -94,7 +94,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
 
 class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
-    """Lets every rank train alone, and exchanges how far all have come every so many steps.
+    """Lets every rank train alone, and averages the ranks' displacements every so many steps.
 
         model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -140,7 +140,7 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         process_group: dist.ProcessGroup | None = None,
         **options: Unpack[LocalOptions],
     ) -> None:
-        with telling_others(model, process_group):
+        with sending_errors(model, process_group):
             schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
             optimizer = stepping_optimizer(optimizer, model)
             wrappers = wrappers_of(model)

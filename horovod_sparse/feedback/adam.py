@@ -68,7 +68,7 @@ class Normalizing(Rule):
         }
 
     def with_settings(self, **settings: float) -> Any:
-        """Returns the rule with an optimizer's settings, where nobody has given others."""
+        """Returns the rule with these optimizer settings in place of its own that are None."""
         found: dict[str, Any] = {
             name: value for name, value in settings.items() if getattr(self, name) is None
         }

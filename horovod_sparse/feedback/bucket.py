@@ -273,7 +273,7 @@ class Bucket:
             self._progress = dataclasses.replace(self._progress, leans=learned)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
-        """Refuses ranks that have not done the same number of steps: all know those of all."""
+        """Raises on all ranks if their step counts, which every message carries, differ."""
         if (steps != steps[:1]).any():
             self._take_back()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
@@ -315,7 +315,7 @@ class Bucket:
             result = yield request
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Takes the last step back, after its collectives: the selection returns to the residual.
+        """Undoes the last step after its collectives: the selection returns to the residual.
 
         The gradient stays folded in, unless it is dropped. The learning rate that the residual was scaled to
         stays.

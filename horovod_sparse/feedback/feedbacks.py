@@ -38,7 +38,7 @@ _fold_rule = functools.lru_cache(maxsize=64)(FoldRule)
 
 
 class Feedback:
-    """Says how a gradient and the residual become the accumulator, in one pass.
+    """Defines how one pass makes the accumulator of a gradient and the residual.
 
     A subclass is a frozen dataclass, and overrides what it does otherwise. All of them clip gradients, and
     can let the residual follow the learning rate.
@@ -85,7 +85,7 @@ class Feedback:
         return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
-        """Returns the arguments of `FoldRule` in which this feedback differs from others."""
+        """Returns the arguments of `FoldRule` that this feedback sets itself."""
         return {}
 
     def moment_factor(self, age: int, new_age: int) -> float:

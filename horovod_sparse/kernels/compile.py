@@ -111,14 +111,14 @@ def _cache_lock(folder: str | None) -> Iterator[None]:
                 os.close(lock)
 
 
-def _leave_locks() -> None:
-    """Closes locks that a forked process (a DataLoader's worker) inherits: others would wait for it."""
+def _close_inherited_locks() -> None:
+    """Closes locks that a forked child (a DataLoader's worker) inherits, or other processes would wait."""
     while _held:
         os.close(_held.pop())
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_locks)
+    os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def _lock(folder: str | None) -> int | None:

@@ -20,7 +20,7 @@ from horovod_sparse.kernels.lanes import count_bits, first_bit, lane_of, without
 
 
 def _packs() -> bool:
-    """Whether compiled code may use AVX-512: the machine has it, and numba was not told otherwise."""
+    """True if compiled code may use AVX-512: the machine has it, and numba's settings allow it."""
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         return False
     try:

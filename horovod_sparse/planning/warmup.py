@@ -41,7 +41,7 @@ class BackwardTimes:
 
 
 class BackwardRecorder:
-    """Takes the stamps of a few steps, and makes medians of them.
+    """Collects the stamps of a few steps, and computes their medians.
 
     A stamp is what tells a time: seconds of a clock, or an event of a device. Between two gradients lies
     the time from where the work for the one ended to where that for the other begins: so folding and
@@ -70,7 +70,7 @@ class BackwardRecorder:
         self._begun, self._stamps = None, []
 
     def end(self) -> None:
-        """Reads the stamps of a step, once all its gradients have come."""
+        """Evaluates a step's stamps, after its last gradient."""
         before, stamps = self._begun, self._stamps
         self.forget()
         if before is None or not stamps:
@@ -189,7 +189,7 @@ Decide: TypeAlias = Callable[..., Synchronization[Decision]]
 
 
 class HostStamps:
-    """The host's clock. On the CPU a hook runs when its gradient is there, so it waits for nothing."""
+    """Takes times from the host's clock: on the CPU a hook runs when its gradient is computed."""
 
     def now(self) -> Any:
         return time.perf_counter()
@@ -249,8 +249,8 @@ class WarmUp:
         self._record(num_steps, 0).begin(self.stamp())
         self._decides = True
 
-    def measure_anew(self, parameters: Sequence[ParameterFacts]) -> None:
-        """Measures anew after parameters have joined on all ranks, unless the plan has been decided."""
+    def restart_measuring(self, parameters: Sequence[ParameterFacts]) -> None:
+        """Measures from the start after all ranks got new parameters, unless the plan is decided."""
         self._parameters, self._own = list(parameters), None
         if self._recorder is not None or self.is_measured:
             self._record(1 + _NUM_WARMUP + _NUM_STEPS, _NUM_WARMUP)

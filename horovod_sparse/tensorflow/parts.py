@@ -52,7 +52,7 @@ class Part(common.BucketPart):
         self._outputs = LentArrays(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
-        """Takes the gradients, and gives the coroutine of this step."""
+        """Returns the coroutine that folds these gradients and exchanges the selection."""
         self.close()
         step = self.bucket.step(GradientParts(gradients), learning_rate, scale=self._scale)
         return step if self._topology is None else over_hosts(step, self._topology, self._rank)
@@ -74,12 +74,12 @@ class Part(common.BucketPart):
         )
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Takes the step back, as far as it came."""
+        """Undoes the step's changes to the residual."""
         self.bucket.abandon(drop=drop)
         self.task.settled = True
 
     def close(self) -> None:
-        """Takes the last step back if it has not come to its end, since something else in it failed."""
+        """Undoes the last step if its sum was never applied, as another part of it failed."""
         if not self.task.settled:
             self.task.drop()
             self.abandon()

@@ -279,7 +279,7 @@ class Replicas:
         self._checks: dict[frozenset[str], DriftCheck] = {}
 
     def check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
-        """Returns the check of these variables; None without one, or with nobody to compare with."""
+        """Returns the drift check of these variables; None with one rank, or if checks are switched off."""
         known = map(self._training.name_of, variables)
         names = frozenset(name for name in known if name is not None)
         check = self._checks.get(names)

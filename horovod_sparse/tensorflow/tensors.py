@@ -52,7 +52,7 @@ def is_comparable(variable: Any) -> bool:
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Gives an optimizer of Keras its variables, where it has none yet."""
+    """Builds a Keras optimizer's variables, unless it has them."""
     if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
         optimizer._create_all_weights(variables)
     elif hasattr(optimizer, "build") and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
@@ -78,7 +78,7 @@ def as_rate(learning_rate: Any) -> tf.Tensor:
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
-    """Returns an optimizer's settings by name; of one that scales the loss, those of the one in it."""
+    """Returns an optimizer's settings by name; a loss-scaling optimizer's are those of its inner one."""
     with tf.init_scope():  # settings may be variables, and this be a graph
         settings: dict[str, Any] = getattr(optimizer, "inner_optimizer", optimizer).get_config()
         return settings

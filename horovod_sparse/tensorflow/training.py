@@ -90,7 +90,7 @@ class VariablesEngine:
 
 
 class VariablesTraining(Training):
-    """Gives variables their bucket with their first gradient; graphs know parts by their tasks."""
+    """A training whose variables get their buckets with their first gradient; graphs find parts by task."""
 
     engine: VariablesEngine
     parts: list[Part]
@@ -157,7 +157,7 @@ class VariablesTraining(Training):
     # variables that come
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-        """Gives variables whose first gradient this is their buckets; a collective, if there are any."""
+        """Makes buckets for variables that have their first gradient now; a collective, if it makes any."""
         if not self.engine.label:
             self.engine.label = label_of("horovod_sparse", self.process_set, variables)
         new = [

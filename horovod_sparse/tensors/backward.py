@@ -287,7 +287,7 @@ class GradientTraining(Training):
         self.make_ready()
 
     def finish_pending(self, *, drop: bool = False) -> None:
-        """Finishes the collectives of a step under way, and cancels that step: every rank has to do so.
+        """Finishes the collectives of a step in progress, and cancels that step; all ranks must call it.
 
         If the collectives have failed there is nothing to wait for.
         """
@@ -324,7 +324,7 @@ class GradientTraining(Training):
         return super().save(**more)
 
     def retire(self) -> None:
-        """Removes the hooks, and cancels a step under way."""
+        """Removes the hooks, and cancels a step in progress."""
         self.is_retired = True
         _remove(self._handles)
         self._handles = []

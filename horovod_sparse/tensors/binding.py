@@ -209,7 +209,7 @@ class Binding(Steps):
     def _standalone_states(
         self, states: Mapping[Any, Mapping[str, Any]], keys: Mapping[torch.Tensor, Any] | None = None
     ) -> dict[Any, dict[str, Any]]:
-        """Returns copies of states that an optimizer goes on from without this package.
+        """Returns copies of the states in the form that PyTorch's own optimizer loads.
 
         The first moment is zeros, and second moments are as old as their own parameter. The residual is that
         of common parameters, which has what this rank has moved: who loads it takes moves back.
@@ -311,7 +311,7 @@ class Binding(Steps):
             self.join_new_parameters()
 
     def _prepare_parts(self) -> None:
-        """Gives every part its optimizer's hyperparameters and its gradients for this pass."""
+        """Sets every part's hyperparameters and gradients for this pass."""
         for part in self.parts:
             settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)

@@ -15,7 +15,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, ParameterBucket, host_view
 from horovod_sparse.tensors.layout import TensorEntry, flat, local, view_into
-from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, tell_of_loading
+from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
 from horovod_sparse.tensors.own_steps import moved_parameters
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import local_steps
@@ -168,7 +168,7 @@ class LocalBinding(local_steps.LocalTraining):
         super().__init__(engine, schedule, settings, engine.facts({}), ModelBuffers(model))
         for hook in getattr(optimizer, "_local_hooks", ()):  # the one that was made last has the optimizer
             hook.remove()
-        tell_of_loading(model.modules(), self)
+        roll_back_before_loading(model.modules(), self)
         # the optimizer keeps this alive: a script need not. torch.compile(optimizer.step) leaves it as it is
         optimizer._local_hooks = [
             optimizer.register_step_pre_hook(self._step_pre_hook),

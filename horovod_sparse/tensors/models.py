@@ -104,11 +104,11 @@ def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
 #: by parameter, what exchanges its gradients; neither is kept alive
 _owners: Any = WeakTensorKeyDictionary()
 #: by module, whom it tells before it loads; a hook of the module that held them would go into its copies
-_told: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+_followers: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def claim(owner: Any, parameters: Iterable[torch.Tensor], spared: type[Any] | tuple[()] = ()) -> None:
-    """Gives parameters to an owner, or to none. Owners that had one of them are retired, but those spared."""
+    """Makes `owner` the parameters' only owner; retires former owners that are not of type `spared`."""
     taken = list(parameters)
     former = {_owners.pop(one)() for one in taken if one in _owners}
     for one in former - {None, owner}:
@@ -118,17 +118,17 @@ def claim(owner: Any, parameters: Iterable[torch.Tensor], spared: type[Any] | tu
         _owners[parameter] = weakref.ref(owner)
 
 
-def tell_of_loading(modules: Iterable[torch.nn.Module], training: Any) -> None:
-    """Has modules call `before_load` of a training before they load a state."""
+def roll_back_before_loading(modules: Iterable[torch.nn.Module], training: Any) -> None:
+    """Makes modules call `training.before_load` before they load a state."""
     for module in modules:
-        if module not in _told:
-            _told[module] = weakref.WeakSet()
+        if module not in _followers:
+            _followers[module] = weakref.WeakSet()
             module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
-        _told[module].add(training)
+        _followers[module].add(training)
 
 
 def _before_loading(module: torch.nn.Module, *_: Any) -> None:
-    for training in _told.get(module, ()):
+    for training in _followers.get(module, ()):
         training.before_load()
 
 
@@ -160,7 +160,7 @@ def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def inner_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module within those of torch.compile and DistributedDataParallel."""
+    """Returns the module that torch.compile and DistributedDataParallel have wrapped."""
     inner: torch.nn.Module = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 

@@ -38,7 +38,7 @@ present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_han
 
 
 def adopting(adopt: Callable[[Any], bool]) -> None:
-    """Has Horovod's optimizers call `adopt` when they are made; if that returns False they stay Horovod's."""
+    """Passes each new optimizer of Horovod to `adopt`; it stays Horovod's if that returns False."""
     for kind in (HorovodOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
 
         def registered(self: Any, register: Callable[[Any], None] = kind._register_hooks) -> None:

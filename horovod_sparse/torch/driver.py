@@ -174,7 +174,7 @@ class HorovodDriver(Driver):
         self._topology = topology
 
     def begin(self, training: Training) -> None:
-        """Called by all ranks together, once they have agreed: takes the label, and connects."""
+        """Connects the driver under the training's label, once the ranks have agreed; all ranks call it."""
         self.label = training.label
         self.connect()
         sparsifiers = (part.bucket.recipe.sparsifier for part in training.sparse)
@@ -251,8 +251,8 @@ construction_errors = ConstructionErrors.of_horovod(hvd)
 def _abort_dense_ranks(names: Sequence[str], process_set: Any) -> None:
     """Raises if a missing rank sends dense gradients, and makes that rank fail, too.
 
-    It waits for collectives of the parameters' names. Putting another type under such a name is an error of
-    Horovod's on all ranks. Nothing goes on afterwards in any case, so it does not matter if nobody answers.
+    It submits a collective of another type under each parameter's name: if a rank has a dense one there,
+    Horovod raises on all ranks. This training has failed in any case, so nothing is lost if no rank answers.
     """
     other = torch.float64
     handles = [
@@ -326,7 +326,7 @@ class HorovodEngine(HorovodDriver):
 
 
 class OverHorovod:
-    """Gives a training its driver, and connects it once ranks have agreed."""
+    """Mixin: runs a training's collectives over Horovod, from the ranks' agreement on."""
 
     engine: HorovodEngine
     starter: Any = property(operator.attrgetter("engine"))

@@ -144,7 +144,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         """Joins new parameters as `Training` does, and registers them with Horovod's optimizer."""
         new = super().join_new_parameters()
         if new and self.warmup is not None:
-            self.warmup.measure_anew(self.parameters)  # what was measured without them decides nothing
+            self.warmup.restart_measuring(self.parameters)  # what was measured without them decides nothing
         for name, (_, parameter) in new.items():
             self.optimizer._parameter_names[parameter] = name
             self.optimizer._requires_update.add(parameter)

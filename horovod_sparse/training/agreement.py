@@ -84,7 +84,7 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The state of one rank, as it tells the others."""
+    """The state that a rank sends to all others to agree on a common one."""
 
     step: int
     #: of the sparsifiers' states, as far as they are equal on all ranks; see `shared_digest`

@@ -67,11 +67,11 @@ def save_together(
 ) -> Synchronization[int]:
     """Saves every rank's entry, after the same step of all ranks; returns the step."""
 
-    def make() -> tuple[Path, bool, Mapping[str, Any]]:
+    def prepare() -> tuple[Path, bool, Mapping[str, Any]]:
         root = root_of(directory)
         return root, _is_of_others(root, owner, world_rank), entry()
 
-    root, foreign, made = yield from done_by_all(make, f"save to {directory}")
+    root, foreign, made = yield from done_by_all(prepare, f"save to {directory}")
     ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
     if all(strangers):
         raise CheckpointError(f"{root} holds checkpoints of other ranks than {list(ranks)}. {ONE_EACH}")

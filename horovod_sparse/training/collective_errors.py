@@ -28,7 +28,7 @@ from horovod_sparse.carriers.exchanges import check_transport
 from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
 from horovod_sparse.errors import EditedGradientError, HorovodSparseError, NonFiniteGradientError
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.training.deadline import Store, asked_store, let_horovod_give_up
+from horovod_sparse.training.deadline import Store, launcher_store, set_horovod_stall_limit
 from horovod_sparse.training.settings import RAISE
 
 Failure = TypeVar("Failure", bound=BaseException)
@@ -107,7 +107,7 @@ def horovod_binding(framework: str, has: str) -> Any:
 
     @functools.wraps(init)
     def started(*arguments: Any, **named: Any) -> None:
-        let_horovod_give_up()
+        set_horovod_stall_limit()
         init(*arguments, **named)
 
     found.mpi_ops._basics.init = started  # which all ways to start it call
@@ -204,7 +204,7 @@ class ConstructionErrors:
     def __init__(
         self,
         ranks: Callable[[Any], tuple[int, list[int]] | None],
-        store: Store = asked_store,
+        store: Store = launcher_store,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._ranks, self._store, self._check = ranks, store, check
@@ -232,7 +232,7 @@ class ConstructionErrors:
         return cls(ranks, check=check)
 
     def tell(self, error: Exception, process_set: Any) -> None:
-        """Tells the others of an error, without waiting for them."""
+        """Publishes this rank's error in the store for the other ranks; does not wait for them."""
         found = self._ranks(process_set)
         if found is None or len(found[1]) == 1:
             return
@@ -248,7 +248,7 @@ class ConstructionErrors:
             self._told = None
 
     def watcher(self, process_set: Any) -> Callable[[], None]:
-        """Returns a function to call again and again while this rank waits for all others to agree."""
+        """Returns a function that raises other ranks' published errors; call it repeatedly while waiting."""
         self.withdraw_error()
         found = self._ranks(process_set)
         next_look = time.monotonic() + _PATIENCE_SECONDS
@@ -273,7 +273,7 @@ class ConstructionErrors:
         return look
 
     def telling(self, function: Function, *, is_last: bool = True) -> Function:
-        """Wraps a function that makes something, so that it tells the others of its errors."""
+        """Wraps a constructor so that its errors are published to the other ranks."""
 
         @functools.wraps(function)
         def told(*arguments: Any, **named: Any) -> Any:

@@ -46,17 +46,17 @@ def deadline_of(given: float | None = None) -> float:
     return float(value) or math.inf
 
 
-def let_horovod_give_up() -> None:
-    """Has Horovod, before it starts, end on all ranks where a collective waits too long for one of them.
+def set_horovod_stall_limit() -> None:
+    """Sets the time after which Horovod ends all ranks if a collective waits for one; call it before `init`.
 
-    What the user has set stays. Horovod 0.28.1 does so on MPI alone; on Gloo it waits for ever.
+    It keeps the user's own setting. Horovod 0.28.1 does so on MPI alone; on Gloo it waits for ever.
     """
     if math.isfinite(seconds := deadline_of()):
         os.environ.setdefault(_STALL_VARIABLE, str(math.ceil(seconds) + _LATER_SECONDS))
 
 
 class Deadline:
-    """Raises `DeadlineError` when one driver has waited too long.
+    """Raises `DeadlineError` when a collective has waited longer than `deadline_seconds`.
 
     A rank that waits for long tells the launcher's store what for, so that errors can name the ranks that do
     not. Time in which this process was stopped (a suspended job, Ctrl-Z) does not count.
@@ -65,13 +65,13 @@ class Deadline:
     def __init__(
         self, given: float | None, place: Callable[[], tuple[int, list[int]]], store: Store | None = None
     ) -> None:
-        self.seconds, self._place, self._store = deadline_of(given), place, store or asked_store
+        self.seconds, self._place, self._store = deadline_of(given), place, store or launcher_store
         self._told = ""
         #: of the wait under way: at the last look, and how much of it this process did not run
         self._looked = self._stopped = 0.0
 
     def check(self, waited: float, name: str, number: int) -> None:
-        """Takes the seconds waited so far; called again and again while nothing moves."""
+        """Raises if `waited` seconds exceed the deadline; drivers call it repeatedly while they wait."""
         if waited < self._looked:  # another wait
             self._stopped = 0.0
         else:
@@ -111,8 +111,8 @@ class Deadline:
         return missing
 
 
-def asked_store(scope: str, key: str, value: bytes | None = None) -> bytes | None:
-    """Puts a value into the launcher's store, or gets one; None where there is none."""
+def launcher_store(scope: str, key: str, value: bytes | None = None) -> bytes | None:
+    """Writes a value to the launcher's key-value store, or reads one; returns None if it has none."""
     address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
     if not address or checks.whole_number(port) < 0:
         return None

@@ -75,7 +75,7 @@ class Parameters:
         scale: float = 1.0,
         again: Sequence[tuple[Indices, Values]] = (),
     ) -> tuple[int, list[Any]]:
-        """Puts values back, multiplies parameters, subtracts a sum over ranks, and moves, in this order.
+        """Restores old values, multiplies parameters, subtracts a sum over ranks, and moves, in this order.
 
         Args:
             undone: ascending, unique positions, and what stood there, as this method returned it.
@@ -239,7 +239,7 @@ def held_residuals(parts: Sequence[BucketPart], num_companions: int) -> list[dic
 def assign_residuals(
     parts: Sequence[BucketPart], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> None:
-    """Puts residuals and companions into parts, and resets their sparsifiers."""
+    """Copies residuals and companions into parts, and resets their sparsifiers."""
     for part in parts:
         part.restart(progress_of(part.names, progress))
         if any(name in by_name for by_name in arrays for name in part.names):
@@ -281,7 +281,7 @@ def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedb
 
 
 def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:
-    """Returns a new bucket's progress, from that of its parameters, or else of all others, in other buckets.
+    """Returns a new bucket's progress: that of its parameters in former buckets, or else of all others.
 
     Schedules go on at the largest step number.
     """

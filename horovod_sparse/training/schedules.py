@@ -44,7 +44,7 @@ class Schedule:
 
     @property
     def moves_at_once(self) -> bool:
-        """True if a rank moves before it hears of others."""
+        """True if a rank applies its own step before it receives the others'."""
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:

@@ -158,7 +158,7 @@ class Steps(Training):
             self._averaged.move(sent, task.value())
 
     def _move_at_once(self, overflowed: bool) -> None:
-        """Takes this rank's own step without waiting for others; begins and lands exchanges that are due."""
+        """Applies this rank's own step at once; begins and applies exchanges that are due."""
         facts = self._facts
         for part in self.parts:
             part.moves.step_back()
@@ -267,7 +267,7 @@ class Steps(Training):
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:
-        """Takes the oldest exchange back, on all ranks."""
+        """Cancels the oldest exchange, on all ranks."""
         for part in self.parts:
             part.moves.cancel()
 

@@ -111,7 +111,7 @@ class Training:
         yield from ()
 
     def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
-        """Returns the failures, or those of all ranks that train shards of the same parameters."""
+        """Returns the failures; a sharded training adds those of ranks with other shards."""
         return failures
 
     @property
@@ -127,12 +127,12 @@ class Training:
     def begin(self, facts: Facts, plan: Plan) -> None:
         """Makes the first parts. No collective: ranks agree before these are synchronized."""
         self.facts = dict(facts)
-        self._take_place(None)
+        self._adopt_rank_and_size(None)
         self.build(plan)
         if self.size == 1:
             self._agreed_under = self.engine.start_token()
 
-    def _take_place(self, topology: Topology | None) -> None:
+    def _adopt_rank_and_size(self, topology: Topology | None) -> None:
         self.made_for = self.rank_and_size
         self.sizes.add(self.made_for[1])
         self._set_topology(topology)
@@ -200,7 +200,7 @@ class Training:
             self._loose, self._agreed_under = (held, progress) if is_any else None, None
 
     def replan(self, plan: Plan) -> None:
-        """Takes another plan between two steps, on all ranks: keeps residuals, resets sparsifiers."""
+        """Changes the plan between two steps, on all ranks; keeps residuals, resets sparsifiers."""
         plan.check(self.parameters)
         held = self.held()
         self.build(plan)
@@ -318,7 +318,7 @@ class Training:
         """Continues from an entry that fits, or from nothing; ranks agree in the next step. No collective."""
         topology = self.topology_for(entry)
         if (self.made_for, self.topology) != (self.rank_and_size, topology):
-            self._take_place(topology)
+            self._adopt_rank_and_size(topology)
             self.build(self.plan)
         self._agreed_under = None
         if entry is None:

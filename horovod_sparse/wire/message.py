@@ -54,7 +54,7 @@ _LARGEST, _STEPS = float(np.finfo(np.float32).max), 1 << 24
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How a selection is written into a message; the same on all ranks.
+    """Defines how a selection is encoded in a message; equal on all ranks.
 
     Args:
         values: "exact" (as the accumulator has them), "float64", "float32", "float16",
@@ -242,7 +242,7 @@ def note(report: FoldReport) -> NDArray[np.int32]:
 def pack(
     indices: Indices, values: Values | None, report: FoldReport, format: WireFormat, num_elements: int
 ) -> NDArray[np.int32]:
-    """Puts a selection from a bucket of so many elements into one fresh buffer.
+    """Encodes a selection from a bucket of n elements as one new buffer.
 
     Example:
         >>> some = np.array([2, 5], np.int32), np.array([1.0, -2.0], np.float32)

@@ -211,7 +211,7 @@ class KerasSteps(OverKeras, Steps):
                 one.assign(tf.zeros_like(one))
 
     def take_slots(self) -> None:
-        """Goes on from Keras' slots, which a plain optimizer of Keras may have filled."""
+        """Resumes from the step count and moments in the Keras optimizer's own variables."""
         with tf.init_scope():  # a graph counts iterations in any order with the pass
             self._began = int(np.asarray(self.optimizer.iterations))
         self._load_slots()
@@ -230,7 +230,7 @@ class KerasSteps(OverKeras, Steps):
             part.bucket.load([residual, *(one * factor for one in velocities)])
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Saves as `Training.save` does, and fills Keras' slots, which may be saved beside."""
+        """Saves as `Training.save` does, and copies moments to the Keras optimizer's variables."""
         self.give_slots()
         return super().save(**more)
 
