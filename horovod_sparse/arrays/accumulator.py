@@ -18,7 +18,7 @@ _PLAIN = FoldRule()
 
 
 class Journal:
-    """Records changes of single elements since the last fold, in k-sized memory; `arrays` may change."""
+    """Records elements of `arrays` before they change, to undo all changes since the last fold."""
 
     def __init__(self, kernels: Kernels, arrays: tuple[Memory, ...]) -> None:
         self._kernels, self.arrays = kernels, arrays
@@ -173,7 +173,7 @@ class Accumulator:
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 
     def _bounds(self, *, exact: bool = False) -> Memory:
-        """Returns bounds of the block maxima, exact if asked, or where nothing was cleared since the fold."""
+        """Returns upper bounds of the block maxima, which are exact with `exact` and right after a fold."""
         if not self._maxima_known:
             self._kernels.scan_maxima(self._values, self._maxima)
             self._maxima_known = True
@@ -339,7 +339,7 @@ class Accumulator:
         self._replace(self._kernels.quantize(self._values, code, key, words))
 
     def subtract(self, sent: Values) -> None:
-        """Subtracts n values instead of what `quantize` has written."""
+        """Subtracts n values from those before `quantize`, whose result is dropped."""
         self._replace(self._values - self._kernels.from_host(sent))
 
     def _replace(self, rest: Memory) -> None:
@@ -356,7 +356,7 @@ class Accumulator:
             self._norm = self._norm_at_fold
 
     def accept(self) -> None:
-        """Releases what only this step needed; called once it is applied on all ranks."""
+        """Releases memory that only this step needs; called once the step is applied on all ranks."""
 
     def drop(self, gradient: Any) -> None:
         """Removes the last fold's gradient from the values and companions; call `abandon` before.

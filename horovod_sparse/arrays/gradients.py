@@ -114,7 +114,7 @@ def joined_pieces(
 
 
 class WeightedParts(GradientParts):
-    """``weights[0] gradient + weights[1] parameter``, which nothing of n elements is written for.
+    """``weights[0] gradient + weights[1] parameter``, added up in pieces without an array of n elements.
 
     An optimizer's own step is made of it: a loss scale is divided out, and weight decay added, as it is read.
 
@@ -235,7 +235,7 @@ def undo_fold(
 
 
 def lean_of(before: Any, after: Any, moment: Any, signs: Any, factors: Any, library: Any = np) -> Any:
-    """Returns the sum of a gradient times signs, from values before and after a fold with a moment.
+    """Returns a gradient's projection on signs, from values before and after a fold with a moment.
 
     Example:
         >>> factors = FoldRule(moment=0.75, count=math.inf, rate=2.0, eps=1.0).factors(np.dtype(float))
@@ -249,7 +249,7 @@ def lean_of(before: Any, after: Any, moment: Any, signs: Any, factors: Any, libr
 
 
 def _subtract(values: Any, step: Any, library: Any) -> None:
-    """Subtracts a step where a fold has added it: a fold leaves out sums that are not finite."""
+    """Subtracts a step from the elements to which a fold has added it: those whose sum was finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
         # a sum that overflows now may have done so then, when nothing was added

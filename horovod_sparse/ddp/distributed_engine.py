@@ -152,7 +152,7 @@ class DistributedEngine:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Returns the ranks that exchange; all exist only once torch.distributed has started."""
+        """Returns the ranks that exchange; there are none before torch.distributed has started."""
         return dist.group.WORLD if self._group is None else self._group
 
     def running(self) -> Communicator:

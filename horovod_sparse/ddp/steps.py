@@ -174,7 +174,7 @@ def refuse_join(model: Any, *_: Any) -> None:
 
 
 def refuse_hooks(model: DistributedDataParallel) -> None:
-    """Refuses a model whose gradients somebody else synchronizes."""
+    """Refuses a model whose gradients another communication hook synchronizes."""
     if model._comm_hooks:
         words = "the model has a communication hook, which synchronizes gradients: give one without"
         raise UnsupportedError(words)
@@ -191,7 +191,7 @@ def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> None:
 
 
 def end_first_pass(model: Any) -> None:
-    """Keeps a static graph from the dense sum at the end of its first backward pass."""
+    """Stops a static graph's dense sum, which would follow its first backward pass."""
     if model.static_graph:
         model._static_graph_delay_allreduce_enqueued = True
 

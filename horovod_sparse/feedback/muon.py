@@ -66,7 +66,7 @@ class Matrices:
         momentum.lerp_(gradient.where(gradient.isfinite().all(), momentum), 1.0 - self._last)
 
     def take_back(self, momentum: Any, gradient: Any) -> None:
-        """Undoes `advance` to the rounding of its sum."""
+        """Undoes `advance`, up to rounding."""
         if self._last:
             finite = gradient.isfinite().all()
             momentum.copy_(momentum.lerp(gradient, 1.0 - 1.0 / self._last).where(finite, momentum))

@@ -165,7 +165,7 @@ def bits_in(builder: Any, value: Any) -> Any:
 
 
 def size_in(builder: Any, value: Any) -> Any:
-    """Emits these bits without the sign."""
+    """Emits a value's bits without the sign."""
     bits = bits_in(builder, value)
     lanes = isinstance(bits.type, ir.VectorType)
     word = bits.type.element if lanes else bits.type
@@ -173,7 +173,7 @@ def size_in(builder: Any, value: Any) -> Any:
 
 
 def called(builder: Any, name: str, args: list[Any], result: Any = None, **options: Any) -> Any:
-    """Emits a call of an LLVM intrinsic, whose result is like its first argument if nothing is said."""
+    """Emits a call of an LLVM intrinsic; the result's type is by default its first argument's."""
     kind = ir.FunctionType(args[0].type if result is None else result, [one.type for one in args])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, args, **options)
@@ -295,7 +295,7 @@ def digit(builder: Any, bits: Any, shift: Any, mask: Any) -> Any:
 
 @emitting(lambda like, number: like(like, types.int64))
 def as_key(builder: Any, like: Any, number: Any) -> Any:
-    """An integer in the unsigned type of `like`: numba would widen, or go through float64."""
+    """Converts an integer to the unsigned type of `like`: numba would widen, or go through float64."""
     return builder.trunc(number, like.type) if like.type.width < 64 else number
 
 

@@ -92,7 +92,7 @@ class Profile:
             raise ProfileMismatchError(f"the profile is damaged: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile to a file, whole or not at all."""
+        """Writes the profile to a file atomically."""
         part = Path(f"{path}.part")
         part.write_text(self.to_json(), encoding="utf-8")
         part.replace(path)
@@ -141,7 +141,7 @@ class Profile:
         size: int,
         topology: Topology | None = None,
     ) -> tuple[Workload, CostModel]:
-        """Returns a step of a model, and the cost of its buckets where ranks share hosts as in `topology`.
+        """Returns a model's measured step, and the cost model for its buckets on hosts as in `topology`.
 
         A `ProfileMismatchError` refuses a profile of another model, or of hosts of other sizes.
         """

@@ -59,7 +59,7 @@ class BackwardRecorder:
         self._rows: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
 
     def begin(self, stamp: Any) -> None:
-        """Begins a step; forward is next."""
+        """Begins recording a step, before its forward pass."""
         self._begun, self._stamps = stamp, []
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
@@ -235,7 +235,7 @@ class WarmUp:
 
     @property
     def position(self) -> str:
-        """The steps until all ranks decide, as text; ranks compare it."""
+        """Returns the number of steps until all ranks decide, as text for them to compare."""
         return str(self._left if self._decides else 0)
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
@@ -272,7 +272,7 @@ class WarmUp:
         return None
 
     def stop_measuring(self) -> None:
-        """Stops measuring on all ranks, because some rank has measured other steps."""
+        """Stops measuring on all ranks, since some rank joined late and has not measured the same steps."""
         if self._recorder is not None:
             _log.warning(
                 "the plan stays what it is, since workers have come that have not measured what the others "

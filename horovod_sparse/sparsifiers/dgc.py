@@ -20,11 +20,11 @@ _LEAST_HITS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSelection(SelectAndGather):
-    """Selects by every stride-th magnitude behind a random start.
+    """Selects by a sample of the magnitudes: every stride-th from a random start on.
 
     Args:
         sample_fraction: share of elements in the sample; more where it would hold too few that are sent.
-        seed: of what is drawn, which depends on seed, bucket, rank and step alone.
+        seed: of the random starts, which depend on seed, bucket, rank and step alone.
 
     Source: Lin et al., ICLR 2018 (DGC), Section 3 and its public program.
     """
@@ -41,7 +41,7 @@ class SampledSelection(SelectAndGather):
         return step_generator(self.seed, info, step, info.rank)
 
     def stride(self, num_elements: int, k: int) -> int:
-        """Returns the distance of sampled elements."""
+        """Returns how far apart sampled elements are."""
         enough = max(self.sample_fraction * num_elements, _LEAST_HITS * num_elements / k)
         return max(1, num_elements // math.ceil(enough))
 

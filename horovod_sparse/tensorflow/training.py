@@ -126,14 +126,14 @@ class VariablesTraining(Training):
 
     @property
     def under_way(self) -> bool:
-        """True while a step has begun that has not come to its end."""
+        """True between a step's begin and its end."""
         return any(part.task.under_way for part in self.parts)
 
     def name_of(self, variable: Any) -> str | None:
         return self._names.get(variable.ref())
 
     def parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
-        """Returns the parts with some of these variables; none may have one whose gradient is slices now."""
+        """Returns the parts of these variables; refuses parts with variables whose gradients are slices now."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
             if sparse := sorted(set(part.names).intersection(slices)):

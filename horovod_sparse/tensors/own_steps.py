@@ -157,7 +157,7 @@ class StepBucket(ParameterBucket, StepPart):
         self.bind(moved_parameters(self.given, self.places), moves_at_once)
 
     def gradient(self) -> Any:
-        """Returns what the accumulator folds, gradients or steps; first raises young parameters' moments."""
+        """Returns gradients or steps for the accumulator to fold; first raises young parameters' moments."""
         self._young = []
         self._counted = sorted(set(range(len(self.names))) - set(self.absent))
         for number in self._counted:
@@ -231,7 +231,7 @@ class StepBucket(ParameterBucket, StepPart):
         return min(self.ages.get(self.names[number], 0), self.bucket.progress.age)
 
     def moment_ratio(self, number: int) -> float:
-        """Returns a parameter's second moment over PyTorch's: here it is for the bucket's age."""
+        """Returns the ratio of a parameter's second moment, here for the bucket's age, to PyTorch's."""
         return self.bucket.feedback.moment_factor(self.age(number), self.bucket.progress.age) or 1.0
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:

@@ -108,7 +108,7 @@ def recipe_of(text: str) -> Recipe | None:
 
 
 def check_compression(given: object) -> None:
-    """Refuses what neither sparsifies nor is a compressor of Horovod's."""
+    """Refuses a compression that is neither a sparsifier nor Horovod's."""
     if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
         return
     name, words = getattr(given, "__name__", ""), ""
@@ -176,7 +176,7 @@ def refuse_double_momentum(
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses momentum that groups have got since (by a checkpoint, a schedule)."""
+    """Refuses momentum that a checkpoint or a schedule has set since the optimizer was wrapped."""
     if any(group.get("momentum") for group in groups):
         refuse_double_momentum(recipe, lambda: groups)
 
@@ -209,13 +209,13 @@ class LoneTensor:
         )
 
     def summed(self, facts: Mapping[str, str], scale: float) -> Synchronization[None]:
-        """Sums over ranks, once ranks have compared facts; reads the tensor before its first request."""
+        """Sums over ranks, after ranks have compared facts; reads the tensor before its first request."""
         report = self._bucket.fold(self._given, None)
         yield from compared(facts)
         self._put((yield from self._bucket.synchronize(report, scale)), scale)
 
     def write_alone(self) -> bool:
-        """Writes what one rank sends; False, and nothing written, if the tensor is not finite."""
+        """Overwrites the tensor with this rank's selection; returns False if it is not finite."""
         warn_once(
             "Horovod's own allreduce sends every element of what a sparsifier compresses: elements that are "
             "not selected are 0, and are kept for no later call. allreduce of horovod_sparse sends sparsely"
@@ -239,7 +239,7 @@ def terms(
     postscale_factor: float,
     process_set: Any,
 ) -> tuple[float, Callable[[Any, str], dict[str, str]]]:
-    """Returns the factor of a sum over ranks, and what ranks have to give alike, by shape and dtype.
+    """Returns the factor of a sum over ranks, and a function that says which facts ranks compare.
 
     Raises:
         ArgumentError: if the operation is neither Average nor Sum, or this rank is not in the process set.

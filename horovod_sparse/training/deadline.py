@@ -98,7 +98,7 @@ class Deadline:
         self._store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
 
     def _ranks_not_waiting(self, what: str) -> dict[int, str] | None:
-        """Returns the ranks that do not wait for it, and what for; None where there is no store."""
+        """Returns ranks that do not wait for `what`, and what they wait for; None without a store."""
         rank, ranks = self._place()
         missing = {}
         for number, key in enumerate(ranks):

@@ -57,7 +57,7 @@ class Ledger:
         return seen
 
     def settle(self, final: Indices, mode: str, *, in_place: bool = False) -> None:
-        """Leaves in the accumulator what is to be carried to the next step.
+        """Writes the residual for the next step into the accumulator.
 
         "global": discards of a rank's own stay where they came from, those on the way at the rank that
         dropped them (with `in_place` all do). "partial": discards on the way are lost. "local": only what was
@@ -80,7 +80,7 @@ class Ledger:
             self._accumulator.add(error.indices[applied], error.values[applied])
 
     def _put(self, indices: Indices, values: Values) -> None:
-        """Exactly these values: a sum less what was added to it need not be what it was."""
+        """Writes saved values: subtracting what was added would not restore them exactly."""
         if indices.size:
             self._accumulator.put(indices, np.ascontiguousarray(values))
 

@@ -60,7 +60,7 @@ class _Displacement(local_steps.Displacement):
 
 
 class _Part(common.BucketPart):
-    """A bucket; one of all elements where a plan leaves variables dense."""
+    """A bucket of variables with their displacement; dense variables form one, too."""
 
     def __init__(self, schedule: LocalSchedule, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
         variables = [facts[name][1] for name in spec.names]
@@ -75,7 +75,7 @@ class _Training(OverKeras, local_steps.LocalTraining):
 
 
 class _Statistics:
-    """Floats that are not trained, statistics of batches: `Averaged`."""
+    """Implements `Averaged` for variables that are not trained: statistics of batches."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         self._floats = [one for one in map(as_variable, variables) if dtype_name(one.dtype)]

@@ -70,13 +70,13 @@ _KEYS = 2048
 
 
 def digits(num_bits: int) -> list[tuple[int, int]]:
-    """Shift and width of the digits, from the top; the last has what is left."""
+    """Returns shift and width of each radix digit, from the top; the last has the bits that remain."""
     return [(low, high - low) for high, low in itertools.pairwise([*range(num_bits, 0, -8), 0])]
 
 
 @triton.jit
 def advance(counters, state, k, level, width, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prefix and rank before digit `level`; width: of the digit before, whose counters say it."""
+    """Returns the k-th key's digits before `level`, the last of `width` bits, and its rank among keys so far."""
     prefix = tl.zeros([], tl.int64)
     left = prefix + k
     if level > 0:
@@ -98,7 +98,7 @@ def _digit_kernel(  # type: ignore[no-untyped-def]
     keys, size, size_pointer, counters, state, k, level, shift, width,
     SIZE_ON_DEVICE: tl.constexpr, FULL_MASK: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Counts digit `level` of the keys that have the digits found so far."""
+    """Counts the values of digit `level` over keys whose higher digits are the k-th key's."""
     # The digits before this one have all 8 bits, only the last may be shorter.
     prefix, left = advance(counters, state, k, level, 8, BINS)
     if tl.program_id(0) == 0:
@@ -171,7 +171,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     maxima, first, last, bound, counters, state, k, bound_shift, facts, counts,
     BOUND_DIGITS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Settles the bound, and counts the passing blocks of each chunk."""
+    """Fixes the bound, and counts the passing blocks of each chunk."""
     limit = tl.zeros([], tl.int64) + bound
     if BOUND_DIGITS > 0:
         prefix, _ = advance(counters, state, k, BOUND_DIGITS, 8, BINS)
@@ -240,7 +240,7 @@ def list_blocks(
 def look(  # type: ignore[no-untyped-def]
     values, blocks, total, tile, start, stop, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Positions and magnitude bits of one tile of listed blocks; which of them lie in the window.
+    """Returns positions and magnitude bits of a tile of listed blocks, and a mask of the window.
 
     Positions are 32 bits wide: beyond n they may wrap to negative ones, which no window holds.
     """
