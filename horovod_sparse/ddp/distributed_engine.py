@@ -39,7 +39,7 @@ _errors: MutableMapping[dist.ProcessGroup, ConstructionErrors] = weakref.WeakKey
 
 
 class GroupStore:
-    """The store that a group was made with, as `horovod_sparse.training.deadline.launcher_store`."""
+    """Puts values into a process group's store or gets them, as `deadline.launcher_store` does."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         store = dist.distributed_c10d._get_process_group_store(group)
@@ -65,7 +65,7 @@ def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
 
 @contextlib.contextmanager
 def sending_errors(model: Any, given: Any) -> Iterator[None]:
-    """Sends an error that is raised within this context to the ranks that the model is exchanged with."""
+    """Sends an error that is raised within this context to the model's other ranks."""
     if getattr(given, "ndim", 0) == 1:  # a mesh
         given = given.get_group()
     group = given if isinstance(given, dist.ProcessGroup) else getattr(model, "process_group", None)

@@ -133,7 +133,7 @@ class VariablesTraining(Training):
         return self._names.get(variable.ref())
 
     def parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
-        """Returns the parts of these variables; refuses parts with variables whose gradients are slices now."""
+        """Returns the parts of these variables; refuses parts whose variables have slices now."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
             if sparse := sorted(set(part.names).intersection(slices)):

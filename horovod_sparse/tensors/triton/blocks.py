@@ -76,7 +76,7 @@ def digits(num_bits: int) -> list[tuple[int, int]]:
 
 @triton.jit
 def advance(counters, state, k, level, width, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the k-th key's digits before `level`, the last of `width` bits, and its rank among keys so far."""
+    """Returns the k-th key's digits before `level`, the last of `width` bits, and its rank among these."""
     prefix = tl.zeros([], tl.int64)
     left = prefix + k
     if level > 0:
