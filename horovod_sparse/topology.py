@@ -102,7 +102,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The facts of a cluster before anything is measured; a `Profile` repeats them.
+    """Describes a cluster as far as nothing has to be measured; a `Profile` repeats it.
 
     `rank` and `size` count within the process set, `controller` is Horovod's or the backend of
     torch.distributed, `device` is in words, and `topology` is None with one level.

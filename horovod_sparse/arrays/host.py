@@ -212,7 +212,7 @@ class HostKernels(Kernels):
 
     def with_lean(self, report: FoldReport, stood: Any, signs: Array, rule: FoldRule) -> FoldReport:
         before, after, moment = (array.astype(np.float64) for array in stood)
-        lean = gradients.lean_of(before, after, moment, signs, rule.factors(self.dtype).tolist())
+        lean = gradients.signed_sum(before, after, moment, signs, rule.factors(self.dtype).tolist())
         return dataclasses.replace(report, lean=float(lean))
 
     def undo_fold(self, values: Array, companion: Array | None, gradient: Any, rule: FoldRule) -> None:

@@ -166,7 +166,7 @@ class Kernels(Protocol):
         """
 
     def with_lean(self, report: FoldReport, stood: Any, signs: Values, rule: FoldRule) -> FoldReport:
-        """Returns the fold's report with its gradient's projection on signs (`gradients.lean_of`)."""
+        """Returns the fold's report with its gradient's projection on signs (`gradients.signed_sum`)."""
 
     def undo_fold(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
         """Undoes `fold`, to the rounding of its sum."""

@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from horovod_sparse.collectives import shared_lines
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
-from horovod_sparse.ddp.steps import OverGroup, end_first_pass, refuse_join
+from horovod_sparse.ddp.steps import OverGroup, refuse_join, skip_first_dense_sum
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
@@ -68,7 +68,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self._repeats = model.static_graph
             self._bucket_bytes = settings.bucket_bytes or model.bucket_bytes_cap
             self.meet()
-            end_first_pass(model)
+            skip_first_dense_sum(model)
             hooks = _ForwardHooks(self)
             self._handles += [
                 model.register_forward_pre_hook(hooks.before, prepend=True),

@@ -187,10 +187,10 @@ def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> None:
         claim(None, one.parameters())
         one.require_backward_grad_sync = one.require_forward_param_sync = False
         one.register_forward_pre_hook(refuse_join)
-        end_first_pass(one)
+        skip_first_dense_sum(one)
 
 
-def end_first_pass(model: Any) -> None:
+def skip_first_dense_sum(model: Any) -> None:
     """Stops a static graph's dense sum, which would follow its first backward pass."""
     if model.static_graph:
         model._static_graph_delay_allreduce_enqueued = True

@@ -65,7 +65,7 @@ class Quantization:
         return -(-num_elements // self.length_of_group(num_elements))
 
     def unit_words(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """Returns the number of words that the units of n elements take in an accumulator's dtype."""
+        """Returns the number of 32-bit words that hold the units (scales) of n elements."""
         return self.num_units(num_elements) * (dtype.itemsize // 4)
 
     def num_words(self, num_elements: int, dtype: np.dtype[Any]) -> int:
@@ -101,7 +101,7 @@ def drawn(words: Any, key: int) -> Any:
 
 
 def signed(number: int) -> int:
-    """Returns the low 32 bits as an int32 has them."""
+    """Returns the low 32 bits of a number, read as an int32."""
     return ((number & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 

@@ -75,7 +75,7 @@ class Stopwatch:
     generator: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(0))
 
     def align_ranks(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
-        """Lets all ranks go on at about the same time, at a random point of Horovod's cycle."""
+        """Synchronizes the ranks, then sleeps for a random part of Horovod's cycle."""
         if self.where.size > 1:
             if collectives.AllReduce not in measured:
                 yield collectives.AllReduce(np.zeros(1, np.float32))

@@ -244,7 +244,7 @@ class WarmUp:
             self._recorder.arrived(name, entered, left)
 
     def measure(self, num_steps: int) -> None:
-        """Measures further steps; all ranks begin together."""
+        """Starts to measure further steps; all ranks call it in the same step."""
         check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
         self._record(num_steps, 0).begin(self.stamp())
         self._decides = True

@@ -202,7 +202,7 @@ class Sparsifier(abc.ABC):
 
 
 class Selected(NamedTuple):
-    """The result of `SelectAndGather.select`."""
+    """The elements that `SelectAndGather.select` chose, with facts for the telemetry."""
 
     #: that this rank sends, int32, ascending and unique
     indices: Indices

@@ -91,7 +91,7 @@ def _distances(size: int) -> list[int]:
 
 
 def _parent(rank: int, distance: int) -> int | None:
-    """Returns where a rank sends its sum at a stage, if it is its turn."""
+    """Returns the rank that receives this rank's sum at a stage, or None if it sends none."""
     return rank - distance if rank % (2 * distance) == distance else None
 
 

@@ -16,7 +16,7 @@ _start = object()
 
 
 def _counting_starts(init: Any) -> Any:
-    """Wraps `init`, so that `present_start` changes when it starts Horovod."""
+    """Wraps `hvd.init` so that it replaces the object that `present_start` returns."""
 
     @functools.wraps(init)
     def noted(*arguments: Any, **named: Any) -> None:
@@ -30,7 +30,7 @@ def _counting_starts(init: Any) -> Any:
 
 
 def present_start() -> object:
-    """Returns a token of Horovod's present start, to be compared with ``is``."""
+    """Returns an object that every `hvd.init()` replaces: compare it with ``is`` to notice a restart."""
     return _start
 
 

@@ -159,7 +159,7 @@ class TensorKernels(Kernels):
     def with_lean(self, report: FoldReport, stood: Any, signs: Any, rule: FoldRule) -> FoldReport:
         before, after, moment = (one.double() for one in stood)
         along, factors = to_device(signs, self._device), rule.factors(self.dtype).tolist()
-        lean = gradients.lean_of(before, after, moment, along, factors, torch)
+        lean = gradients.signed_sum(before, after, moment, along, factors, torch)
         return PendingReport(self._pending, report.step, PendingCopy(lean.view(1)))
 
     def _on_device(self, factors: NDArray[Any]) -> Tensor:

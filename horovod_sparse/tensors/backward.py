@@ -161,7 +161,7 @@ class GradientTraining(Training):
                 warmup.arrived(part.name_of(parameter), entered, left)
 
     def _count(self, parameter: torch.Tensor) -> bool:
-        """Counts a gradient; returns whether it is complete: a step may have several passes."""
+        """Counts a backward pass of a parameter; returns True after the step's last one."""
         part, delays, gradient = self._part_of[parameter], self.delays, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(

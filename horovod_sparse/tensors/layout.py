@@ -57,7 +57,7 @@ def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def flat(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
-    """Returns a tensor's elements in the order of its memory, or of these strides; its own where it can."""
+    """Returns a tensor, flat, in the order of its memory or of `strides`; a view if no copy is needed."""
     own = local(tensor)
     strides = memory_strides(own) if strides is None else tuple(strides)
     if own.numel() > 1 and own.stride() != strides:

@@ -172,7 +172,7 @@ def _plain(name: str) -> str:
 
 
 class ModelBuffers:
-    """A model's float buffers, statistics of batches, and counters, integers of one element: `Averaged`."""
+    """A model's float buffers and integer counters, which ranks average: implements `Averaged`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

@@ -206,10 +206,10 @@ def at_least(
     return count, found[:capacity].to(torch.int32)
 
 
-def _smallest(
+def _kth_bits(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int
 ) -> tuple[int, Tensor, Tensor]:
-    """Returns the k-th largest magnitude's bits, and positions and bits of candidates for the k largest."""
+    """Returns the bits of the k-th largest magnitude, and positions and bits of all candidates for it."""
     first, last = layout.whole_blocks(start, stop)
     floor: int | Tensor = 1
     if k <= last - first:
@@ -226,7 +226,7 @@ def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop
     Returns int64 [2]: its magnitude bits, and 1 if there was no room for the candidates: call with `dense`
     then.
     """
-    smallest, _, _ = _smallest(values, maxima, layout, k, start, stop)
+    smallest, _, _ = _kth_bits(values, maxima, layout, k, start, stop)
     return torch.tensor([smallest, 0], dtype=torch.int64, device=values.device)
 
 
@@ -234,7 +234,7 @@ def largest(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
 ) -> tuple[Tensor, Tensor]:
     """What `kth` returns, and exactly the k largest of a window, ascending; ties go to the lowest index."""
-    smallest, where, keys = _smallest(values, maxima, layout, k, start, stop)
+    smallest, where, keys = _kth_bits(values, maxima, layout, k, start, stop)
     if smallest == 0:
         where = torch.arange(start, stop, device=values.device)
         keys = magnitudes(values[start:stop])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StepSynchronizer(OverHorovod, Binding):
-    """Binds an optimizer to passes over Horovod; its `state_dict` has this rank's exact entry, too.
+    """Exchanges an optimizer's steps over Horovod; its `state_dict` includes this rank's exact state.
 
     The optimizer gets the methods that Horovod's users call besides. Gradients stay on their ranks until
     `step`, so `synchronize` has nothing to do, and they may be clipped or accumulated before.

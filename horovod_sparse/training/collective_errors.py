@@ -61,7 +61,7 @@ def error_of_rank(rank: int, name: str, text: str, place: Any = None) -> errors.
 
 
 def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
-    """Returns the worst failure of any rank, of one kind on all; one small collective if none has failed."""
+    """Returns the worst failure of any rank, the same on all; one small collective if none failed."""
     total = yield AllReduce(np.array([failure is not None], np.float32))
     if not np.array(total)[0]:
         return None

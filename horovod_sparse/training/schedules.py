@@ -149,7 +149,7 @@ class LocalOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSchedule(Schedule):
-    """When ranks exchange, in local steps, and how: see `LocalSteps` of the front ends.
+    """Checked arguments of `LocalSteps`: how often ranks exchange displacements, and how they sum them.
 
     Raises:
         ArgumentError: for a value that is not allowed, or values that do not go together.

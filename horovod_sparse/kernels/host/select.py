@@ -281,7 +281,7 @@ def _candidates(
     return indices[:count], keys[:count]
 
 
-def _smallest(values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int) -> tuple[Any, int]:
+def _kth_bits(values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int) -> tuple[Any, int]:
     """Bits of the k-th largest of the window, and how many are larger: from a sample, and mostly one pass.
 
     The sample has one element of each of many equal stretches. Which one varies, since layers repeat with
@@ -319,7 +319,7 @@ def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout:
             return indices.copy()
         smallest, larger = maxima.dtype.type(0), indices.size
     else:
-        smallest, larger = _smallest(values, maxima, layout, k, start, stop)
+        smallest, larger = _kth_bits(values, maxima, layout, k, start, stop)
     out = np.empty(k + v.LANES, np.int32)
     select_exactly(values, maxima, layout.block, smallest, k - larger, start, stop, k, out)
     return out[:k]
@@ -330,7 +330,7 @@ def kth(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Lay
     if _fits_buffer(layout, k, start, stop):
         _, keys = _candidates(values, maxima, layout, k, start, stop)
         return keys.min() if keys.size == k else 0
-    return _smallest(values, maxima, layout, k, start, stop)[0]
+    return _kth_bits(values, maxima, layout, k, start, stop)[0]
 
 
 def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, layout: Layout) -> Indices:

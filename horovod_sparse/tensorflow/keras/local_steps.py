@@ -74,7 +74,7 @@ class _Training(OverKeras, local_steps.LocalTraining):
     on_planned: Any
 
 
-class _Statistics:
+class _UntrainedFloats:
     """Implements `Averaged` for variables that are not trained: statistics of batches."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
@@ -152,7 +152,7 @@ class LocalSteps(tf.keras.callbacks.Callback):
             make, seconds = partial(_Part, self._given), self._settings.deadline_seconds
             engine = KerasEngine(make, self.process_set, seconds)
             facts = facts_of(list(named), list(named.values()), self._given.recipe.rules)
-            statistics = _Statistics(self.model.non_trainable_weights)
+            statistics = _UntrainedFloats(self.model.non_trainable_weights)
             self.rounds = _Training(engine, self._given, self._settings, facts, statistics)
             self._horovod_sparse_keeper.attach(self.rounds)
         elif new := {*map(id, named.values())} - {id(one) for _, one in self.rounds.facts.values()}:

@@ -322,7 +322,7 @@ def _without_update(base: Any) -> Any:
             """Does nothing: the pass has moved the variable."""
 
         def _apply_weight_decay(self, variables: Any) -> None:
-            """Does nothing: the pass shrinks variables."""
+            """Does nothing: the exchanged step applies weight decay."""
 
         apply_weight_decay = _apply_weight_decay
 
