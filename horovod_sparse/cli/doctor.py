@@ -196,7 +196,7 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    """Yields `HOROVOD_CYCLE_TIME: 0.1 on rank 0; unset on rank 1, 2`."""
+    """Yields differences of ranks, as `HOROVOD_CYCLE_TIME: 0.1 on rank 0; unset on rank 1, 2`."""
     names = ("python", "controller", "kernels", "threads")
     values = {name: [str(facts[name]) for facts in everyone] for name in names}
     values["cores"] = [str(len(facts["cores"])) for facts in everyone]

@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Returns every way to synchronize: two rings of 2 (P - 1) rounds, then a message to P - 1 nodes.
+    """Returns all ways: dense and fp16 by rings of 2 (P - 1) rounds, sparse by messages to P - 1 nodes.
 
     With delay=1 the message travels behind the next step; with every=H it has the elements of H steps.
     """

@@ -67,7 +67,7 @@ class Feedback:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None")
 
     def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        """Returns the rule of a step's fold: the residual times decay, and eta_before / eta_now if asked.
+        """Returns the rule of a step's fold; `scale_residual` multiplies its decay by eta_before / eta_now.
 
         Example:
             >>> bucket, falling = BucketInfo("b", 9), Rates(0.1, 0.05)
@@ -80,7 +80,7 @@ class Feedback:
         return _fold_rule(decay=self.units(rates) * self.decay, clip_norm=norm, **self._rule_arguments(rates))
 
     def units(self, rates: Rates) -> float:
-        """Returns by what the residual is multiplied to follow the learning rate."""
+        """Returns the factor by which the residual follows the learning rate."""
         # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
         return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
 
@@ -144,7 +144,7 @@ class ErrorFeedback(Feedback):
 
 @dataclass(frozen=True)
 class NoFeedback(Feedback):
-    """What is not sent is lost: ``acc = gradient``. For comparison; it does not converge in general.
+    """Drops unsent elements: ``acc = gradient``. For comparison; it does not converge in general.
 
     Args:
         clip_norm: see `ErrorFeedback`.
@@ -263,12 +263,12 @@ class Rule(Feedback):
         raise NotImplementedError
 
     def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
-        """Returns the rule of an optimizer of Keras, by its settings now; Keras shrinks variables apart."""
+        """Returns a Keras optimizer's rule, by its settings now, without the weight decay."""
         raise NotImplementedError
 
 
 def weights_of(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns factors of gradient and parameter in what PyTorch's optimizers take for the gradient.
+    """Returns the factors by which PyTorch's optimizers add gradient and parameter (weight decay).
 
     Example:
         >>> weights_of({"maximize": True, "weight_decay": 0.1, "lr": 1.0})

@@ -81,7 +81,7 @@ class Matrices:
 
 
 def orthogonal(matrix: Any, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Any:
-    """Returns the nearest orthogonal matrix, nearly, in bfloat16.
+    """Returns nearly the nearest orthogonal matrix, in bfloat16, by Newton-Schulz steps.
 
     Each step applies ``a s + b s^3 + c s^5`` to the singular values, which are at most 1 before.
     """

@@ -101,7 +101,7 @@ _Numbers: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopk(Sparsifier):
-    """What passes a local threshold is summed up by region; what passes a global one there comes back.
+    """Sums up elements above a local threshold, by region; all ranks get the sums above a global one.
 
     ``sum = {j: |s_j| >= t_global}, s = sum_i acc_i [|acc_i| >= t_i]``
 
@@ -179,7 +179,7 @@ class OkTopk(Sparsifier):
         return SparseSum(sum_.indices, sum_.values, selected, arrived.notes, facts), after
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> tuple[Indices, float]:
-        """Returns what passes the local threshold, and this threshold."""
+        """Returns the indices that pass the local threshold, and this threshold."""
         if k == accumulator.num_elements:  # everything, zeros too
             return np.arange(k, dtype=np.int32), state.local_threshold
         threshold = state.local_threshold
@@ -194,9 +194,9 @@ class OkTopk(Sparsifier):
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
-        """Returns what passes the global threshold, and by rank how many are selected, and kept.
+        """Returns the sums that pass the global threshold, and each rank's numbers of selected and kept.
 
-        Then the threshold, and regions for the next step, which are drawn anew when it is time.
+        Then the threshold, and the next step's regions, which change every `region_steps`.
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of

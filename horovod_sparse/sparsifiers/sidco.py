@@ -27,7 +27,7 @@ class Excess:
 
     @classmethod
     def of(cls, sizes: np.ndarray, threshold: float) -> Excess:
-        """Returns the excess of magnitudes, which all reach the threshold and are not 0; one or more."""
+        """Computes the excess of one or more magnitudes, all of which reach the threshold and exceed 0."""
         mean = float(sizes.mean())
         with np.errstate(over="ignore"):
             square = float(np.dot(sizes, sizes)) / sizes.size

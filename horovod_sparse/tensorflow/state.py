@@ -214,7 +214,7 @@ def save(
 def load(
     directory: str | os.PathLike[str], source: Any, step: int | None = None, *, variables: Sequence[Any] = ()
 ) -> int:
-    """Goes on from the newest checkpoint that is complete on all ranks; all ranks call it together.
+    """Resumes from the newest checkpoint that is complete on all ranks; all ranks call it together.
 
     Other numbers of ranks, and errors: see `horovod_sparse.torch.load`.
 

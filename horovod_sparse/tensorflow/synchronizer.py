@@ -63,7 +63,7 @@ class GradientSynchronizer(VariablesTraining):
 
     @property
     def is_needed(self) -> bool:
-        """True if this rank takes part. One rank alone does what each of many does."""
+        """True if this rank takes part, even if it is the only one."""
         return takes_part(self.process_set)
 
     def _retire(self) -> None:
@@ -102,7 +102,7 @@ class GradientSynchronizer(VariablesTraining):
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> list[Gradient]:
-        """Returns the gradients alone of `synchronize_or_skip`: zeros in a step that is skipped."""
+        """Returns the sums of `synchronize_or_skip`; they are zeros in a step that is skipped."""
         return self.synchronize_or_skip(gradients, variables, learning_rate)[0]
 
     @tf.autograph.experimental.do_not_convert
@@ -151,7 +151,7 @@ class GradientSynchronizer(VariablesTraining):
     def _sum_in_graph(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
-        """Returns the sums, a tensor of their end (None without any part), and whether to skip."""
+        """Returns the sums, a tensor that is ready after them (None without parts), and whether to skip."""
         results, by_name, parts, tokens = self._start_rounds(gradients, variables, rate)
         check = self._replicas.check_of(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]

@@ -23,7 +23,7 @@ _BITS = "horovod_sparse.bits"
 def save(
     directory: str | os.PathLike[str], training: Any, keep: int = 2, *, model: torch.nn.Module | None = None
 ) -> int:
-    """Saves what every rank needs to go on; all ranks call it together, between the same two steps.
+    """Saves what every rank needs to resume; all ranks call it together, between the same two steps.
 
     A checkpoint is complete or is not there, whatever happens while it is written. It holds numbers, strings
     and arrays, nothing that is run or unpickled. With `model` it is all that `load` needs to go on bit for

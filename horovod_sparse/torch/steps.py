@@ -152,7 +152,7 @@ class _Survivor(StateHandler):
     """Handles ``TorchState(local=local)``: survivors keep their state, new ranks take the common one."""
 
     def save(self) -> None:
-        """Does nothing: survivors keep their state."""
+        """Does nothing: ranks that survive keep their state in memory."""
 
     restore = save
 

@@ -33,7 +33,7 @@ def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
 
 @dataclass
 class Facts:
-    """Facts that a rank sends beside the moves of an exchange."""
+    """Facts that a rank sends to all others in an exchange, beside its moves."""
 
     #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
     bad: int = 0

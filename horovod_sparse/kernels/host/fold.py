@@ -30,7 +30,7 @@ _AHEAD = 1024
 
 @kernel
 def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
-    """Sum of squares of [start, stop) in float64: where float32 would overflow, underflow or be unequal."""
+    """Returns the sum of squares in float64, where float32 would overflow, underflow or be unequal."""
     total = 0.0
     for i in range(start, stop):
         total += np.float64(values[i]) * np.float64(values[i])
@@ -41,7 +41,7 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 def _fold_slowly(  # type: ignore[no-untyped-def]
     values, velocity, moment, gradient, more, weights, start, stop, factors, report
 ):
-    """[start, stop) element by element, with what is not finite taken as 0; returns the maximum."""
+    """Folds [start, stop) element by element; those that are not finite count as 0. Returns the maximum."""
     top = as_key(magnitude(values[start]), 0)
     for i in range(start, stop):
         old, step, wrong = values[i], read(gradient, i), False

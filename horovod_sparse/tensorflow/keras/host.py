@@ -52,7 +52,7 @@ class KerasEngine(VariablesEngine):
 
 
 class OverKeras:
-    """Gives a training its thread that exchanges."""
+    """Mixed into a training: its exchanges run on the engine's thread."""
 
     starter: Any = property(operator.attrgetter("engine.exchanges"))
     process_set: Any = property(operator.attrgetter("engine.process_set"))
@@ -91,7 +91,7 @@ class Exchanges:
         return task
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Waits for tasks; raises what no algorithm has raised, as Horovod's failures."""
+        """Waits for tasks; raises deadlines' and Horovod's errors: algorithms' errors stay in their tasks."""
         for task in tasks:
             began = time.perf_counter()
             with self._ended:
