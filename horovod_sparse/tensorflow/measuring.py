@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import carry_out_together, construction_errors
 from horovod_sparse.tensorflow.compression import SparseCompressor
@@ -53,6 +54,8 @@ def measured_profile(
     from horovod_sparse.planning.warmup import BackwardRecorder, with_times
 
     check_count("num_steps", num_steps)
+    if not isinstance(compression, SparseCompressor):
+        raise ArgumentError("compression", compression, "a sparsifier: Compression.topk(density=0.01)")
     own, host, found = [as_variable(one) for one in variables], HostFunctions(), dict[str, Any]()
 
     def stamp(name: str) -> Callable[[np.ndarray], list[int]]:
@@ -68,7 +71,9 @@ def measured_profile(
         with tf.GradientTape() as tape:
             value = loss()
         pairs = zip(tape.gradient(value, own), own, strict=True)
-        gradients, chosen = zip(*(pair for pair in pairs if is_sparsifiable(*pair)), strict=True)
+        if not (sent := [pair for pair in pairs if is_sparsifiable(*pair)]):
+            raise ArgumentError("variables", variables, "some that loss() has dense gradients of")
+        gradients, chosen = zip(*sent, strict=True)
         found.update(zip(unique_names(chosen), chosen, strict=True))
         with tf.device(HOST):
             given = zip(found, gradients, strict=True)

@@ -194,6 +194,13 @@ def test_what_is_no_compression_is_refused_where_it_is_given(compression, words)
         hvd_tf.DistributedGradientTape(tf.GradientTape(), compression=compression)
 
 
+def test_what_cannot_be_measured_is_refused():
+    sparse = hvd.Compression.topk(density=0.1)
+    for name, variables, given in (("variables", [], sparse), ("compression", [tf.Variable(1.0)], "topk")):
+        with pytest.raises(ArgumentError, match=f"{name}="):
+            hvd.measured_profile(lambda: tf.constant(1.0), variables, given)
+
+
 def test_a_compression_in_another_place_and_complex_gradients_are_refused():
     for wrap, given in (
         (hvd.DistributedOptimizer, sgd()),
