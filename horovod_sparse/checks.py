@@ -11,7 +11,7 @@ from horovod_sparse.errors import ArgumentError
 
 
 def check_number(argument: str, value: object, allowed: str, within: str = "(0, inf]") -> None:
-    """Refuses what is no number within an interval, a bracket for an end that belongs to it.
+    """Refuses anything but a number in an interval; a bracket means that its end is included.
 
     Example:
         >>> check_number("momentum", 0, "a number in [0, 1)", "[0, 1)")

@@ -12,7 +12,7 @@ class HorovodSparseError(Exception):
 
 
 class ArgumentError(HorovodSparseError, ValueError):
-    """An argument is outside what is allowed.
+    """An argument has a value that is not allowed.
 
     Example:
         >>> raise ArgumentError("density", 2.0, "a number in (0, 1]")
@@ -81,7 +81,7 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 
     @property
     def finding(self) -> str:
-        """Returns what was found, without the outcome of the step."""
+        """Returns the finding, without the outcome of the step."""
         words: dict[str, None] = {}
         for rank, place in sorted(self.where.items()):
             host = next((host for host in self.hosts if rank in host and len(host) > 1), None)
@@ -178,7 +178,7 @@ class DeadlineError(HorovodSparseError, TimeoutError):
 
 
 class MessageError(HorovodSparseError, RuntimeError):
-    """A message from another rank cannot be what this rank expects."""
+    """A message from another rank is not of the form that this rank expects."""
 
 
 class StateMismatchError(HorovodSparseError, RuntimeError):

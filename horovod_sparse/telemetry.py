@@ -139,7 +139,7 @@ class StepReport:
 
     @property
     def saving(self) -> float:
-        """How many times fewer payload bytes than an allreduce."""
+        """Returns how many times more payload bytes a dense allreduce sends."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else math.inf
 
     def summary(self) -> str:

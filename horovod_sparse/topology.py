@@ -55,7 +55,7 @@ class Topology:
 
     @classmethod
     def of(cls, places: Sequence[tuple[str, int]]) -> Topology:
-        """Makes hosts of what ranks tell of themselves.
+        """Groups ranks into hosts, by each rank's host and its place there.
 
         Example:
             >>> Topology.of([("b", 1), ("a", 0), ("b", 0), ("a", 1)]).hosts

@@ -200,7 +200,7 @@ class Accumulator:
         return first, last
 
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
-        """Exactly the `num_selected` largest magnitudes in [start, stop); ties go to the lowest index.
+        """Finds the `num_selected` largest magnitudes in [start, stop), exactly; ties go to the lowest index.
 
         More than the window holds takes the whole window.
         """
@@ -215,7 +215,7 @@ class Accumulator:
         return self._found(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
-        """Exactly the largest magnitudes of every chunk, as many as its quota (its length, at most)."""
+        """Finds each chunk's largest magnitudes, exactly, as many as its quota (its length, at most)."""
         self._apply_quantized()
         return self._found(*self._kernels.largest_of_each(self._values, chunk, quotas))
 
@@ -293,7 +293,7 @@ class Accumulator:
             self._norm = self._kernels.number(0.0)
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values at these unique indices, as a rank that keeps a part of what it selected.
+        """Adds to the values at these unique indices: a rank may keep a part of its selection.
 
         A sum that would not be finite is left out.
         """
@@ -369,13 +369,13 @@ class Accumulator:
         self._start_anew()
 
     def values(self) -> Values:
-        """All n values as a host array, to be read only: a view where that is possible."""
+        """Returns all n values as a read-only host array: a view where that is possible."""
         view = self._kernels.view(self._values if self._rest is None else self._rest)
         view.flags.writeable = False
         return view
 
     def host_arrays(self) -> tuple[Values, ...]:
-        """All n values, and those of the companions, as `values` gives them."""
+        """Returns the values and the companions, each as `values` does."""
         return (self.values(), *(self._kernels.view(companion) for companion in self.companions))
 
     def assign_arrays(self, held: Sequence[Any]) -> None:
@@ -384,7 +384,7 @@ class Accumulator:
             self._kernels.assign(companion, values)
 
     def memory(self) -> tuple[Memory, ...]:
-        """Values and companions where they are, not copied; who changes them calls `assign` after it."""
+        """Returns values and companions without a copy; call `assign` after changing them."""
         self._apply_quantized()
         return (self._values, *self.companions)
 

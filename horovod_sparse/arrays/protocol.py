@@ -242,4 +242,4 @@ class Kernels(Protocol):
         """Returns a sum of squares after k old values were replaced by new ones, or by 0."""
 
     def quantize(self, values: Memory, code: Quantization, key: int, words: NDArray[np.int32]) -> Memory:
-        """Writes words on the host; returns the values less what the words stand for."""
+        """Writes words on the host; returns the values minus the words' decoded values."""

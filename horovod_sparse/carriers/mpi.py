@@ -99,7 +99,7 @@ class MpiCarrier:
         return Rounds(self._exchange, by_exchanges(request, self._rank, self._size), name)
 
     def forget(self) -> None:
-        """Drops all messages under way; all ranks do, after a failure that has stopped them in any round."""
+        """Drops all messages in flight; all ranks call it after a failure, in whatever round each stopped."""
         self._epoch += 1
         self._numbers.clear()
         self._open.clear()
@@ -136,7 +136,7 @@ class MpiCarrier:
         return self._comm.Irecv([self._header, self._mpi.INT], self._mpi.ANY_SOURCE, _HEADER_TAG)
 
     def _progress(self) -> None:
-        """Takes in what has arrived, without waiting."""
+        """Receives messages that have arrived, without waiting."""
         status = self._mpi.Status()
         while self._next.Test(status):
             source, words = status.Get_source(), np.empty(int(self._header[4]), np.int32)

@@ -65,7 +65,7 @@ class Launch:
     end: Callable[[], None]
 
     def cluster(self, device: str) -> ClusterFacts:
-        """Returns this rank's place, and what a profile says of the cluster."""
+        """Returns the facts of the cluster, with this rank's place in it."""
         words = importlib.import_module("torch").cuda.get_device_name() if device == "cuda" else device
         cycle = 0.0 if launcher() == "torchrun" else cycle_seconds()
         facts = self.framework, self.controller, cycle, str(words)

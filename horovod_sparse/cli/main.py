@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(command: str, reason: str) -> int:
-    """Prints what is wrong, with the rank under a launch, and returns the exit code."""
+    """Prints an error, with the rank under a launch, and returns the exit code."""
     from horovod_sparse.cli.launch import rank_prefix  # which help does without
 
     print(f"{rank_prefix()}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)

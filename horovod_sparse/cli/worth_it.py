@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints a line for every row, the code to paste, what is not said, and what is assumed."""
+    """Prints a line for every row, the code to paste, caveats and assumptions."""
     if options.nodes < 2:
         raise ArgumentError("--nodes", options.nodes, "two nodes or more: one alone sends nothing")
     case = Case(options.params, options.step_ms / 1e3, options.nodes, options.bandwidth, options.latency)

@@ -169,7 +169,7 @@ class Bucket:
         self.accumulator.assign_arrays(held)
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
-        """With two levels, loads the sum of what the ranks of this host hold, [n] each; with one, nothing."""
+        """With two levels, loads the sum of this host's ranks' arrays, [n] each; with one, does nothing."""
         yield from ()
 
     def step(
@@ -193,7 +193,7 @@ class Bucket:
         return (yield from self.synchronize(report, scale))
 
     def reduced(self, gradient: Any) -> Synchronization[Any]:
-        """Returns what is folded: the gradient itself; with two levels its sum over the host's ranks."""
+        """Returns the gradient to fold; with two levels it is summed over the host's ranks first."""
         yield from ()
         return gradient
 
@@ -258,7 +258,7 @@ class Bucket:
         return sum_, overflow
 
     def received(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
-        """Learns what a sum tells of all ranks; returns where it overflows, if it does."""
+        """Reads counts and norms of all ranks from a sum; returns where it overflows, if it does."""
         report.num_selected, report.num_received = int(sum_.counts[self.info.rank]), len(sum_.values)
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:

@@ -110,7 +110,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class ErrorFeedback(Feedback):
-    """Keeps what is not sent for later steps: ``acc = residual + gradient``, ``residual = acc - sent``.
+    """Keeps unsent elements for later steps: ``acc = residual + gradient``, ``residual = acc - sent``.
 
     The papers fold the learning rate in (``acc = e + eta * G``); Horovod's optimizers receive gradients and
     multiply by eta later. Both are equal while eta is constant. When eta changes, old gradients are applied
@@ -249,7 +249,7 @@ class Rule(Feedback):
     densities: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> Rule:
-        """Returns the rule with what is the same in all passes, as PyTorch's optimizer has it."""
+        """Returns the rule with the settings of PyTorch's optimizer that are the same in all passes."""
         return self
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:

@@ -340,5 +340,5 @@ def without_last_bit(builder: Any, mask: Any, marks: Any) -> Any:
 
 @emitting(lambda mask: types.int64(mask))
 def count_bits(builder: Any, mask: Any) -> Any:
-    """How many bits of a uint64 are set."""
+    """Counts the bits of a uint64 that are set."""
     return builder.ctpop(mask)

@@ -149,7 +149,7 @@ def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
 
 @np.errstate(all="ignore")
 def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
-    """Writes the words of all values; returns the values less what the words stand for."""
+    """Writes the words of all values; returns the values minus the words' decoded values."""
     n, length, at = values.size, code.length_of_group(values.size), code.unit_words(values.size, values.dtype)
     rest, codes = np.empty_like(values), words[at:].view(np.uint32).reshape(-1, code.planes)
     largest = float(np.finfo(values.dtype).max)

@@ -153,7 +153,7 @@ def decide(
     dtype: str = "float32",
     starting_seconds: Callable[[], float] = lambda: 0.0,
 ) -> Synchronization[Decision]:
-    """Agrees on the measured times, measures what is missing, plans on rank 0, and tells all ranks.
+    """Agrees on the measured times, measures missing ones, plans on rank 0, and sends the plan to all ranks.
 
     A coroutine that all ranks run together, between two steps. Every rank enters every collective in it: an
     error of one rank alone is told to the others, and all raise.
@@ -308,7 +308,7 @@ class WarmUp:
         return self._recorder
 
     def _finish_recording(self) -> None:
-        """Stops recording, and keeps medians of what was recorded."""
+        """Stops recording, and keeps the medians."""
         if self._recorder is not None and self._recorder.forward_seconds:
             self._own = self._recorder.times()
         self._recorder, self._left, self.recording = None, 0, False

@@ -219,7 +219,7 @@ def _check_equal(round_number: int, asked: Mapping[int, str]) -> None:
 
 
 def _signature(request: Request, size: int) -> str:
-    """Returns what has to be equal on all ranks."""
+    """Returns a text that has to be equal on all ranks."""
     name = type(request).__name__
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         return f"{name} of {request.buffer.size} {request.buffer.dtype}"

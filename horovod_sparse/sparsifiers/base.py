@@ -88,13 +88,13 @@ class WholeSum(SparseSum):
 
     @functools.cached_property
     def indices(self) -> Indices:  # type: ignore[override]
-        """All positions; front ends do not ask for them."""
+        """Returns all positions; front ends do not need them."""
         return np.arange(len(self.values), dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The cost of one round, as the algorithm declares it; checked against what is counted."""
+    """The cost of one round, as the algorithm declares it; tests compare it with counted bytes."""
 
     kind: type[Request]
     #: payload that this rank puts in; the least, where it depends on the data
@@ -175,7 +175,7 @@ class Sparsifier(abc.ABC):
     def synchronize(
         self, accumulator: Accumulator, state: Any, info: BucketInfo
     ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
-        """Runs a step of a bucket: selects, yields collectives, and clears what was sent.
+        """Runs a step of a bucket: selects, yields collectives, and clears the sent elements.
 
         The accumulator holds residual + gradient of this rank; what stays in it is the next residual. `state`
         is that of `init`, or of the step before. Returns the sum, and the state after the step.
@@ -226,7 +226,7 @@ class SelectAndGather(Sparsifier):
 
     @abc.abstractmethod
     def select(self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo) -> Selected:
-        """Selects what this rank sends in this step; `k` is what density asks for."""
+        """Selects the elements that this rank sends in this step; density asks for `k` of them."""
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
         return self.wire

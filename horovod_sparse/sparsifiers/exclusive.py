@@ -94,7 +94,7 @@ class ExclusiveThreshold(Sparsifier):
 def _select(
     accumulator: Accumulator, rule: ThresholdRule, k: int, window: Window, state: ThresholdState
 ) -> Indices:
-    """Returns what a rank sends of its window: its hits, or as many of its largest as the rule says."""
+    """Returns a rank's selection in its window: its hits, or as many of its largest as the rule says."""
     start, stop = window
     selection = accumulator.at_least(state.threshold, start, stop)
     num_hits = selection.size

@@ -15,7 +15,7 @@ from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selecte
 
 @dataclass(frozen=True)
 class HardThresholdState(SparsifierState):
-    """State of hard threshold: what the residual has been multiplied by; the threshold is, too."""
+    """State of hard threshold: the factor by which residual and threshold have been multiplied."""
 
     scale: float = field(default=1.0, metadata=SCALED)
 

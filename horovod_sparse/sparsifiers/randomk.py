@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 
 def draw_positions(generator: np.random.Generator, num_elements: int, k: int) -> Indices:
-    """k different positions, every set as likely: those that are missing are drawn over and over."""
+    """Draws k different positions, each set with equal probability: it draws again for duplicates."""
     if 2 * k > num_elements:  # the others are fewer
         kept = np.ones(num_elements, bool)
         kept[draw_positions(generator, num_elements, num_elements - k)] = False

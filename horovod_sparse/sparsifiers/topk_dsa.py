@@ -71,7 +71,7 @@ class TopkDSA(Sparsifier):
     def _gather_dense(
         self, total: SparseVector, accumulator: Accumulator, regions: list[Window], info: BucketInfo
     ) -> Synchronization[tuple[NDArray[np.int32], Values]]:
-        """Whole regions, value by value; what is 0 there is left out of the sum again."""
+        """Gathers whole regions, value by value; leaves zeros out of the sum."""
         start, stop = regions[info.rank]
         values = np.zeros(stop - start, info.value_dtype)
         values[total.indices - start] = total.values

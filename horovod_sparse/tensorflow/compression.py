@@ -106,7 +106,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
-        """Returns the tensor with 0 for what is not selected; Horovod's allreduce sends every element."""
+        """Sets unselected elements of a tensor to 0; Horovod's allreduce then sends every element."""
         refuse_graphs()
         if dtype_name(tensor.dtype) is None:
             return tensor, None
@@ -177,7 +177,7 @@ class Compression(
     help_text=_COMMON_ARGUMENTS,
     telling=construction_errors.telling,
 ):
-    """What the argument `compression=` takes; a superset of `horovod.tensorflow.Compression`.
+    """The choices for the argument `compression=`; a superset of `horovod.tensorflow.Compression`.
 
     ``Compression.topk(density=0.01)``, and likewise for every algorithm: ``help(Compression.exdyna)``
     lists arguments. ``Compression.none`` and ``Compression.fp16`` are Horovod's own.

@@ -83,7 +83,7 @@ class HostFunctions:
 
 
 class EagerCalls:
-    """Runs eagerly what a graph would run, by one function for each list of variables."""
+    """Traces a function for each list of variables, and calls it from eager code."""
 
     def __init__(self, build: Callable[..., list[Any]]) -> None:
         self._build = build
@@ -174,7 +174,7 @@ class Order:
         return tf.control_dependencies([] if name is None else [graph.get_tensor_by_name(name)])
 
     def note(self, token: tf.Tensor) -> None:
-        """Has later operations run after this one."""
+        """Makes later operations run after this one."""
         self._last[tf.compat.v1.get_default_graph()] = token.name
 
 
@@ -199,7 +199,7 @@ class _Gate:
 
 
 def gate(token: tf.Tensor) -> None:
-    """Puts what is made from now on behind a tensor: no update happens in a step that ends in an error."""
+    """Makes later operations wait for a tensor, so that a step that ends in an error updates nothing."""
     _Gate(token.op)
 
 

@@ -37,7 +37,7 @@ def as_variable(variable: Any) -> Any:
 
 
 def checked_variable(argument: str, given: Any) -> Any:
-    """Returns the `tf.Variable` of a variable that a user gives; refuses what is none."""
+    """Returns the `tf.Variable` of a variable that a user gives; refuses anything else."""
     variable = as_variable(given)
     if not hasattr(variable, "ref"):
         raise ArgumentError(argument, given, "variables of TensorFlow or Keras")

@@ -62,7 +62,7 @@ def accumulating(dtype: Any) -> torch.dtype:
 
 
 class TorchAccumulator(Accumulator):
-    """An accumulator in a tensor: what has n elements never leaves the device.
+    """An accumulator in a tensor: arrays of n elements never leave the device.
 
     Arguments are those of `HostAccumulator`; `kernels` are other bodies than the device's (measurements,
     tests).

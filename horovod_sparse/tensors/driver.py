@@ -28,7 +28,7 @@ _DRAIN_SECONDS = 1.0
 
 
 class Driver:
-    """Starts coroutines, parks them while their collectives are under way, and resumes them; in one thread.
+    """Starts coroutines, parks them while their collectives are in flight, and resumes them; in one thread.
 
     Nothing blocks but `wait`, which resumes every parked coroutine that can go on: so ranks may start tasks,
     and wait for them, in different orders.
@@ -56,7 +56,7 @@ class Driver:
         raise NotImplementedError
 
     def forget_messages(self) -> None:
-        """Drops messages between two ranks that are under way."""
+        """Drops messages in flight between two ranks."""
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         """Runs a coroutine to its first request and starts that; does not wait.
@@ -145,7 +145,7 @@ class Driver:
                     raise
 
     def clear(self, *, forget: bool = True) -> None:
-        """Cancels every task under way, without waiting for other ranks (after a failure, or a reset).
+        """Cancels every unfinished task, without waiting for other ranks (after a failure, or a reset).
 
         Tasks get the failure as their error, or one that says so. With `forget` messages of MPI are dropped,
         too; without, other ranks may still receive them.
@@ -158,7 +158,7 @@ class Driver:
             self.forget_messages()
 
     def _take_result(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
-        """Takes a collective's result and goes on with the coroutine."""
+        """Resumes the coroutine with its collective's result."""
         try:
             answer = handle.result()
         except self._kind_of_failure as error:
@@ -212,7 +212,7 @@ class Driver:
 
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """Has torch.compile leave our hooks as they are, where a compiled function calls `backward`."""
+    """Keeps torch.compile from tracing our hooks, where a compiled function calls `backward`."""
     rules = importlib.import_module("torch._dynamo.trace_rules")  # there is no public way for whole packages
     for package in ("horovod_sparse", "numba", "llvmlite"):
         rules.add(package)

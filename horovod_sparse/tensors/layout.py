@@ -146,7 +146,7 @@ def shared_entries(
     *,
     with_state: bool = True,
 ) -> list[Entry]:
-    """Returns what has to be equal on all ranks: settings first, which may be why parameters differ."""
+    """Returns entries that have to be equal on all ranks: settings first, which may explain the others."""
     entries: list[Entry] = []
     shared = set(map(id, parameters.values()))
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):

@@ -58,7 +58,7 @@ def watch_scalers() -> None:
 
 
 def scaled_by() -> torch.amp.GradScaler | None:
-    """Returns the scaler of the loss of the backward pass under way; None if that loss is not scaled."""
+    """Returns the scaler of the current backward pass's loss; None if that loss is not scaled."""
     alive = [one.scaler for one in (reference() for reference in scaled_passes) if one is not None]
     return alive[-1] if alive else None
 

@@ -233,7 +233,7 @@ def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop
 def largest(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
 ) -> tuple[Tensor, Tensor]:
-    """What `kth` returns, and exactly the k largest of a window, ascending; ties go to the lowest index."""
+    """Returns `kth`, and exactly the k largest of a window, ascending; ties go to the lowest index."""
     smallest, where, keys = _kth_bits(values, maxima, layout, k, start, stop)
     if smallest == 0:
         where = torch.arange(start, stop, device=values.device)
@@ -246,7 +246,7 @@ def largest(
 
 
 def largest_of_each(values: Tensor, chunk: int, quotas: Tensor) -> Tensor:
-    """As many of the largest of every chunk as its quota says, ascending; ties go to the lowest index."""
+    """Returns each chunk's largest, as many as its quota, ascending; ties go to the lowest index."""
     found, rows = [], max(1, _TILE // chunk)
     places = torch.arange(min(chunk, values.numel()), device=values.device)
     for first in range(0, quotas.numel(), rows):

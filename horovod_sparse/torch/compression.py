@@ -116,7 +116,7 @@ class Compression(
     help_text=_COMMON_ARGUMENTS,
     telling=construction_errors.telling,
 ):
-    """What the argument `compression=` takes; a superset of `horovod.torch.Compression`.
+    """The choices for the argument `compression=`; a superset of `horovod.torch.Compression`.
 
     ``Compression.topk(density=0.01)``, and likewise for every algorithm: ``help(Compression.exdyna)``
     lists arguments. ``Compression.none`` and ``Compression.fp16`` are Horovod's own.
@@ -262,7 +262,7 @@ def poll(handle: Any) -> bool:
 
 
 def synchronize(handle: Any) -> Any:
-    """Waits for what a handle stands for, and returns its result; takes handles of Horovod's, too."""
+    """Waits for a handle's operation, and returns its result; takes Horovod's handles, too."""
     if not isinstance(handle, SparseHandle):
         return hvd.synchronize(handle)
     try:

@@ -57,7 +57,7 @@ _BEGINS_ANEW = (
 
 
 def declaration(compression: object, engine: str, **arguments: object) -> dict[str, str]:
-    """Returns what has to be equal on all ranks, in words, by argument."""
+    """Returns a text for each argument that has to be equal on all ranks."""
     if hasattr(compression, "describe"):
         words = compression.describe()
     else:  # one of Horovod's own, which are classes

@@ -129,7 +129,7 @@ _SPIKES_BELOW = 0.1
 def refuse_double_momentum(
     recipe: Recipe, settings: Callable[[], Sequence[Mapping[str, Any]]], *, adopts: bool = False
 ) -> None:
-    """Refuses momentum after momentum correction, and warns of what is made for plain SGD.
+    """Refuses momentum after momentum correction, and warns of feedbacks that are made for plain SGD.
 
     Steps that are normalized already are refused, too, where the front end has no optimizer apply them
     (`adopts`). Warned of are moments (Adam) behind momentum correction, `scale_residual` where something

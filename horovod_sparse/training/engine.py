@@ -54,7 +54,7 @@ class PartSpec:
 
 @dataclass(eq=False)
 class Task:
-    """A coroutine under way; round r communicates as ``name.r``, which is the same on all ranks."""
+    """A coroutine that a `Starter` runs; round r communicates as ``name.r``, the same on all ranks."""
 
     name: str
     done: bool = False
@@ -85,7 +85,7 @@ class Starter(Protocol):
         """Starts a coroutine under a name that is the same on all ranks; does not wait."""
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Waits for tasks; what a coroutine raises stays in its task."""
+        """Waits for tasks; errors of coroutines stay in their tasks."""
 
 
 class Engine(Protocol):
@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Adopts a topology after ranks have agreed on one."""
 
     def declared(self) -> Mapping[str, object]:
-        """Returns what has to be equal on all ranks beside recipe and settings, by argument."""
+        """Returns arguments, beside recipe and settings, whose values have to be equal on all ranks."""
 
     def to_array(self, array: np.ndarray) -> Any:
         """Copies a sparsifier's array into the kind that checkpoints hold."""

@@ -182,7 +182,7 @@ class LocalTraining(Steps):
     # what ranks agree upon
 
     def agree(self, *, as_first: bool = False) -> None:
-        """Agrees as `Training.agree` does; who is new, or behind, takes what the furthest rank has.
+        """Agrees as `Training.agree` does; ranks that are new, or behind, copy the furthest rank's state.
 
         With `as_first` ranks that all begin take what the first one has, and need not begin alike.
         """

@@ -249,7 +249,7 @@ def assign_residuals(
 def gather_shards(
     parts: Sequence[BucketPart], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> Synchronization[None]:
-    """Brings what the ranks of a host hold of each other's shards to the ranks whose shards they are."""
+    """Sends arrays that a host's ranks hold of each other's shards to the shards' ranks."""
     for part in parts:
         yield from part.bucket.sum_over_host(_part_arrays(part, arrays, progress))
 

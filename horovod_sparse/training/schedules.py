@@ -48,7 +48,7 @@ class Schedule:
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
-        """Refuses what a rank that moves alone cannot do."""
+        """Refuses sparsifiers and settings that need other ranks in every step."""
         if not self.moves_at_once:
             return
         if not isinstance(recipe.sparsifier, (SelectAndGather, Dense)):

@@ -162,7 +162,7 @@ class Settings:
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, object]:
-        """Returns what has to be equal on all ranks, by argument; ranks compare plans themselves."""
+        """Returns the settings that have to be equal on all ranks; plans are compared apart."""
         names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "levels"
         return {name: getattr(self, name) for name in names}
 

@@ -352,7 +352,7 @@ def unpack_sum(
 def _scan(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
 ) -> list[tuple[int, int, int, Sections]]:
-    """Returns start, count, mark of NaN or Inf, and sections of each message; refuses what is none."""
+    """Returns start, count, mark of NaN or Inf, and sections of each message; refuses other words."""
     tag, header = sections(format, 0, num_elements, dtype)[:2]
     heads, start = [], 0
     for rank in range(size):

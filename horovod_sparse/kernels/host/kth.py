@@ -117,7 +117,7 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
 
 @kernel
 def raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
-    """Drops what is below the k-th largest so far, which becomes the bound; returns how many are left."""
+    """Raises the bound to the k-th largest so far and drops all below; returns how many are left."""
     if not 0 < k <= count:
         return count
     num_bits = 8 * words.itemsize - 1

@@ -252,7 +252,7 @@ def matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -
 
 
 def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: float) -> int:
-    """Writes ``scale * sum`` in place of what a dense array holds: 0 where the sum has nothing.
+    """Overwrites a dense array with ``scale * sum``: 0 where the sum has no element.
 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
     same value an average is that value. Half types are summed and scaled in float32, rounded once.

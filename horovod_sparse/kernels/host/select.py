@@ -312,7 +312,7 @@ def _fits_buffer(layout: Layout, k: int, start: int, stop: int) -> bool:
 
 
 def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Layout) -> Indices:
-    """Exactly the k largest magnitudes of a window, 0 < k < stop - start, ascending; of ties the first."""
+    """Finds a window's k largest magnitudes, exactly, 0 < k < stop - start, ascending; of ties the first."""
     if _fits_buffer(layout, k, start, stop):
         indices, _ = _candidates(values, maxima, layout, k, start, stop)
         if indices.size == k:
@@ -334,7 +334,7 @@ def kth(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Lay
 
 
 def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, layout: Layout) -> Indices:
-    """All positions of a window whose magnitude bits reach these, ascending; from upper bounds."""
+    """Returns the positions of a window whose magnitude bits reach these, ascending; from upper bounds."""
     parts: list[Indices] = []
     capacity = min(4096, stop - start) + layout.block
     while start < stop:

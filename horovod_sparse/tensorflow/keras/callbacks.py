@@ -213,7 +213,7 @@ def _velocities(optimizer: Any) -> list[Any]:
 
 
 class TelemetryCallback(tf.keras.callbacks.Callback):
-    """Puts what the last step of an epoch sent and held back into its logs: see `Telemetry.scalars`.
+    """Adds telemetry of an epoch's last step to the epoch's logs: see `Telemetry.scalars`.
 
     So `History` has it, and callbacks behind this one: `TensorBoard`, `CSVLogger`, those of W&B and MLflow.
     """
@@ -229,7 +229,7 @@ class TelemetryCallback(tf.keras.callbacks.Callback):
 
 
 class CheckpointCallback(tf.keras.callbacks.Callback):
-    """Saves the training on all ranks together, and goes on from the newest checkpoint when it begins.
+    """Saves the training on all ranks together, and resumes from the newest checkpoint when it begins.
 
     Weights, the optimizer's variables, residuals and the epoch, of every rank, which take equally many
     batches. `fit` begins with the epoch after the last completed one; a checkpoint from the midst of an epoch

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def programs(num_elements: int, tile: int = TILE) -> int:
-    """How many programs cover n elements; never none."""
+    """Returns the number of programs that cover n elements; 1 or more."""
     return max(triton.cdiv(num_elements, tile), 1)
 
 

@@ -187,7 +187,7 @@ _OPTIONS = OPTIONS | {"num_warps": 4}
 def _put_kernel(  # type: ignore[no-untyped-def]
     values, indices, new, k, ADD: tl.constexpr, CLEAR: tl.constexpr, LANES: tl.constexpr
 ):
-    """values[indices] = new, or what stands there + new, or 0."""
+    """values[indices] = new, or values[indices] + new, or 0."""
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = lanes < k
     where = tl.load(indices + lanes, mask=mask, other=0)
