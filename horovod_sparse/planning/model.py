@@ -304,7 +304,7 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
 
 
 def _communicate(messages: list[_MessageCost], cost: CostModel) -> list[Span]:
-    """Serves messages in order of readiness; fuses what may be fused and is ready when the network is."""
+    """Simulates the network: sends messages as they get ready; fuses those that wait for it, if allowed."""
     startup = {"sparse": cost.communication.fixed_seconds, "dense": cost.dense.fixed_seconds}
     fused = {"sparse": cost.fuse_sparse, "dense": cost.fuse_dense}
     spans, free = list[Span](), 0.0

@@ -160,7 +160,7 @@ class PlanRequest:
         return {"plan": self.asked, "profile": unread or digest}
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
-        """Returns the plan until times are known: the one asked for if it reads none, else the default."""
+        """Returns the plan to start with: the default while backward times are still to be measured."""
         dense = frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
         if self.selection != "cost":
             dense |= select_tensors(self.selection, parameters)

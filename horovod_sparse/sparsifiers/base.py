@@ -109,7 +109,7 @@ _wire_format = functools.lru_cache(maxsize=64)(WireFormat)
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsifier(abc.ABC):
-    """One algorithm, described: a frozen, picklable value that exists before `hvd.init()`.
+    """One algorithm and its arguments, as a frozen, picklable value: it may be made before `hvd.init()`.
 
     A subclass gives `synchronize`, a coroutine that turns a rank's accumulator into the global sparse
     sum by yielding collectives. It holds no state: that is in the object made by `init`.

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.training.collective_errors import horovod_binding, refuse_absence
+from horovod_sparse.training.collective_errors import horovod_binding, refuse_second_binding
 
 hvd: Any = horovod_binding("TensorFlow", has="allgather")
 _start = object()
@@ -41,7 +41,7 @@ def takes_part(process_set: Any) -> bool:
             "of horovod_sparse.tensorflow"
         )
     if not process_set.included():
-        refuse_absence(hvd, process_set)
+        refuse_second_binding(hvd, process_set)
         return False
     return True
 

@@ -25,7 +25,7 @@ from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
 
 @functools.cache
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory of a device, once it has shown that sparsifiers can work there."""
+    """Returns the memory of a device; raises if it lacks float64 or copies to the host."""
     torch.zeros(1, dtype=torch.float64, device=device).sqrt().cpu()
     return DeviceMemory(device)
 

@@ -107,7 +107,7 @@ def gradient_memory(device: torch.device, parameter_name: str) -> GradientMemory
 
 
 class ParameterBucket(BucketPart):
-    """A bucket of tensors, in the order of their memory.
+    """A bucket whose elements are its tensors' own, each in the order of its memory.
 
     Attributes:
         given: the parameters, of one dtype and device.

@@ -18,7 +18,7 @@ from horovod_sparse.torch._horovod import HorovodOptimizer, adopting, claim_for_
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.driver import construction_errors
 from horovod_sparse.torch.synchronizer import Methods, clip_gradients
-from horovod_sparse.training.collective_errors import refuse_absence
+from horovod_sparse.training.collective_errors import refuse_second_binding
 from horovod_sparse.training.compression import check_compression, refuse_double_momentum
 from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
 
@@ -137,7 +137,7 @@ def DistributedOptimizer(
         refuse_without_sparsifier({**options, "every": every, "delay": delay}, compression)
     if not sparse or not process_set.included():  # a rank that is left out trains alone
         if not process_set.included():
-            refuse_absence(hvd, process_set)
+            refuse_second_binding(hvd, process_set)
         given = named_parameters, Compression.none if sparse else compression, backward_passes_per_step, op
         more = gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set
         dense = hvd.DistributedOptimizer(optimizer, *given, *more)

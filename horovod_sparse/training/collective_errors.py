@@ -80,8 +80,8 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def refuse_absence(hvd: Any, process_set: Any) -> None:
-    """Refuses a rank that the set of all ranks does not hold: the binding imported last takes that over."""
+def refuse_second_binding(hvd: Any, process_set: Any) -> None:
+    """Raises if another binding of Horovod, imported later, has taken over the set of all ranks."""
     if process_set is not hvd.global_process_set:
         return
     started = "was" if hvd.is_initialized() else "was not"

@@ -120,7 +120,7 @@ class Parameters:
 def folded(
     gradients: Sequence[np.ndarray | None], arrays: Sequence[np.ndarray], weights: tuple[float, float]
 ) -> GradientParts:
-    """Does what `Parameters.foldable` does with arrays, which may be of half types."""
+    """Returns ``weights[0] gradient + weights[1] array`` for a fold; arrays may be of half types."""
     own = [np.zeros_like(two) if one is None else two for one, two in zip(gradients, arrays, strict=True)]
     given = [array if one is None else one for one, array in zip(gradients, own, strict=True)]
     return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, own, weights)

@@ -220,7 +220,7 @@ class Steps(Training):
                 part.moves.step_back()
 
     def _land(self, most: int) -> bool:
-        """Lands exchanges until at most so many are in flight; True if all ranks finish with the last one."""
+        """Applies exchanges until at most `most` are in flight; True if all ranks are in `finish`."""
         all_finishing = False
         while len(self._in_flight) > most:
             idle = self.starter.idle_seconds

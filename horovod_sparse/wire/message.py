@@ -224,7 +224,7 @@ class Notes:
 
     @classmethod
     def of(cls, notes: NDArray[np.int32]) -> Notes:
-        """Reads the `note` of every rank, [P, 4]."""
+        """Decodes the notes that `note` has made, one row for every rank."""
         notes = np.ascontiguousarray(notes)
         floats = notes.view(np.float32).astype(np.float64)
         marks = {rank: int(notes[rank, 0]) - 1 for rank in np.flatnonzero(notes[:, 0] > 0).tolist()}

@@ -170,7 +170,7 @@ class SparDLState(SparsifierState):
 
     @classmethod
     def first(cls, teams: int) -> SparDLState:
-        """Returns the paper's first state: h = k / P, the stride 0.01 k (d - 1) / P."""
+        """Returns the paper's first state: share 1 / d and stride 0.01 (d - 1) / d with d teams."""
         return cls(share=1.0 / teams, stride=_FIRST_STRIDE * (teams - 1) / teams)
 
     def num_sent(self, quota: int, teams: int) -> int:
