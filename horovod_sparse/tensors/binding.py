@@ -166,6 +166,7 @@ class Binding(Steps):
                 optimizer.found_inf, optimizer.grad_scale = found, scale
             self._loss_scale = 1.0 if scale is None else float(scale)
             self.meet()
+            self.agree()  # which may make other parts
             self._prepare_parts()
             self.pass_(overflowed=found is not None and bool(found))
         finally:

@@ -89,7 +89,7 @@ def _make_entry(given: Any, training: Any, model: torch.nn.Module | None) -> dic
         entry = own[ENTRY]
     states = own.get("state", {})
     if isinstance(training, Binding):  # its entry has residuals and moments
-        states = {number: {"step": one["step"]} for number, one in states.items()}
+        states = {number: {"step": one["step"]} for number, one in states.items() if "step" in one}
     kept: dict[str, Any] = {"optimizer": {"state": states, "param_groups": own.get("param_groups", [])}}
     if model is not None:
         kept["model"] = inner_of(model).state_dict()

@@ -97,6 +97,10 @@ class Steps(Training):
             NonFiniteGradientError: on all ranks alike, with `on_nonfinite` "raise", where a gradient was not
                 finite on one of them. Nothing of that exchange is left.
         """
+        for part in self.parts:  # before any is folded
+            dtype = part.bucket.info.value_dtype
+            if not abs(part.now.rate) <= float(np.finfo(dtype).max):
+                raise errors.ArgumentError("lr", part.now.rate, f"a number that {dtype.name} can hold")
         self.agree()
         if self.schedule.moves_at_once:
             if any(part.moves.was_edited() for part in self.parts):

@@ -316,3 +316,32 @@ def test_a_pass_keeps_no_gradient() -> None:
         kept = [weakref.ref(one.grad) for one in net.parameters()]
         optimizer.zero_grad()
         assert not any(one() is not None for one in kept)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
+@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD])
+def test_a_rate_that_is_refused_leaves_all_groups(kind: type, schedule: Any) -> None:
+    found = []
+    for rates in ([], [float("nan"), 1e39]):
+        net = net_of()
+        optimizer: Any = kind([{"params": net[number].parameters()} for number in (0, 2)], lr=0.01)
+        hvd.DistributedOptimizer(optimizer, compression="topk:density=0.3,feedback=best", **schedule)
+        trained(net, optimizer, 3)
+        for optimizer.param_groups[0]["lr"] in rates:  # its part is folded last
+            with pytest.raises(ArgumentError, match="lr="):
+                optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
+        found.append(trained(net, optimizer, 3))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_new_beginning_has_its_gradient_and_a_frozen_parameter_is_saved(tmp_path: Any) -> None:
+    net = net_of()
+    optimizer: Any = OPTIM.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    trained(net, optimizer, 1)
+    saved, before = optimizer.state_dict(), net[2].bias.clone()
+    net[0].weight.requires_grad_(False)
+    hvd.DistributedOptimizer(optimizer, compression="topk:density=1.0,feedback=best").load_state_dict(saved)
+    optimizer._synchronizer.made_for, optimizer._synchronizer._agreed_under = (1, 2), None
+    assert not torch.equal(trained(net, optimizer, 1)[3], before)
+    assert hvd.save(tmp_path, optimizer, model=net) == 1
