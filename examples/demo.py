@@ -16,7 +16,9 @@ import json
 import math
 import platform
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import source_text
@@ -98,11 +100,9 @@ class Network:
     def __init__(self, hosts: bool, rate: float) -> None:
         self._counter = Path(f"/sys/class/net/{'eth0' if hosts else 'lo'}/statistics/tx_bytes")
         self._sharing, self._rate = (1, math.inf) if hosts else (SIZE, rate)
-        mean(0.0)  # connects
+        sent = [(mean(0.0), self.sent())[1] for _ in range(21)]  # the first mean connects
+        self.bytes_of_mean = mean(median(after - before for before, after in pairwise(sent)))
         self._before = self.sent()
-        for _ in range(20):
-            mean(0.0)
-        self.bytes_of_mean = mean(self.sent() - self._before) / 20
 
     def sent(self) -> float:
         """Bytes so far; of loopback this rank's part."""
