@@ -85,7 +85,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
     def _before_saving(self, optimizer: Any) -> None:
         super()._before_saving(optimizer)
-        moved = self.size > 1 and any(part.moves.moves for part in self.parts)
+        moved = self.size > 1 and any(part.moves.moves or part.moves.ahead for part in self.parts)
         if optimizer is not None and self.hidden is None and moved:
             _log.warning(
                 "saving an optimizer while ranks differ (every > 1 or delay > 0): save model and optimizer "

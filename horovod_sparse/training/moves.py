@@ -58,6 +58,7 @@ class OwnMoves:
 
     Attributes:
         moves: this rank's moves that no mean has replaced yet, the oldest first.
+        ahead: the step ahead that stands in the parameters; none, or one.
         in_flight: exchanges that have begun and not landed, the oldest first.
     """
 
@@ -69,9 +70,9 @@ class OwnMoves:
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
-        #: positions to step ahead by when the pass ends; and whether the last move is such a step
+        self.ahead: list[Move] = []
+        #: positions to step ahead by when the pass ends
         self._next: Indices | None = None
-        self._is_ahead = False
         #: some positions of the last move, and the parameters there after a pass
         self._left: tuple[Indices, Any] | None = None
         #: numbers of moves and messages that were in flight in a checkpoint
@@ -96,29 +97,31 @@ class OwnMoves:
         self._move([(indices, bucket.accumulator.remove(indices))])
         report.residual_norm = float(np.sqrt(bucket.accumulator.square_norm))
         if bucket.recipe.feedback.steps_ahead and len(indices) < n:
-            largest = bucket.accumulator.largest(n // _AHEAD)
-            self._next = largest[bucket.accumulator.take(largest) != 0.0]
+            self._next = bucket.accumulator.largest(n // _AHEAD)
         bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
         self._report = report
 
     def step_back(self) -> None:
-        """Takes the step ahead back into the residual, before a gradient is folded or an exchange begins."""
-        if self._is_ahead:
-            move, self._is_ahead, self._left = self.moves.pop(), False, None
-            self._parameters.replace([(move.indices, move.before)])
-            self._bucket.accumulator.add(move.indices, move.values)
+        """Takes the step ahead back from the parameters; the residual has had it all the time."""
+        if self.ahead:
+            self._parameters.replace([(move.indices, move.before) for move in self.ahead])
+            self.ahead, self._left = [], None
 
     def end_pass(self) -> None:
         """Steps ahead; keeps some of the parameters' values, for `was_edited` to compare."""
-        if self._next is not None and self._next.size:
-            self._move([(self._next, self._bucket.accumulator.remove(self._next))])
-            self._next, self._is_ahead = None, True
+        if self._next is not None:
+            self._step_ahead(self._next, self._bucket.accumulator.take(self._next))
+            self._next = None
         self._remember_parameters()
 
+    def _step_ahead(self, indices: Indices, values: Values) -> None:
+        _, (before,) = self._parameters.replace(again=[(indices, values)])
+        self.ahead = [Move(indices, values, before)]
+
     def _remember_parameters(self) -> None:
-        if self.moves:
-            indices = self.moves[-1].indices
+        if moves := [*self.moves, *self.ahead]:
+            indices = moves[-1].indices
             indices = indices[:: 1 + len(indices) // _NUM_NOTED]
             self._left = indices, self._parameters.take(indices)
 
@@ -203,6 +206,7 @@ class OwnMoves:
         return sent + [(one.indices, one.values) for one in later]
 
     def _undo(self) -> None:
+        self.step_back()
         if self.moves:
             self._parameters.replace([(move.indices, move.before) for move in reversed(self.moves)])
         self.moves, self._left = [], None
@@ -211,9 +215,9 @@ class OwnMoves:
         """Takes everything back that no mean has replaced: parameters are the common ones."""
         pending = self.pending()
         if self.was_edited():  # these are another model's parameters, which somebody has loaded
-            self.moves, self._left = [], None
+            self.moves, self.ahead, self._left = [], [], None
         self._undo()
-        self._next, self._is_ahead = None, False
+        self._next = None
         self.in_flight.clear()
         self._resumed.clear()
         for indices, values in pending:
@@ -222,33 +226,36 @@ class OwnMoves:
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
         """Shows the common parameters; this rank's moves come back afterwards."""
-        moves, noted = self.moves, self._left is not None
+        moves, ahead, noted = self.moves, self.ahead, self._left is not None
         self._undo()
         try:
             yield
         finally:
             self._move([(move.indices, move.values) for move in moves])
+            for move in ahead:
+                self._step_ahead(move.indices, move.values)
             if noted:
                 self._remember_parameters()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
         """Returns moves and messages in flight for a checkpoint."""
-        to_save = self._parameters.to_save
-        return {
-            "moves": [
-                [array(move.indices), array(move.values), to_save(move.before, array)] for move in self.moves
-            ],
-            "in_flight": [[one.num_moves, array(one.message)] for one in self.in_flight],
-            "ahead": self._is_ahead,
-        }
+
+        def saved(moves: Sequence[Move]) -> list[list[Any]]:
+            to_save = self._parameters.to_save
+            return [[array(one.indices), array(one.values), to_save(one.before, array)] for one in moves]
+
+        flying = [[one.num_moves, array(one.message)] for one in self.in_flight]
+        return {"moves": saved(self.moves), "in_flight": flying, "ahead": saved(self.ahead)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Takes moves that the parameters hold already; `begin` sends first what was in flight."""
-        self.moves = [
-            Move(np.asarray(indices), np.asarray(values), self._parameters.from_saved(before))
-            for indices, values, before in saved["moves"]
-        ]
-        self._is_ahead = bool(saved["ahead"])
+        self.moves, self.ahead = (
+            [
+                Move(np.asarray(indices), np.asarray(values), self._parameters.from_saved(before))
+                for indices, values, before in saved[name]
+            ]
+            for name in ("moves", "ahead")
+        )
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
 
     def add_to_residual(self, saved: Mapping[str, Any], factor: float) -> None:
