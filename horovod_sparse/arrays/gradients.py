@@ -91,10 +91,11 @@ def joined_pieces(
     """Yields position and elements of consecutive pieces of arrays, as `GradientParts.pieces` does."""
     buffer = np.empty(size, dtype)
     start = filled = 0
+    large = max(_LARGE, block)
     for array in arrays:
         taken = 0
         while taken < array.size:
-            if array.size - taken >= _LARGE and filled % block == 0:
+            if array.size - taken >= large and filled % block == 0:
                 if filled:
                     yield start, buffer[:filled]
                     start, filled = start + filled, 0
@@ -102,7 +103,7 @@ def joined_pieces(
                 yield start, array[taken : taken + count]
                 start, taken = start + count, taken + count
                 continue
-            room = -filled % block if array.size - taken >= _LARGE else buffer.size - filled
+            room = -filled % block if array.size - taken >= large else buffer.size - filled
             count = min(room, array.size - taken)
             buffer[filled : filled + count] = array[taken : taken + count]
             filled, taken = filled + count, taken + count
