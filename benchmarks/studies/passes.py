@@ -131,28 +131,24 @@ def best_rate(result: Result, task: str, size: int, method: str) -> float:
     return TASKS[task][1][losses.index(min(losses))]
 
 
-def bracket(result: Result, method: str) -> tuple[float, ...]:
-    """Rates to try at P = 4, by factors of two from dense's best rate until both neighbours are worse."""
-    first = best_rate(result, "gpt", 4, "dense")
-    runs = result.get("runs", {})
+def search(result: Result, method: str) -> tuple[list[float], float]:
+    """Rates that a method tries at P = 4, by factors of two from dense's best, and its own best among them.
 
-    def loss(power: int) -> float:
-        run = runs.get(_label("gpt", 4, method, first * 2**power, 0))
-        return math.nan if run is None else float(run.get("training", math.inf))
-
-    best = 0
+    The best is NaN until both of its neighbours are measured.
+    """
+    first, runs, best = best_rate(result, "gpt", 4, "dense"), result.get("runs", {}), 0
+    losses: dict[int, float] = {}
     while True:
-        near = {power: loss(power) for power in (best, best + 1, best - 1)}
-        if math.isnan(sum(near.values())) or min(near, key=near.__getitem__) == best:
-            return tuple(first * 2**power for power in near)
-        best = min(near, key=near.__getitem__)
-
-
-def own_rate(result: Result, method: str) -> float:
-    """The middle of a bracket, once both sides of it are measured; NaN before."""
-    rates = bracket(result, method)
-    there = result.get("runs", {})
-    return rates[0] if all(_label("gpt", 4, method, rate, 0) in there for rate in rates) else math.nan
+        near = [best, best + 1, best - 1]
+        for power in near:
+            run = runs.get(_label("gpt", 4, method, first * 2**power, 0))
+            losses[power] = math.nan if run is None else float(run.get("training", math.inf))
+        tried, better = [first * 2**power for power in losses], min(near, key=losses.__getitem__)
+        if any(math.isnan(losses[power]) for power in near):
+            return tried, math.nan
+        if better == best:
+            return tried, first * 2**best
+        best = better
 
 
 def names() -> list[str]:
@@ -179,10 +175,9 @@ def names() -> list[str]:
         for method in methods:
             ask(task, size, method, at_dense, [seed])
     for method in METHODS:
-        rates = bracket(result, method)
+        rates, best = search(result, method)
         ask("gpt", 4, method, rates, SEEDS[:1])
-        if rates[0] == own_rate(result, method):
-            ask("gpt", 4, method, rates[:1], SEEDS)
+        ask("gpt", 4, method, [best], SEEDS)
     return list(found)
 
 
@@ -219,7 +214,7 @@ def table(result: Result) -> str:
     own = [
         ["gpt, P=4", method, f"{rate:g}", *found]
         for method in METHODS
-        for rate in [own_rate(result, method)]
+        for rate in [search(result, method)[1]]
         if (found := _mean(result, "gpt", 4, method, rate)) is not None
     ]
     return f"{markdown(head, common)}\n\nEach at its own best rate:\n\n{markdown(head, own)}"

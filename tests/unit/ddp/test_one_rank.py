@@ -19,6 +19,13 @@ from horovod_sparse.trainers import transformers_callback
 from support.passes import backward, batches, flat, net_of, train
 
 
+@pytest.fixture(autouse=True)
+def no_group_of_others():
+    """Others leave their group of one rank to the tests that follow in this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
