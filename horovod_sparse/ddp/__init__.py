@@ -98,7 +98,7 @@ def attach(
             raise ArgumentError("optimizer", optimizer, allowed)
         recipe, group = recipe_for(optimizer, recipe), group_of(model, wrappers, replicas)
         made = Synchronized(model, recipe, optimizer, group, settings, schedule)
-        stop_synchronizing(wrappers)
+        made.silenced = stop_synchronizing(wrappers)
         return made
 
 

@@ -242,6 +242,8 @@ class _Shared:
         self.waiting: queue.SimpleQueue[tuple[Task, Synchronization[Any]] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
+        #: held by the thread, but within requests
+        self.working = threading.Lock()
         self._carried: tuple[float, float | None] = 0.0, None
 
     def carried_seconds(self) -> float:
@@ -253,10 +255,15 @@ class _Shared:
         """Carries out a request, and counts its time as communication; the thread's other time is work."""
         before, began = self._carried[0], time.perf_counter()
         self._carried = before, began
+        self.working.release()
         try:
-            return self.carrier(request)
+            answer = self.carrier(request)
         finally:
+            self.working.acquire()
             self._carried = before + time.perf_counter() - began, None
+        if self.failure is not None:  # the owner has waited in vain, and taken the step back
+            raise self.failure
+        return answer
 
 
 class Communicator:
@@ -298,7 +305,10 @@ class Communicator:
             try:
                 self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
             except errors.DeadlineError as error:
+                idle = shared.working.acquire(timeout=_END_SECONDS)
                 shared.failure = error  # of whatever is waited for next
+                if idle:
+                    shared.working.release()
                 raise
         self._deadline.saw_progress()
         self.idle_seconds += shared.carried_seconds() - carried
@@ -326,11 +336,12 @@ def _work(shared: _Shared) -> None:
     while (item := shared.waiting.get()) is not None:
         task, coroutine = item
         try:
-            if shared.failure is not None:
-                coroutine.close()
-                raise shared.failure
-            shared.carrier.name = task.name
-            task.result = carry_out(coroutine, shared.carry)
+            with shared.working:
+                if shared.failure is not None:
+                    coroutine.close()
+                    raise shared.failure
+                shared.carrier.name = task.name
+                task.result = carry_out(coroutine, shared.carry)
         except BaseException as error:
             task.error = error
             if not isinstance(error, _COLLECTIVE):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils.weak import TensorWeakRef
 
 from horovod_sparse.collectives import shared_lines
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
@@ -55,7 +56,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         #: whether the gradients of the pass under way are exchanged: it is none within `no_sync`
         self.exchanges = self._of_ddp
         #: gradients as the last exchange has left them; and whether no step has used them yet
-        self._left: list[tuple[torch.Tensor, int, int]] = []
+        self._left: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
         self._unused = self._kept = False
         #: whether a parameter's gradient comes several times in a pass, so that buckets wait for its end
         self._repeats = False
@@ -120,10 +121,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if self.under_way:
             self.finish_pending(drop=True)  # that pass has failed
         self._kept = bool(self._left) and all(
-            (number, version) == (0, 0)
-            if one.grad is None
-            else (number, version) == (id(one.grad), one.grad._version - (one is first))
-            for one, number, version in self._left
+            left() is one.grad and version == (0 if one.grad is None else one.grad._version - (one is first))
+            for one, left, version in self._left
         )
         self._kept = self._kept and all(part.has_last_sum() for part in self.parts)
         ending = functools.partial(self._end_pass)
@@ -178,7 +177,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 part.remember_sum()
             for one in self._part_of:  # not held: whoever clears gradients frees them
                 grad = one.grad
-                self._left.append((one, 0, 0) if grad is None else (one, id(grad), grad._version))
+                left = (lambda: None, 0) if grad is None else (TensorWeakRef(grad), grad._version)
+                self._left.append((one, *left))
             self._unused = self.optimizer is not None
 
     # a step of the optimizer
@@ -188,9 +188,9 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if self._of_ddp and self.under_way:
             raise UnsupportedError("the last backward pass failed on all ranks: run it again")
         if self._of_ddp:
-            left = {one: number for one, number, _ in self._left}
+            left = {one: left() for one, left, _ in self._left}
             found = [one for one in self._part_of if one.grad is not None]
-            if not exchanged and any(id(one.grad) != left.get(one) for one in found):
+            if not exchanged and any(left.get(one) is not one.grad for one in found):
                 raise UnsupportedError(
                     "this step has gradients of this rank alone: they come from torch.autograd.grad, or from "
                     "model.no_sync(). Call backward() outside of it before each step, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Mapping, Sequence
@@ -75,8 +76,14 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         schedule: Schedule,
     ) -> None:
         engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds)
+        #: has each DistributedDataParallel synchronize again
+        self.silenced = contextlib.ExitStack()
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
         roll_back_before_loading([inner_of(model)], self)
+
+    def detach(self) -> None:
+        super().detach()
+        self.silenced.close()
 
     def before_load(self) -> None:
         """Undoes moves in the parameters before a load replaces them."""
@@ -180,14 +187,20 @@ def refuse_hooks(model: DistributedDataParallel) -> None:
         raise UnsupportedError(words)
 
 
-def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Stops the wrappers from synchronizing: gradients stay on their ranks."""
+def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> contextlib.ExitStack:
+    """Keeps gradients on their ranks, until the returned stack is closed."""
+    undo = contextlib.ExitStack()
     for one in wrappers:
         refuse_hooks(one)
         claim(None, one.parameters())
         one.require_backward_grad_sync = one.require_forward_param_sync = False
-        one.register_forward_pre_hook(refuse_join)
+        undo.callback(setattr, one, "require_backward_grad_sync", True)
+        undo.callback(one.register_forward_pre_hook(refuse_join).remove)
+        if one.static_graph:
+            name = "_static_graph_delay_allreduce_enqueued"
+            undo.callback(setattr, one, name, getattr(one, name))
         skip_first_dense_sum(one)
+    return undo
 
 
 def skip_first_dense_sum(model: Any) -> None:

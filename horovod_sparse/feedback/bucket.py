@@ -219,7 +219,6 @@ class Bucket:
         rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
         if absent:
-            rule.factors(self.accumulator.dtype)  # refused before anything is hidden
             self._hidden = self.progress.age, self.accumulator.hide(absent)
         self.accumulator.step = self.state.step
         if self._similarity is None:

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from horovod_sparse import ddp
+from horovod_sparse.ddp.collectives import Communicator, Deadline
 from horovod_sparse.ddp.distributed_engine import _errors_of
-from horovod_sparse.errors import ArgumentError, HorovodSparseError, UnsupportedError
+from horovod_sparse.errors import ArgumentError, DeadlineError, HorovodSparseError, UnsupportedError
 from horovod_sparse.trainers import transformers_callback
 from support.passes import backward, batches, flat, net_of, train
 
@@ -61,7 +62,7 @@ def test_fsdp2_may_be_evaluated_first(text, when, mesh):
 def test_an_optimizer_may_be_saved_after_a_backward_pass_that_failed(mesh, caplog):
     net = net_of()
     model, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
-    ddp.attach(model, "topk:density=0.5", optimizer)
+    sync = ddp.attach(model, "topk:density=0.5", optimizer)
     batch = next(batches(0))
     backward(model, batch)
     optimizer.step()
@@ -71,6 +72,7 @@ def test_an_optimizer_may_be_saved_after_a_backward_pass_that_failed(mesh, caplo
         backward(model, batch)
     assert "horovod_sparse" not in optimizer.state_dict()
     assert "without its residual" in caplog.text
+    assert not any(left() is not None for _, left, _ in sync._left)  # freed: no later one is taken for it
     failing.remove()
     backward(model, batch)
     assert "horovod_sparse" in optimizer.state_dict()
@@ -95,6 +97,24 @@ def test_a_scaler_skips_a_step_whose_first_parameter_has_no_gradient(mesh):
     scaler.scale(nets[0](torch.full((1, 3), 1e30)).sum()).backward()
     scaler.step(optimizer)
     assert all(one.isfinite().all() for one in nets.parameters())
+
+
+def test_a_wrapper_that_is_detached_synchronizes_again(mesh):
+    model = DistributedDataParallel(net_of())
+    ddp.attach(model, "best", torch.optim.SGD(model.parameters(), lr=0.1)).detach()
+    assert model.require_backward_grad_sync and not model._forward_pre_hooks
+
+
+def test_a_coroutine_goes_no_further_behind_the_deadline():
+    store, went_on = dist.HashStore(), []
+    communicator = Communicator(
+        lambda _: store.get("answer"), Deadline(0.2, lambda: (0, [0]), lambda *_: None)
+    )
+    for _ in range(2):
+        with pytest.raises(DeadlineError):
+            communicator.run("late", (number and went_on.append(number) for number in range(2)))
+        store.set("answer", "")
+    assert not went_on
 
 
 def test_a_parameter_that_is_replaced_is_named(mesh):

@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 
 from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
+from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import (
     AdamFeedback,
-    Bucket,
     ErrorFeedback,
     Progress,
     Recipe,
     recipe,
 )
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
@@ -147,16 +145,6 @@ def test_a_step_that_is_given_up_leaves_no_trace() -> None:
         assert mine.progress == theirs.progress and mine.progress.age == 2
         assert np.abs(mine.accumulator.companions[0] - theirs.accumulator.companions[0]).max() < 1e-6
         np.testing.assert_allclose(mine.accumulator.values(), theirs.accumulator.values(), atol=1e-5)
-
-
-def test_a_rate_that_is_refused_leaves_what_has_no_gradient() -> None:
-    held = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
-    accumulator = HostAccumulator(8, density=0.5, companions=1)
-    bucket = Bucket(BucketInfo("b", 8), Recipe(TopK(density=0.5), AdamFeedback()), accumulator)
-    bucket.load(held)
-    with pytest.raises(ArgumentError, match="rate, eps"):
-        bucket.fold(np.ones(8, np.float32), np.inf, absent=[(0, 4)])
-    assert all(map(np.array_equal, bucket.held(), held))
 
 
 def test_moments_are_averaged_at_another_number_of_ranks() -> None:

@@ -318,21 +318,17 @@ def test_a_pass_keeps_no_gradient() -> None:
         assert not any(one() is not None for one in kept)
 
 
-@pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
-@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD])
+@pytest.mark.parametrize(("kind", "schedule"), [(OPTIM.AdamW, {}), (OPTIM.SGD, {"delay": 1})])
 def test_a_rate_that_is_refused_leaves_all_groups(kind: type, schedule: Any) -> None:
-    found = []
-    for rates in ([], [float("nan"), 1e39]):
-        net = net_of()
-        optimizer: Any = kind([{"params": net[number].parameters()} for number in (0, 2)], lr=0.01)
-        hvd.DistributedOptimizer(optimizer, compression="topk:density=0.3,feedback=best", **schedule)
-        trained(net, optimizer, 3)
-        for optimizer.param_groups[0]["lr"] in rates:  # its part is folded last
-            with pytest.raises(ArgumentError, match="lr="):
-                optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.01
-        found.append(trained(net, optimizer, 3))
-    assert all(map(torch.equal, *found))
+    net = net_of()
+    optimizer: Any = kind([{"params": net[number].parameters()} for number in (0, 2)], lr=0.01)
+    hvd.DistributedOptimizer(optimizer, compression="topk:density=0.3,feedback=best", **schedule)
+    trained(net, optimizer, 3)
+    before = optimizer._synchronizer.state_dict()["residuals"]
+    for optimizer.param_groups[0]["lr"] in (float("nan"), 1e39):  # its part is folded last
+        with pytest.raises(ArgumentError, match="lr="):
+            optimizer.step()
+    torch.testing.assert_close(optimizer._synchronizer.state_dict()["residuals"], before, rtol=0, atol=0)
 
 
 def test_a_new_beginning_has_its_gradient_and_a_frozen_parameter_is_saved(tmp_path: Any) -> None:
