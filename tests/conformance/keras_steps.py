@@ -6,15 +6,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
-from conformance.keras import (
-    CLOSE,
-    EVERYTHING,
-    NIGHT,
-    SPARSE,
-    descend,
-    sgd,
-    variable,
-)
+from conformance.keras import CLOSE, EVERYTHING, NIGHT, SPARSE, descend, sgd, variable
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
 from support.keras_models import fit, flat, keras, make_model, trained_densely
 

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
-from horovod_sparse.errors import (
-    ArgumentError,
-    NonFiniteGradientError,
-    StateMismatchError,
-    UnsupportedError,
-)
+from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
 from support.passes import adamw, backward, batches, begun, flat, momentum, net_of, sick, train
 from support.replicas import common_are_equal, same_on_all_replicas
 from support.sampling import rows_by

@@ -7,13 +7,7 @@ import pytest
 
 from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
 from horovod_sparse.errors import NonFiniteGradientError
-from horovod_sparse.feedback import (
-    AdamFeedback,
-    ErrorFeedback,
-    Progress,
-    Recipe,
-    recipe,
-)
+from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Progress, Recipe, recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import Topology

@@ -14,19 +14,23 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as keras_hvd
-from horovod_sparse.errors import (
-    ArgumentError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from horovod_sparse.collectives import AllGather, AllReduce
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensorflow import waiting
+from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
 from support.sampling import rows_by
 
 pytestmark = pytest.mark.tensorflow
+
+
+def test_a_task_that_fails_sends_empty_messages_of_the_right_type():
+    words, task = np.arange(3, dtype=np.int32), Task("task", (AllGather, AllReduce), np.dtype(np.float32))
+    task.start((one for one in [AllGather(words)]), (0, 2))  # ends before its second round
+    assert task.resume(words, words[:0])[0].dtype == np.float32 and task.error is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])

@@ -5,11 +5,13 @@ import pytest
 import torch
 
 from horovod_sparse import errors
-from horovod_sparse.feedback import recipe
+from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.plans import ParameterFacts
-from horovod_sparse.tensors.gradients import GradientBucket, gradient_memory
+from horovod_sparse.sparsifiers import BucketInfo
+from horovod_sparse.tensors.device_memory import DeviceMemory
+from horovod_sparse.tensors.gradients import GradientBucket, GradientMemory, gradient_memory
 from horovod_sparse.tensors.layout import view_into
-from horovod_sparse.training.engine import PartSpec
+from horovod_sparse.training.engine import PartSpec, carry_out
 from support.memories import choose_memory
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -18,6 +20,27 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 def test_a_device_that_holds_nothing_is_refused():
     with pytest.raises(errors.UnsupportedError, match=r"the gradient of w is on meta.*Train on the CPU"):
         gradient_memory(torch.device("meta"), "w")
+
+
+@pytest.mark.parametrize(
+    "memory", [GradientMemory(), DeviceMemory(torch.device("cpu"))], ids=["host", "device"]
+)
+def test_dense_parameters_send_what_was_held_back_and_name_what_is_bad(memory):
+    info, dense = BucketInfo("all", 5, 1, 3), recipe("topk").for_dense()
+    bucket = Bucket(info, dense, memory.accumulator(info, dense, whole=True), {"a": (0, 2), "b": (2, 5)})
+    bucket.accumulator.assign_arrays([np.arange(5, dtype=np.float32)])
+
+    def step(*bad, **more):
+        gradient = torch.ones(5).index_fill(0, torch.tensor(bad, dtype=torch.int64), torch.inf)
+        return carry_out(bucket.step(memory.foldable([gradient]), **more), lambda request: request.buffer)
+
+    assert step().values.tolist() == [1, 2, 3, 4, 5]
+    bucket.accept()
+    for element, name in enumerate("aabbb"):
+        with pytest.raises(errors.NonFiniteGradientError, match=f"rank 1: {name}"):
+            step(element)
+    with pytest.raises(errors.EditedGradientError):
+        step(refused=True)
 
 
 def parameters(dtype=torch.float32):
