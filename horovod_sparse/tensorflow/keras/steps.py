@@ -124,6 +124,7 @@ class KerasSteps(OverKeras, Steps):
         Where a loss is scaled, no rank enters a pass in which a gradient of some rank is not finite.
         """
         self.meet()
+        self.agree()  # which may make other parts
         if scaled:
             bad = shared_lines(any(not np.isfinite(one).all() for one in gradients.values()))
             given = self.process_set, f"{self.label}.finite"
