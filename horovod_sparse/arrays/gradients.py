@@ -90,8 +90,7 @@ def joined_pieces(
 ) -> Iterator[tuple[int, Array]]:
     """Yields position and elements of consecutive pieces of arrays, as `GradientParts.pieces` does."""
     buffer = np.empty(size, dtype)
-    start = filled = 0
-    large = max(_LARGE, block)
+    start, filled, large = 0, 0, max(_LARGE, block)
     for array in arrays:
         taken = 0
         while taken < array.size:

@@ -127,9 +127,8 @@ class KerasSteps(OverKeras, Steps):
         self.agree()  # which may make other parts
         if scaled:
             bad = shared_lines(any(not np.isfinite(one).all() for one in gradients.values()))
-            if any(
-                carry_out_together(bad, self.process_set, f"{self.label}.finite", watch=self.engine.watch)
-            ):
+            given = self.process_set, f"{self.label}.finite"
+            if any(carry_out_together(bad, *given, watch=self.engine.watch)):
                 return [np.bool_(True), *values]
         self._rate = rate
         numbers = {name: number for number, name in enumerate(self.facts)}
