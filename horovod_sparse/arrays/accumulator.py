@@ -293,10 +293,7 @@ class Accumulator:
             self._norm = self._kernels.number(0.0)
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values at these unique indices: a rank may keep a part of its selection.
-
-        A sum that would not be finite is left out.
-        """
+        """Adds to the values at these unique indices; leaves out a sum that would not be finite."""
         where, new = self._checked_values(indices, values)
         olds = self._journal.remember(where)
         self._kernels.add(self._values, where, olds[0], new)
