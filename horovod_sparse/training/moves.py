@@ -180,6 +180,7 @@ class OwnMoves:
 
         `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
         """
+        self.step_back()  # it stands on the moves
         exchange, undone = self.in_flight.popleft(), [(one.indices, one.before) for one in self.moves[::-1]]
         self.moves, self._left = self.moves[exchange.num_moves :], None
         again = [(move.indices, move.values) for move in self.moves]
