@@ -139,7 +139,7 @@ def test_the_readme_says_what_its_script_prints_on_two_ranks(line: str, tmp_path
     (tmp_path / "train.py").write_text(code)
     torchrun = Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2
     done = ran(*torchrun, tmp_path / "train.py", PYTHONPATH=str(ROOT))
-    found = sorted(re.findall("^loss.*", done.stdout, re.MULTILINE))
+    found = sorted(done.stdout.split("loss ")[1:])  # two ranks' lines may be one
     for wanted, own in zip(map(numbers, expected), map(numbers, found), strict=True):
         assert own[: len(wanted)] == pytest.approx(wanted, rel=0.03)
 
