@@ -138,7 +138,7 @@ class AdamFeedback(Normalizing):
 
 @dataclass(frozen=True)
 class RMSpropFeedback(Normalizing):
-    """As `AdamFeedback`, but ``z = g / (sqrt(v) + eps)``: the first steps are large, as RMSprop's.
+    """Normalizes as RMSprop does: ``z = g / (sqrt(v) + eps)``, without bias correction of v.
 
     Args:
         beta2: of v, called alpha or rho elsewhere; None: the optimizer's, or 0.99 where none is known.

@@ -89,7 +89,7 @@ class StepSynchronizer(OverHorovod, Binding):
 
 
 class LocalSteps(OverHorovod, LocalBinding):
-    """As `horovod_sparse.ddp.LocalSteps`, over Horovod: give it PyTorch's own optimizer.
+    """Takes local steps as `horovod_sparse.ddp.LocalSteps` does, over Horovod, with PyTorch's own optimizer.
 
         optimizer = torch.optim.AdamW(model.parameters())
         local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")

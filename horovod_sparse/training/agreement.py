@@ -1,4 +1,4 @@
-"""What ranks agree upon before they synchronize, and whether their parameters are equal ever after.
+"""Ranks compare settings before they synchronize, and their parameters from time to time afterwards.
 
 A sparsifier's state lives longer than Horovod: in elastic training it is started again, with survivors and
 newcomers; a checkpoint may be loaded on some ranks alone. Sizes and ranks may be what they were, so nothing

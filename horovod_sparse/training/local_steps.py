@@ -36,7 +36,7 @@ _SAVED = "start", "velocity"
 
 
 class Displacement:
-    """How far a part's parameters are from the common ones; a pass has `OwnMoves` instead.
+    """Measures the displacement of a part's parameters from the common ones; a pass has `OwnMoves` instead.
 
     Args:
         part: it belongs to.

@@ -95,7 +95,7 @@ models = weakref.WeakSet[Any]()
 
 
 class LocalSteps(tf.keras.callbacks.Callback):
-    """As `horovod_sparse.ddp.LocalSteps`: lets every rank train alone, and exchanges every so many steps.
+    """Lets ranks train alone, and exchanges every so many steps, as `horovod_sparse.ddp.LocalSteps` does.
 
         model.compile(keras.optimizers.AdamW(), loss)          # Keras' own optimizer
         model.fit(batches, callbacks=[broadcast, hvd.LocalSteps(every=30, compression="sparseloco")])
