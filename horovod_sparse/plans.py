@@ -52,7 +52,7 @@ def same_kind(parameter: ParameterFacts) -> Kind:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which parameters form which bucket, and which stay dense.
+    """Says which parameters form which bucket, and which stay dense.
 
     The optimizer takes any plan, made by size, by hand, or by a cost model.
 

@@ -44,7 +44,7 @@ class FoldReport:
 
 @dataclass(frozen=True)
 class FoldRule:
-    """How a gradient becomes part of an accumulator: ``values = decay * values + gradient``.
+    """Says how a fold adds a gradient to an accumulator: ``values = decay * values + gradient``.
 
     With a moment the gradient is normalized first: ``v = moment v + (1 - moment) gradient^2``, v being the
     first companion, and ``rate gradient / (sqrt(v / (1 - moment^count) + floor) + eps)`` is added. A gradient

@@ -1,4 +1,4 @@
-"""What torch.distributed gives to a training: facts of parameters, parts, messages, and who is there."""
+"""The engine over torch.distributed: parameters' facts, messages, and errors of other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a gradient before selection, and to what was not selected after it; by name."""
+"""Feedbacks, by name: each folds a gradient into the residual before a selection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a bucket: a sparsifier, the feedback around it, and rules for single parameters.
+"""Recipes: a sparsifier, the feedback around it, and rules for single parameters.
 
 As text: ``name:argument=value,argument=value``, values nested as ``name(argument=value)``.
 """

@@ -1,4 +1,4 @@
-"""How a kernel is compiled: lazily, cached on disk for one user, without the GIL, by one rank at a time."""
+"""Compiles kernels: lazily, cached on disk for one user, without the GIL, by one rank at a time."""
 
 from __future__ import annotations
 

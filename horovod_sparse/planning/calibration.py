@@ -40,7 +40,7 @@ _SPARSIFIERS_SHARES = 2
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured: 3 or more sizes of each kind, ascending."""
+    """Holds the sizes to measure: 3 or more of each kind, ascending."""
 
     #: that a rank puts into a collective
     message_bytes: tuple[int, ...]

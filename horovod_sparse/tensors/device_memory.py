@@ -72,7 +72,7 @@ class DeviceMemory(GradientMemory):
 
 
 class WholeTensor(WholeGradient):
-    """As `WholeGradient`, of a tensor on a device: it is sent from there, and its sum stays there."""
+    """Implements `WholeGradient` for a device: the tensor is sent from there, and its sum stays there."""
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
         self._gradient = gradient

@@ -1,4 +1,4 @@
-"""What any PyTorch front end measures with: buckets on a device, and stamps of its clock."""
+"""Buckets and time stamps on a device, with which PyTorch's front ends measure for plans."""
 
 from __future__ import annotations
 

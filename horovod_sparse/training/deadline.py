@@ -1,4 +1,4 @@
-"""How long a rank waits for the others before that becomes an error, and who is missing then."""
+"""Deadlines: a rank that waits too long for the others raises an error that names who is missing."""
 
 from __future__ import annotations
 

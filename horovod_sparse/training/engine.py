@@ -1,4 +1,4 @@
-"""What a front end gives to `Training`: an `Engine`, which knows arrays, parameters and the other ranks.
+"""Protocols between a front end and `Training`: an `Engine` knows arrays, parameters and the other ranks.
 
 A new front end (another framework, or other collectives than Horovod's) writes
 

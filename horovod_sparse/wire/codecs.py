@@ -1,4 +1,4 @@
-"""How indices and values are written: 32 or fewer bits an index, 64, 32, 16 or 2 bits a value.
+"""Codecs of indices and values: 32 or fewer bits an index, 64, 32, 16 or 2 bits a value.
 
 The length of each is a function of the count (and of n) alone, which never falls when the count grows. So a
 message of a fixed count has a fixed length, a declared cost is exact, and a corrupted length is noticed.

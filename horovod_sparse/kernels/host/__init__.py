@@ -1,1 +1,1 @@
-"""What numba compiles for gradients in host memory, each kernel beside the checks of its arguments."""
+"""Numba's kernels for gradients in host memory, each beside the checks of its arguments."""

@@ -1,4 +1,4 @@
-"""What writes on a GPU: the one pass over all elements, block maxima, and what touches k elements only."""
+"""GPU kernels that write: the one pass over all elements, block maxima, and changes of k elements."""
 
 from __future__ import annotations
 
