@@ -15,7 +15,6 @@ from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.tensorflow.functions import broadcast_variables as broadcast_variables
 from horovod_sparse.tensorflow.measuring import measured_profile as measured_profile
-from horovod_sparse.tensorflow.reduction import allreduce as allreduce
 from horovod_sparse.tensorflow.state import load as load
 from horovod_sparse.tensorflow.state import save as save
 from horovod_sparse.tensorflow.wrappers import DistributedGradientTape as DistributedGradientTape

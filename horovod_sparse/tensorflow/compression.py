@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import *  # noqa: F403
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import construction_errors
-from horovod_sparse.tensorflow.graph import refuse_graphs
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import dtype_name
-from horovod_sparse.training.compression import Algorithms, ArrayMemory, LoneTensor, refuse_gradients
+from horovod_sparse.training.compression import Algorithms, refuse_single_sum
 from horovod_sparse.training.settings import Settings
 
 
@@ -43,7 +37,6 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         #: the optimizer whose gradients it sparsifies; None for tapes
         self._optimizer: weakref.ref[Any] | None = None
         self._served = recipe
-        self._num_compressed = 0
         self._keeper = self._horovod_sparse_keeper = StateKeeper()
 
     @property
@@ -104,21 +97,9 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         """Returns a state for ``tf.train.Checkpoint(model=..., residuals=compression.checkpointed())``."""
         return CheckpointedState(self._keeper)
 
-    @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
-        """Sets unselected elements of a tensor to 0; Horovod's allreduce then sends every element."""
-        refuse_graphs()
-        if dtype_name(tensor.dtype) is None:
-            return tensor, None
-        self._num_compressed += 1  # random numbers go by it
-        return on_host(partial(self._alone, f"compressed.{self._num_compressed}"), tensor), None
-
-    def _alone(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Returns an array as one rank sends it; the very array if it is not finite, or has no elements."""
-        if array.size == 0:
-            return array
-        total, lone = lone_array(array, self.recipe, name, (0, 1))
-        return total if lone.write_alone() else array
+    def compress(self, tensor: tf.Tensor) -> Any:
+        """Refuses a sum of a single tensor, for which Horovod calls it."""
+        refuse_single_sum(self)
 
     def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
         return tensor
@@ -128,27 +109,6 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SparseCompressor, (self.recipe,))
-
-
-def lone_array(
-    array: np.ndarray, recipe: Recipe, name: str, place: tuple[int, int]
-) -> tuple[np.ndarray, LoneTensor]:
-    """Returns an array for the sum of another one, and what sums that."""
-    total = np.empty(array.shape, array.dtype)
-    info = BucketInfo(name, array.size, *place, array.dtype.name)
-    return total, LoneTensor(recipe, info, ArrayMemory, array.reshape(-1), total.reshape(-1))
-
-
-def on_host(function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor) -> tf.Tensor:
-    """Runs a function of arrays, in a graph when the graph runs; refuses gradients through it."""
-
-    @tf.custom_gradient
-    def run(given: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        with tf.device("/cpu:0"):
-            result = tf.numpy_function(function, [given], given.dtype)
-        return tf.ensure_shape(result, given.shape), lambda _: refuse_gradients(True)
-
-    return run(tensor)
 
 
 def _comparable(value: Any) -> Any:

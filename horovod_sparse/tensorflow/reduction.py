@@ -1,86 +1,14 @@
-"""Reduces a tensor, by an `allreduce` that sends sparsely, and gradients, but those of local variables."""
+"""Reduces gradients, but those of local variables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.collectives import carry_out_together, label_of, marks_of
-from horovod_sparse.tensorflow.compression import Compression, SparseCompressor, lone_array, on_host
-from horovod_sparse.tensorflow.graph import refuse_graphs
-from horovod_sparse.tensorflow.tensors import as_variable, checked_variable, dtype_name, scaled_locally, times
-from horovod_sparse.training import compression as common
-from horovod_sparse.training.agreement import compared
-
-
-@tf.autograph.experimental.do_not_convert
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    process_set: Any = hvd.global_process_set,
-    ignore_name_scope: bool = False,
-) -> Any:
-    """Sums or averages a tensor over ranks, of which each sends what a sparsifier selects.
-
-    The equation, what ranks compare, and errors are those of `horovod_sparse.torch.allreduce`; arguments and
-    order are those of ``horovod.tensorflow.allreduce``. In a `tf.function` the sum is taken on the host, and
-    errors are TensorFlow's, with the text of ours. With a compression that is no sparsifier, and for integers
-    and `tf.IndexedSlices`, it is Horovod's function: an integer on one rank and a float on another end in the
-    deadline.
-
-    Args:
-        compression: a sparsifier, text for `Compression.parse`, or one of Horovod's compressors.
-        op: Average (default) or Sum.
-        prescale_factor: factor of the tensor, before elements are selected.
-        postscale_factor: factor of the sum.
-        name: the same on all ranks; without one it is the tensor's in a graph, else calls are counted.
-
-    Raises:
-        UnsupportedError: for op=Adasum, a gradient through the sum, ``jit_compile=True``, or TensorFlow 1.
-
-    Example:
-        >>> import horovod_sparse.tensorflow as hvd; hvd.init()  # doctest: +SKIP
-        >>> tensor = tf.constant([1.0, -4.0, 2.0])
-        >>> hvd.allreduce(tensor, compression="topk:density=0.4").numpy()  # doctest: +SKIP
-        array([ 0., -4.,  0.], dtype=float32)
-    """
-    if isinstance(compression, str):
-        compression = Compression.parse(compression)
-    sparsifies = isinstance(compression, SparseCompressor) and not isinstance(tensor, tf.IndexedSlices)
-    if sparsifies:
-        tensor = tf.convert_to_tensor(tensor)
-    if not sparsifies or dtype_name(tensor.dtype) is None:
-        factors, devices = (prescale_factor, postscale_factor), (device_dense, device_sparse)
-        last = name, process_set, ignore_name_scope
-        return hvd.allreduce(tensor, average, *devices, compression, op, *factors, *last)
-    refuse_graphs()
-    given = compression.recipe, op, average, prescale_factor, postscale_factor, process_set
-    scale, facts_of = common.terms(hvd, *given)
-    if name is None:
-        eagerly = tf.executing_eagerly()
-        name = common.call_name(present_start(), process_set) if eagerly else tensor.name.replace(":", ".")
-    label, place = name, (int(process_set.rank()), int(process_set.size()))
-
-    def together(array: np.ndarray) -> np.ndarray:
-        total, coroutine = array, compared(facts := facts_of(array.shape, array.dtype.name))
-        if array.size:
-            total, lone = lone_array(array, compression.recipe, label, place)
-            coroutine = lone.summed(facts, scale)
-        carry_out_together(coroutine, process_set, f"horovod_sparse.allreduce.{label}")
-        return total
-
-    return on_host(together, tensor if prescale_factor == 1.0 else times(tensor, prescale_factor))
+from horovod_sparse.tensorflow.collectives import label_of, marks_of
+from horovod_sparse.tensorflow.tensors import as_variable, checked_variable, scaled_locally, times
 
 
 class Reduction:

@@ -19,10 +19,6 @@ from horovod.torch import *  # noqa: F403
 from horovod_sparse.tensors.layout import redistribute as redistribute
 from horovod_sparse.torch.compression import Compression as Compression
 from horovod_sparse.torch.compression import SparseCompressor as SparseCompressor
-from horovod_sparse.torch.compression import allreduce as allreduce
-from horovod_sparse.torch.compression import allreduce_async as allreduce_async
-from horovod_sparse.torch.compression import poll as poll
-from horovod_sparse.torch.compression import synchronize as synchronize
 from horovod_sparse.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 
 # import horovod_sparse.torch.elastic, and the like: the very modules, so that their classes are the same ones

@@ -1,32 +1,18 @@
-"""The argument `compression` of every front end: factories, checks, and the sum of a single tensor by it."""
+"""The argument `compression` of every front end: factories and checks."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.arrays import GradientParts
-from horovod_sparse.carriers.exchanges import answer_for_one_rank
-from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import (
-    ArgumentError,
-    NonFiniteGradientError,
-    UnknownNameError,
-    UnsupportedError,
-    warn_once,
-)
-from horovod_sparse.feedback import Bucket, ErrorFeedback, MomentumCorrection, NoFeedback
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
+from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection
 from horovod_sparse.feedback.recipe import PRESETS, Recipe, parse_recipe, recipe, recipe_signature
-from horovod_sparse.kernels.host.scatter import apply_scaled_sums
-from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, SparseSum
+from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.base import value_text
-from horovod_sparse.training import engine
-from horovod_sparse.training.agreement import compared, declaration
-from horovod_sparse.training.parts import host_accumulator
 
 _log = logging.getLogger("horovod_sparse")
 #: Horovod's own
@@ -181,108 +167,9 @@ def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -
         refuse_double_momentum(recipe, lambda: groups)
 
 
-class ArrayMemory:
-    """Makes accumulators for NumPy gradients, and overwrites gradients with their sum."""
-
-    accumulator, foldable = staticmethod(host_accumulator), GradientParts
-    write = staticmethod(apply_scaled_sums)
-
-
-class LoneTensor:
-    """A tensor that is summed by itself: rules apply to its name, and nothing of it is kept for a later sum.
-
-    Args:
-        recipe: sparsifier and rules.
-        info: the tensor's facts.
-        memory: `ArrayMemory`, or a memory of PyTorch's tensors.
-        given: the elements, flat.
-        total: becomes the sum, flat.
-    """
-
-    def __init__(self, recipe: Recipe, info: BucketInfo, memory: Any, given: Any, total: Any) -> None:
-        own = Recipe(recipe.sparsifier, NoFeedback(), recipe.rules)
-        own = own.for_parameter(info.name, info.num_elements)
-        self._bucket = Bucket(info, own, memory.accumulator(info, own))
-        self._given = memory.foldable([given])
-        self._write: Callable[..., object] = functools.partial(
-            memory.write, [total], [(0, info.num_elements)]
-        )
-
-    def summed(self, facts: Mapping[str, str], scale: float) -> Synchronization[None]:
-        """Sums over ranks, after ranks have compared facts; reads the tensor before its first request."""
-        report = self._bucket.fold(self._given, None)
-        yield from compared(facts)
-        self._put((yield from self._bucket.synchronize(report, scale)), scale)
-
-    def write_alone(self) -> bool:
-        """Overwrites the tensor with this rank's selection; returns False if it is not finite."""
-        warn_once(
-            "Horovod's own allreduce sends every element of what a sparsifier compresses: elements that are "
-            "not selected are 0, and are kept for no later call. allreduce of horovod_sparse sends sparsely"
-        )
-        try:
-            self._put(engine.carry_out(self._bucket.step(self._given, scale=1.0), answer_for_one_rank), 1.0)
-        except NonFiniteGradientError:
-            return False
-        return True
-
-    def _put(self, sum_: SparseSum, scale: float) -> None:
-        self._write(None if sum_.whole else sum_.indices, sum_.values, scale)
-
-
-def terms(
-    hvd: Any,
-    recipe: Recipe,
-    op: Any,
-    average: Any,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: Any,
-) -> tuple[float, Callable[[Any, str], dict[str, str]]]:
-    """Returns the factor of a sum over ranks, and a function that says which facts ranks compare.
-
-    Raises:
-        ArgumentError: if the operation is neither Average nor Sum, or this rank is not in the process set.
-        UnsupportedError: if the operation is Adasum.
-    """
-    names = {getattr(hvd, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
-    chosen = names.get(hvd.mpi_ops.handle_average_backwards_compatibility(op, average), str(op))
-    if chosen == "Adasum":
-        raise UnsupportedError(
-            "op=Adasum cannot be combined with a sparsifier, which leaves out what it combines by. Use "
-            "op=Average or op=Sum, or compression=Compression.none"
-        )
-    if chosen not in ("Average", "Sum"):
-        allowed = "Average or Sum: elements that a rank does not send count as 0; or Compression.none"
-        raise ArgumentError("op", chosen, allowed)
-    if not process_set.included():
-        raise ArgumentError("process_set", str(process_set), "a set with this rank")
-
-    def facts(shape: Any, dtype: str) -> dict[str, str]:
-        given = {"shape": list(shape), "dtype": dtype, "process_set": list(process_set.ranks), "op": chosen}
-        factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-        return declaration(recipe, "allreduce", **given, **factors)
-
-    return float(postscale_factor) / (process_set.size() if chosen == "Average" else 1), facts
-
-
-def refuse_gradients(requires_grad: bool) -> None:
-    if requires_grad:
-        raise UnsupportedError(
-            "the tensor requires a gradient, and a sum that a sparsifier makes has none: give "
-            "tensor.detach(), or call this under torch.no_grad()"
-        )
-
-
-#: the last start of Horovod, and the calls without a name in it, by process set
-_calls: tuple[object, Counter[int]] = (None, Counter())
-
-
-def call_name(start: object, process_set: Any) -> str:
-    """Names a call without a name by its number, counted anew after each start of Horovod."""
-    global _calls
-    if _calls[0] is not start:
-        _calls = start, Counter()
-    number = _calls[1][process_set.process_set_id]
-    _calls[1][process_set.process_set_id] += 1
-    return f"noname.{number}"
+def refuse_single_sum(compressor: Any) -> None:
+    """Refuses what Horovod's own `allreduce` asks of a compressor: the mean of a single tensor."""
+    raise UnsupportedError(
+        f"{compressor} keeps for the next step what it does not send, so it sums gradients alone: give it to "
+        "DistributedOptimizer or to DistributedGradientTape, and Compression.none to allreduce"
+    )
