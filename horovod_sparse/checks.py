@@ -11,7 +11,7 @@ from horovod_sparse.errors import ArgumentError
 
 
 def check_number(argument: str, value: object, allowed: str, within: str = "(0, inf]") -> None:
-    """Refuses anything but a number in an interval; a bracket means that its end is included.
+    """Raises an `ArgumentError` unless the value is a number in the interval; a bracket includes its end.
 
     Example:
         >>> check_number("momentum", 0, "a number in [0, 1)", "[0, 1)")
@@ -40,7 +40,7 @@ def check_count(argument: str, value: object, allowed: str = "", *, low: int = 1
 
 
 def whole_number(text: str) -> int:
-    """Reads a whole number from a text that a user wrote; -1 if it is none.
+    """Returns the whole number that a user's text means, or -1 if it means none.
 
     "²" is a digit and no number, and a number may have too many digits: `str.isdigit` knows neither.
 

@@ -34,7 +34,7 @@ Level: TypeAlias = Literal["all", "host", "across"]
 # arrays have no single truth value, so requests are compared by identity
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Every rank's message, of any length each.
+    """Requests every rank's buffer, one after another in rank order; lengths may differ.
 
     Comes back: one int32 array, all messages one behind the other in rank order. Messages
     describe their own length (`horovod_sparse.wire`).
@@ -46,7 +46,7 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class AllReduce:
-    """The sum over ranks. All ranks give the same length and dtype (float32 or float64).
+    """Requests the sum over ranks. All ranks give the same length and dtype (float32 or float64).
 
     Comes back: an array like the buffer.
     """
@@ -57,7 +57,7 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter:
-    """The sum over ranks, of which each rank gets its own part. All ranks give the same length and dtype.
+    """Requests this rank's part of the sum over ranks. All ranks give the same length and dtype.
 
     Comes back: rank i's elements of the sum, `part(n, i, P)`.
     """
@@ -68,7 +68,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """The root's buffer. All ranks give the same length and dtype; only the root's content counts.
+    """Requests the root's buffer. All ranks give the same length and dtype; only the root's content counts.
 
     Comes back: an array like the buffer.
     """
@@ -80,7 +80,7 @@ class Broadcast:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Messages between pairs of ranks.
+    """Sends messages to some ranks, and requests those of the ranks in `sources`.
 
     A rank that sends to r must be listed in r's `sources` of the same round, and the other way round.
     Comes back: a dict from each source to its message (lengths need not be known beforehand).
@@ -93,7 +93,7 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """One message from every rank to every rank, of any length each; `buffers[r]` goes to rank r.
+    """Sends `buffers[r]` to each rank r, and requests every rank's message to this one; lengths may differ.
 
     Comes back: a list whose item r is what rank r sent here.
     """
@@ -114,7 +114,7 @@ Synchronization: TypeAlias = Generator[Request, Any, Result]
 
 
 def shared_lines(value: Any) -> Synchronization[list[Any]]:
-    """Returns the values of all ranks, in rank order: numbers, strings, None, and lists and dicts of them.
+    """Returns the values of all ranks, in rank order; a value may be anything that JSON can hold.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
@@ -128,7 +128,7 @@ def shared_lines(value: Any) -> Synchronization[list[Any]]:
 
 
 def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
-    """Returns a rank's share [start, stop) of n elements: the first n mod P ranks have one more.
+    """Returns a rank's part [start, stop) of n elements; the first n mod P ranks have one more.
 
     Example:
         >>> part(5, 0, 3), part(5, 1, 3), part(5, 2, 3)
@@ -146,7 +146,7 @@ def single_request(request: Request) -> Synchronization[Any]:
 def translate_requests(
     coroutine: Synchronization[Result], carry: Callable[[Request], Synchronization[Any]]
 ) -> Synchronization[Result]:
-    """Runs a coroutine; `carry` makes of each of its requests a coroutine that returns the answer."""
+    """Runs a coroutine, and answers each of its requests by the coroutine that `carry` makes of it."""
     answer: Any = None
     while True:
         try:
@@ -158,5 +158,5 @@ def translate_requests(
 
 
 def at_level(coroutine: Synchronization[Result], level: Level) -> Synchronization[Result]:
-    """Runs a coroutine, and sets the level of its requests: which ranks take part in them."""
+    """Runs a coroutine, and sets the level of its requests: "all" ranks, those of a "host", or "across"."""
     return translate_requests(coroutine, lambda request: single_request(replace(request, level=level)))

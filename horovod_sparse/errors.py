@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class HorovodSparseError(Exception):
-    """The base of all errors of this package."""
+    """Base of all errors of this package."""
 
 
 class ArgumentError(HorovodSparseError, ValueError):
@@ -31,7 +31,7 @@ class ArgumentError(HorovodSparseError, ValueError):
 
 
 class UnknownNameError(ArgumentError):
-    """A misspelt name: of an argument, an algorithm, or a rule; `hint` goes before the known names.
+    """A name of an argument, algorithm or rule is unknown; the error lists the known ones, after `hint`.
 
     Example:
         >>> str(UnknownNameError("sparsifier", "topq", ["topk", "micro"]))
@@ -48,7 +48,7 @@ class UnknownNameError(ArgumentError):
 
 
 class UnsupportedError(HorovodSparseError):
-    """A combination that cannot work (Adasum, join), with what to use instead."""
+    """Options that cannot work together (Adasum, join); the error says what to use instead."""
 
 
 class HorovodMissingError(HorovodSparseError, ImportError):
@@ -56,7 +56,7 @@ class HorovodMissingError(HorovodSparseError, ImportError):
 
     @classmethod
     def explained(cls, reason: str) -> HorovodMissingError:
-        """Makes the error of a reason, with a link to how Horovod is built."""
+        """Returns the error with this reason, and a link to how Horovod is built."""
         return cls(
             f"{reason}. Horovod 0.28.1 does not build against today's PyTorch and TensorFlow as it is "
             "published: scripts/setup of horovod_sparse builds it, docs/install.md says how to do it by hand."
@@ -81,7 +81,7 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 
     @property
     def finding(self) -> str:
-        """Returns the finding, without the outcome of the step."""
+        """The text that names ranks and parameters with NaN or Inf, without what became of the step."""
         words: dict[str, None] = {}
         for rank, place in sorted(self.where.items()):
             host = next((host for host in self.hosts if rank in host and len(host) > 1), None)
@@ -97,7 +97,7 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 
 
 class NonFiniteSumError(NonFiniteGradientError):
-    """The sum of gradients that are finite on every rank is not; raised on every rank.
+    """A sum over ranks is NaN or Inf though every rank's gradient is finite; raised on every rank.
 
     All ranks cancelled the step, as for a gradient that is not finite: all gradients are dropped. `parameter`
     has the first such element; `where` names no rank.
@@ -145,11 +145,11 @@ class EditedGradientError(HorovodSparseError, RuntimeError):
 
 
 class CollectiveMismatchError(HorovodSparseError, RuntimeError):
-    """Ranks asked for different collectives in the same round; a cluster would hang here."""
+    """Ranks asked for different collectives in the same round; outside the simulator they would hang."""
 
 
 class DeadlineError(HorovodSparseError, TimeoutError):
-    """A collective has waited too long for some ranks. The training cannot go on in this process.
+    """A collective waited longer than the timeout for some ranks; the process cannot go on training.
 
     `missing` has the ranks that do not wait for it, and what else they wait for, if they do; None if unknown.
     """
@@ -178,15 +178,15 @@ class DeadlineError(HorovodSparseError, TimeoutError):
 
 
 class MessageError(HorovodSparseError, RuntimeError):
-    """A message from another rank is not of the form that this rank expects."""
+    """A message from another rank does not have the expected form."""
 
 
 class StateMismatchError(HorovodSparseError, RuntimeError):
-    """Saved state does not fit: another algorithm, model, or number of ranks."""
+    """A saved state does not fit: it is of another algorithm, model, or number of ranks."""
 
 
 class DriftError(StateMismatchError):
-    """Parameters or optimizer state are not equal on all ranks any more; raised on every rank."""
+    """Parameters or optimizer state differ between ranks; raised on every rank."""
 
     def __str__(self) -> str:
         return (
@@ -197,14 +197,14 @@ class DriftError(StateMismatchError):
 
 
 class CheckpointError(HorovodSparseError, RuntimeError):
-    """A checkpoint could not be written, or what is on disk is incomplete, changed or damaged."""
+    """A checkpoint could not be written, or its files are incomplete, changed or damaged."""
 
 
 class ProfileMismatchError(HorovodSparseError, ValueError):
-    """A saved profile of measurements cannot be applied here: it lacks something, or is another's."""
+    """A saved profile cannot be used: it lacks measurements, or was made for another cluster or model."""
 
 
 @functools.cache
 def warn_once(words: str, *arguments: object) -> None:
-    """Logs a warning, once in this process for equal words and arguments."""
+    """Logs a warning, but only once per process for the same words and arguments."""
     logging.getLogger("horovod_sparse").warning(words, *arguments)

@@ -24,7 +24,7 @@ _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """The facts about a parameter that make a plan; its name is unique within the model."""
+    """A parameter's name (unique in the model), size, dtype and what else a plan depends on."""
 
     name: str
     num_elements: int
@@ -41,12 +41,12 @@ class ParameterFacts:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the gradient."""
+        """The bytes of the parameter's gradient."""
         return self.num_elements * _ITEM_SIZES[self.dtype]
 
 
 def same_kind(parameter: ParameterFacts) -> Kind:
-    """Returns what all parameters of a bucket have in common: dtype, device, parameter group, density."""
+    """Returns dtype, device, parameter group and density, in which all parameters of a bucket agree."""
     return parameter.dtype, parameter.device, parameter.group, parameter.density
 
 
@@ -88,16 +88,16 @@ class Plan:
         return f"buckets: {len(sizes)}, of {shown or 'no'} parameters; dense parameters: {len(self.dense)}"
 
     def names(self) -> tuple[str, ...]:
-        """Returns all parameters, those of buckets first."""
+        """The names of all parameters, those in buckets first."""
         return tuple(name for bucket in self.buckets for name in bucket) + self.dense
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plan in lists and strings, for JSON and checkpoints."""
+        """Returns the plan as lists and strings, for JSON and checkpoints."""
         return {"buckets": [list(one) for one in self.buckets], "dense": list(self.dense)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Plan:
-        """Reads what `to_dict` wrote; an `ArgumentError` refuses anything else."""
+        """Makes a plan of what `to_dict` returned; raises an `ArgumentError` for anything else."""
         try:
             return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["dense"]))
         except (KeyError, TypeError) as error:
@@ -105,7 +105,7 @@ class Plan:
             raise ArgumentError("plan", given, "what Plan.to_dict() returned") from error
 
     def check(self, parameters: Sequence[ParameterFacts]) -> None:
-        """Raises an `ArgumentError` if a parameter is missing, unknown, or in a bucket of another kind."""
+        """Raises an `ArgumentError` if a parameter is missing, unknown, or does not fit its bucket."""
         facts = {parameter.name: parameter for parameter in parameters}
         named = set(self.names())
         if unknown := sorted(named - set(facts)):
@@ -127,7 +127,7 @@ def by_kind(
     parameters: Iterable[ParameterFacts],
     is_full: Callable[[int, int, ParameterFacts], bool] = lambda number, size, one: False,
 ) -> tuple[tuple[str, ...], ...]:
-    """Fills a bucket of each kind from parameters in backward order, and returns the names in all buckets.
+    """Puts parameters, in backward order, into buckets of one kind each; `is_full` closes a bucket.
 
     `is_full` closes a bucket, by its elements, its bytes, and the parameter that would come next.
     """
@@ -150,7 +150,7 @@ DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
 def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Plan:
-    """Returns a plan of buckets of at most `bucket_bytes` of gradient, ordered by their first parameter.
+    """Returns a plan with buckets of at most `bucket_bytes` of gradient, ordered by first parameters.
 
     Walks the parameters from the last to the first, as backward does. A bucket is closed before it would
     exceed `bucket_bytes`, so a larger parameter has a bucket of its own. Each kind (dtype, device, parameter
@@ -161,7 +161,7 @@ def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAUL
 
 
 def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> Plan:
-    """Returns a plan of buckets that are closed once they hold `num_elements`, as MGS-SGD's threshold does.
+    """Returns a plan that closes a bucket once it holds `num_elements`, as MGS-SGD's threshold does.
 
     Source: OMGS-SGD, section V-D (8192), the rule as its public program has it.
     """
@@ -170,7 +170,7 @@ def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> P
 
 
 def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
-    """Returns a plan of `count` buckets of about as many parameters, as Horovod's ``groups=count``.
+    """Returns a plan with `count` buckets of nearly equally many parameters, as Horovod's ``groups=count``.
 
     There are more where kinds would mix, and fewer where there are fewer parameters.
 
@@ -185,7 +185,7 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
 
 
 def explicit_groups(parameters: Sequence[ParameterFacts], groups: Iterable[Iterable[str]]) -> Plan:
-    """Returns a plan of a bucket for each of the user's groups, and for each parameter that is in none.
+    """Returns a plan with one bucket for each group of names, and one for every other parameter.
 
     Names that are no parameters here are passed over (frozen ones, as Horovod does). A group of several kinds
     becomes a bucket for each.
@@ -204,7 +204,7 @@ def make_plan(
     groups: Any = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """Returns the plan that the arguments ask for, at most one of which may be given."""
+    """Returns the given plan, or makes one of groups or bucket_bytes; only one of them may be given."""
     only_one(plan=plan, groups=groups, bucket_bytes=bucket_bytes)
     parameters = [fact for fact, _ in facts.values()]
     if plan is not None:
@@ -235,7 +235,7 @@ DENSE_BELOW = 1 << 16
 
 
 def without_small_buckets(plan: Plan, parameters: Sequence[ParameterFacts]) -> tuple[Plan, str]:
-    """Returns the plan with small buckets dense, and a sentence about them; empty if there are none.
+    """Returns the plan with small buckets dense, and a sentence that says which; empty if there are none.
 
     A bucket whose density a rule of the recipe gives stays as it is.
     """

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass
 class BucketStep:
-    """Counts and times of one step of a bucket; with two levels counts are the host's.
+    """Counts and times of one step of one bucket; with two levels the counts are of the whole host.
 
     Attributes:
         num_target: k, what was asked for.
@@ -45,7 +45,7 @@ class BucketStep:
 
 @dataclass(frozen=True)
 class BucketReport:
-    """A bucket's step, and what only the front end knows of it.
+    """A `BucketStep` with the facts that only the front end knows, such as waiting times.
 
     Attributes:
         num_union: different elements that came back: the union of all ranks' selections.
@@ -71,7 +71,7 @@ _OF_REPORTS = "num_union", "dense_bytes", "apply_seconds"
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of one rank: totals over its buckets.
+    """Counts and times of one step on one rank, summed over buckets.
 
     Counts are numbers of elements; densities are fractions of all elements that the optimizer
     synchronizes (parameters that stay dense count with density 1).
@@ -103,7 +103,7 @@ class StepReport:
 
     @classmethod
     def of(cls, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> StepReport:
-        """Returns the totals over buckets.
+        """Makes a step's report by adding up its buckets' reports.
 
         Buckets that are waited for together each count the same seconds, so theirs do not add up to
         `wait_seconds`, which is the step's.
@@ -124,7 +124,7 @@ class StepReport:
 
     @property
     def density_target(self) -> float:
-        """The density asked for, with a warm-up and rounding up to one element per bucket."""
+        """The density that schedules asked for, with at least one element per bucket."""
         return self.num_target / self.num_elements if self.num_elements else 0.0
 
     @property
@@ -134,12 +134,12 @@ class StepReport:
 
     @property
     def density_union(self) -> float:
-        """The density of the union of all ranks' selections: of the synchronized gradient."""
+        """The density of the synchronized gradient: the union of all ranks' selections."""
         return self.num_union / self.num_elements if self.num_elements else 0.0
 
     @property
     def saving(self) -> float:
-        """Returns how many times more payload bytes a dense allreduce sends."""
+        """The payload bytes of a dense allreduce, divided by the bytes that were sent."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else math.inf
 
     def summary(self) -> str:
@@ -167,7 +167,7 @@ fold 0.0, select 0.0, wait 2.0, apply 0.0 ms
 
 
 def _format_bytes(count: float) -> str:
-    """Writes bytes in decimal units, with two digits or more."""
+    """Returns bytes as text in decimal units, with two or more digits."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -180,7 +180,7 @@ _NUMBERS = tuple(item.name for item in fields(StepReport) if item.name != "bucke
 
 @dataclass
 class Telemetry:
-    """The reports of an optimizer about its steps; costs O(buckets) per step.
+    """Collects reports about an optimizer's steps; costs O(buckets) per step.
 
     Attributes:
         last: the last completed step, None before the first. Steps that were given up (a gradient was
@@ -201,7 +201,7 @@ class Telemetry:
     _first: StepReport | None = None
 
     def record(self, step: int, buckets: Sequence[BucketReport], wait_seconds: float) -> None:
-        """Adds a completed step; see `StepReport.of`."""
+        """Adds the report of a completed step."""
         report = StepReport.of(step, buckets, wait_seconds)
         if self.last is None:
             self._first = report
@@ -215,7 +215,7 @@ class Telemetry:
 
     @property
     def mean(self) -> StepReport | None:
-        """Means over all steps since the start or the last `reset`; None before the first step.
+        """The means over all steps since the start or the last `reset`; None before the first step.
 
         Seconds are means without a training's first step, in which kernels are compiled.
         """
@@ -229,7 +229,7 @@ class Telemetry:
         return replace(self._sums, **{**means, "step": self.num_steps})
 
     def scalars(self, prefix: str = "sparse/") -> dict[str, float]:
-        """Returns the last completed step as numbers by name, for TensorBoard and the like.
+        """Returns the last step's report as numbers by name, for TensorBoard and other loggers.
 
         Densities (fractions), bytes, `saving` (times fewer bytes than dense), norms, milliseconds, the number
         of buckets (a jump is a new plan), and facts of the algorithms (thresholds, ...), as means over
@@ -253,11 +253,11 @@ class Telemetry:
         return {prefix + name: float(value) for name, value in told.items() if math.isfinite(value)}
 
     def reset(self) -> None:
-        """Forgets the means (after a warm-up, say), and keeps the last step."""
+        """Starts new means (after a warm-up, say); the last step's report stays."""
         self.num_steps, self._sums, self._first = 0, None, None
 
     def summary(self) -> str:
-        """Returns the means in one line."""
+        """Returns the means as one line of text."""
         mean = self.mean
         if mean is None:
             return "no step yet"

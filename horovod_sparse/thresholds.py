@@ -14,7 +14,7 @@ from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 @dataclass(frozen=True)
 class ThresholdState:
-    """The state of a threshold rule."""
+    """The state of a threshold rule: the last threshold, and what the rule has learned from counts."""
 
     #: the last one used (magnitude, in units of the accumulator), 0 before the first
     threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
@@ -32,7 +32,7 @@ class ThresholdState:
 
 @dataclass(frozen=True)
 class ThresholdScaling:
-    """`paper`: the next threshold is this one times 1 + gamma, 1 + gamma / 4, or 1 - gamma.
+    """The rule `paper`: multiplies the threshold by 1 + gamma, 1 + gamma / 4 or 1 - gamma in every step.
 
     The factor is chosen by count / k: above beta, within (1 / beta, beta], below. From a bad start
     this takes hundreds of steps, and inside its band the threshold only ever grows; kept for
@@ -80,7 +80,7 @@ _FEW = 32
 
 @dataclass(frozen=True)
 class Sketch:
-    """`sketch`: the threshold is an exact order statistic of the rank's own accumulator, in two steps.
+    """The rule `sketch`: the threshold is an order statistic of the rank's own accumulator, in two steps.
 
     The fused pass leaves the maximum of every block, which makes order statistics nearly free, so
     nothing has to be guessed: no start value, no tail model, no message. Ranks may use different
@@ -126,23 +126,23 @@ class Sketch:
 
     @staticmethod
     def _target(num_selected: int, state: ThresholdState) -> int:
-        """Returns k; where it is small, less a part of the elements that earlier steps sent too much."""
+        """Returns k, less half of the elements that earlier steps sent too much, where k is small."""
         part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
         return max(0, num_selected - math.ceil(part * state.ahead))
 
     def _steered_count(self, num_selected: int, state: ThresholdState) -> int:
-        """Returns c * k, the number of elements that shall reach the threshold."""
+        """Returns c * k, the number of elements of the whole bucket that should reach the threshold."""
         return max(1, round(self._target(num_selected, state) * state.correction))
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Sets this step's threshold: 0 (everything that is not 0) when all elements are wanted."""
+        """Returns the state with this step's threshold; 0 selects all elements that are not 0."""
         n, threshold = accumulator.num_elements, 0.0
         if num_selected < n:
             threshold = accumulator.kth_magnitude(min(self._steered_count(num_selected, state), n))
         return replace(state, threshold=threshold)
 
     def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
-        """Returns how many elements of its window a rank sends."""
+        """Returns how many elements of its window this rank sends."""
         target = self._target(num_selected, state)
         if target == 0:
             return 0
@@ -155,7 +155,7 @@ class Sketch:
         return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Corrects c by the union count; an empty union says nothing about c."""
+        """Returns the state with c corrected by the number of elements that all ranks sent in this step."""
         target, correction = self._target(num_selected, state), state.correction
         few = num_selected < _FEW
         ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
@@ -169,23 +169,23 @@ class Sketch:
 
 @runtime_checkable
 class ThresholdRule(Protocol):
-    """Finds a threshold for a step, and learns from the count that it led to."""
+    """Finds a threshold for each step, and adapts it to the number of elements that were sent."""
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Sets this step's threshold."""
+        """Returns the state with this step's threshold."""
 
     def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
-        """Returns how many elements of its window a rank sends, when `num_hits` reach the threshold."""
+        """Returns how many elements of its window a rank sends if `num_hits` reach the threshold."""
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Learns from the union count of this step."""
+        """Returns the state after a step in which all ranks together sent `count` elements."""
 
 
 RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
 
 
 def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
-    """Returns a rule by its name, or the rule itself."""
+    """Returns the rule with a name, or the given rule."""
     if isinstance(rule, str):
         if rule not in RULES:
             raise UnknownNameError("threshold rule", rule, RULES)

@@ -26,7 +26,7 @@ RankIds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """N hosts of L ranks each.
+    """Says which ranks share a host: N hosts with L ranks each.
 
     A *column* is made of the ranks with the same place on their hosts, one of every host.
 
@@ -50,12 +50,12 @@ class Topology:
 
     @classmethod
     def regular(cls, num_hosts: int, per_host: int) -> Topology:
-        """Puts the first ranks on the first host, and so on."""
+        """Returns the topology that puts ranks 0 to L - 1 on the first host, and so on."""
         return cls(tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(num_hosts)))
 
     @classmethod
     def of(cls, places: Sequence[tuple[str, int]]) -> Topology:
-        """Groups ranks into hosts, by each rank's host and its place there.
+        """Returns the topology of ranks, given each rank's host and its number there.
 
         Example:
             >>> Topology.of([("b", 1), ("a", 0), ("b", 0), ("a", 1)]).hosts
@@ -68,41 +68,41 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """N."""
+        """N, the number of hosts."""
         return len(self.hosts)
 
     @property
     def per_host(self) -> int:
-        """L."""
+        """L, the number of ranks on each host."""
         return len(self.hosts[0])
 
     @property
     def size(self) -> int:
-        """P = N * L."""
+        """P = N * L, the number of ranks."""
         return sum(map(len, self.hosts))
 
     @functools.cached_property
     def columns(self) -> tuple[RankIds, ...]:
-        """The ranks of every column, in the order of hosts."""
+        """The groups of ranks with the same number on their hosts, one rank of each host."""
         return tuple(zip(*self.hosts, strict=True))
 
     def groups(self, level: Level) -> tuple[RankIds, ...]:
-        """Returns the groups of ranks that communicate at a level."""
+        """Returns the groups of ranks that communicate at a level: all, each host's, or each column."""
         return {"all": (tuple(range(self.size)),), "host": self.hosts, "across": self.columns}[level]
 
     def group(self, level: Level, rank: int) -> RankIds:
-        """Returns the ranks that take part in a rank's requests of a level."""
+        """Returns the ranks that communicate with this rank at a level, itself included."""
         return next(ranks for ranks in self.groups(level) if rank in ranks)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Returns the number of a rank's host, and its place on it."""
+        """Returns the number of a rank's host, and the rank's number on it."""
         host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
         return host, self.hosts[host].index(rank)
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Describes a cluster as far as nothing has to be measured; a `Profile` repeats it.
+    """Describes a cluster by what need not be measured: ranks, framework, controller, device and hosts.
 
     `rank` and `size` count within the process set, `controller` is Horovod's or the backend of
     torch.distributed, `device` is in words, and `topology` is None with one level.
@@ -118,13 +118,13 @@ class ClusterFacts:
 
     @classmethod
     def of(cls, process_set: Any, framework: str, hvd: Any, device: str = "cpu") -> ClusterFacts:
-        """Returns the facts of a process set, by Horovod's binding for a framework."""
+        """Returns the facts about a Horovod process set; `hvd` is Horovod's module for the framework."""
         rank, size = int(process_set.rank()), int(process_set.size())
         return cls(rank, size, framework, "mpi" if hvd.mpi_enabled() else "gloo", cycle_seconds(), device)
 
 
 def cycle_seconds() -> float:
-    """Returns Horovod's cycle time, as its environment variable sets it; 1 ms without one."""
+    """Returns Horovod's cycle time by its environment variable, 1 ms by default."""
     text = os.environ.get("HOROVOD_CYCLE_TIME", "1")
     try:
         return float(text) / 1e3
@@ -134,7 +134,7 @@ def cycle_seconds() -> float:
 
 @dataclass(frozen=True)
 class Placement:
-    """A rank's numbers: among those that synchronize, among all that were launched, and its host."""
+    """A rank's number in its process set and in the launch, its host, and its number on the host."""
 
     rank: int
     size: int
@@ -147,7 +147,7 @@ class Placement:
 
     @classmethod
     def of_horovod(cls, hvd: Any, process_set: Any) -> Placement:
-        """Returns the place of a rank of a binding of Horovod that has been started."""
+        """Returns this rank's placement, once Horovod is initialized; `hvd` is Horovod's module."""
         # where hosts are of different sizes, a cross rank counts those that have a rank at this place only
         asked = getattr(hvd, "is_homogeneous", None) or getattr(hvd.mpi_ops, "is_homogeneous", None)
         alike = asked is None or asked()  # the same on all ranks
@@ -157,7 +157,7 @@ class Placement:
 
 
 def _ranks_per_host() -> int | None:
-    """Returns how many ranks share a host by the environment; None where it does not say."""
+    """Returns how many ranks the environment variable puts on a host, or None if it is not set."""
     asked = os.environ.get(RANKS_VARIABLE, "").strip()
     if asked and whole_number(asked) < 1:
         raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
@@ -165,7 +165,7 @@ def _ranks_per_host() -> int | None:
 
 
 def own_place(ranks: Placement) -> tuple[str, int]:
-    """Returns a rank's host, and its place on it."""
+    """Returns this rank's host, and its number there."""
     per_host = _ranks_per_host()
     if per_host is None:
         return f"host {ranks.host}", ranks.host_rank
@@ -174,7 +174,7 @@ def own_place(ranks: Placement) -> tuple[str, int]:
 
 
 def launched_hosts(levels: str, here: Placement) -> Topology | None:
-    """Returns the hosts that the cost of a plan is estimated for; None for one level. No collective."""
+    """Returns the topology by which a plan's cost is predicted; None for one level. Asks no other rank."""
     per_host = _ranks_per_host() or here.host_size
     if levels == "flat" or here.size != here.world_size or here.size % per_host:
         return None

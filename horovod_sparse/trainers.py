@@ -13,7 +13,7 @@ from horovod_sparse.errors import UnsupportedError
 
 
 def transformers_callback(compression: str = "best", **options: Any) -> Any:
-    """Returns a callback for the ``Trainer`` of transformers.
+    """Returns a callback that makes the ``Trainer`` of transformers synchronize sparse gradients.
 
     It attaches when training begins. Before the trainer evaluates or saves, ranks exchange what is in flight,
     so that rank 0 saves what all have; what it saves is enough to resume. A single process trains as it did.
@@ -50,7 +50,7 @@ def transformers_callback(compression: str = "best", **options: Any) -> Any:
 
 
 def lightning_callback(compression: str = "best", **options: Any) -> Any:
-    """Returns a callback for Lightning's ``Trainer``, as `transformers_callback` is one.
+    """Returns a callback that makes Lightning's ``Trainer`` synchronize sparse gradients.
 
     Every optimizer is attached; `syncs` has what `attach` returned for each.
 
@@ -74,7 +74,7 @@ def lightning_callback(compression: str = "best", **options: Any) -> Any:
         on_validation_start = on_train_epoch_end = on_train_end = _settle
 
         def state_dict(self) -> dict[str, Any]:
-            """Called on all ranks by every save, before Lightning asks optimizers for their state."""
+            """Called on all ranks at every save, before Lightning collects the optimizers' states."""
             self._settle()
             return {}
 

@@ -18,7 +18,7 @@ _PLAIN = FoldRule()
 
 
 class Journal:
-    """Records elements of `arrays` before they change, to undo all changes since the last fold."""
+    """Records elements before they change, so that all changes since the last fold can be undone."""
 
     def __init__(self, kernels: Kernels, arrays: tuple[Memory, ...]) -> None:
         self._kernels, self.arrays = kernels, arrays
@@ -29,7 +29,7 @@ class Journal:
         self.found: tuple[Memory, Memory] | None = None
 
     def remember(self, where: Memory) -> tuple[Memory, ...]:
-        """Records and returns the values at these indices in every array, just before they change."""
+        """Records the elements at these indices in every array, before they change; returns their values."""
         known, self.found = self.found, None
         read = () if known is None or known[0] is not where else known[1:]
         olds = read + tuple(self._kernels.take(array, where) for array in self.arrays[len(read) :])
@@ -42,7 +42,7 @@ class Journal:
         yield from (where for where, _ in self._changes[first:])
 
     def undo(self) -> list[Memory]:
-        """Restores every array bit for bit, the last change first; returns the changed indices."""
+        """Restores all recorded elements, the last change first; returns the changed indices."""
         for where, olds in reversed(self._changes):
             for array, old in zip(self.arrays, olds, strict=True):
                 self._kernels.put(array, where, old)
@@ -51,13 +51,13 @@ class Journal:
         return places
 
     def forget(self) -> None:
-        """Drops the record; the changes stay."""
+        """Empties the record, so that the changes can no longer be undone."""
         self._changes.clear()
         self._num_read, self.found = 0, None
 
 
 class Accumulator:
-    """Residual plus gradient of one bucket, in the residual's memory.
+    """The residual of one bucket: a step adds the gradient, and the sparsifier removes what it sends.
 
     What has n elements stays where it is, on the host or a device; what has k elements (indices, values) is
     a NumPy array on the host, whose network sends it. So a sparsifier never learns which framework holds
@@ -99,7 +99,7 @@ class Accumulator:
 
     @property
     def square_norm(self) -> float:
-        """Sum of squares of the values now, in O(1).
+        """The sum of squares of all values now, in O(1).
 
         That of the last fold, less what was cleared since: it keeps the rounding of the fold's sum,
         about 1e-6 of that.
@@ -107,7 +107,7 @@ class Accumulator:
         return self._kernels.float_of(self._norm)
 
     def fold(self, gradient: Any, rule: FoldRule = _PLAIN) -> FoldReport:
-        """Values = decay * values + gradient; block maxima. The one pass over n elements.
+        """Computes decay * values + gradient in place, and block maxima: the one pass over n elements.
 
         Args:
             gradient: n elements in any shape, where the memory is, of a type that accumulates in its own;
@@ -140,7 +140,7 @@ class Accumulator:
         return self.report
 
     def fold_along(self, gradient: Any, rule: FoldRule, indices: Indices, signs: Values) -> None:
-        """Folds with a moment; the report also has the gradient's projection on `signs` at `indices`."""
+        """Folds with a moment, and puts the gradient's projection on `signs` at `indices` into the report."""
         self._apply_quantized()
         where = self._kernels.places(indices)
         before = self._kernels.take(self._values, where)
@@ -149,7 +149,7 @@ class Accumulator:
         self.report = self._kernels.with_lean(self.report, stood, signs, rule)
 
     def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
-        """Sets spans to 0 until `show`, so that nothing there is selected; called before a fold."""
+        """Sets spans of elements to 0 before a fold, so that none is selected; `show` restores them."""
         arrays = self.memory()
         hidden = [(slice(*span), [array[slice(*span)] * 1.0 for array in arrays]) for span in spans]
         for where, _ in hidden:
@@ -158,7 +158,7 @@ class Accumulator:
         return hidden
 
     def show(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
-        """Restores the spans that `hide` returned, companions times a factor."""
+        """Restores the spans that `hide` returned; multiplies their companions by a factor."""
         for where, (values, *companions) in hidden:
             self._norm = self._kernels.updated_norm(self._norm, self._values[where], values)
             self._values[where] = values
@@ -167,13 +167,13 @@ class Accumulator:
         self._maxima_known = False
 
     def refuse(self) -> None:
-        """Marks the last fold's report: this rank refuses the step."""
+        """Marks the last fold's report, so that all ranks learn that this rank cancels the step."""
         # a report that waits for a device is no FoldReport
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 
     def _bounds(self, *, exact: bool = False) -> Memory:
-        """Returns upper bounds of the block maxima, which are exact with `exact` and right after a fold."""
+        """Returns upper bounds of block maxima: after a fold, or with `exact`, the maxima themselves."""
         if not self._maxima_known:
             self._kernels.scan_maxima(self._values, self._maxima)
             self._maxima_known = True
@@ -184,7 +184,7 @@ class Accumulator:
         return self._maxima
 
     def _apply_quantized(self) -> None:
-        """Applies a pending `quantize`; `abandon` cannot take it back afterwards."""
+        """Makes the result of `quantize` final; `abandon` can then not undo it."""
         if self._rest is not None:
             self._values[...] = self._rest
             self._rest = None
@@ -200,7 +200,7 @@ class Accumulator:
         return first, last
 
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
-        """Finds the `num_selected` largest magnitudes in [start, stop), exactly; ties go to the lowest index.
+        """Returns the indices of the largest magnitudes in [start, stop); of equal ones the lowest.
 
         More than the window holds takes the whole window.
         """
@@ -215,7 +215,7 @@ class Accumulator:
         return self._found(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
-        """Finds each chunk's largest magnitudes, exactly, as many as its quota (its length, at most)."""
+        """Returns the indices of each chunk's largest magnitudes, as many as the chunk's quota."""
         self._apply_quantized()
         return self._found(*self._kernels.largest_of_each(self._values, chunk, quotas))
 
@@ -224,7 +224,7 @@ class Accumulator:
         return indices
 
     def kth_magnitude(self, k: int, start: int = 0, stop: int | None = None) -> float:
-        """Exact k-th largest magnitude (k from 1) in [start, stop)."""
+        """Returns the k-th largest magnitude (k from 1) in [start, stop)."""
         start, stop = self._checked_window(start, stop)
         if not 1 <= k <= stop - start:
             raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
@@ -232,7 +232,7 @@ class Accumulator:
         return float_of(self._kernels.kth(self._values, maxima, k, start, stop), self.dtype)
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
-        """Returns the positions in [start, stop) whose magnitude is >= threshold and not 0."""
+        """Returns the indices in [start, stop) with magnitude >= threshold, but not those of zeros."""
         start, stop = self._checked_window(start, stop)
         bits = bits_of(threshold, self.dtype)
         if start == stop:
@@ -240,14 +240,14 @@ class Accumulator:
         return self._kernels.at_least(self._values, self._bounds(), bits, start, stop)
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
-        """Every stride-th magnitude from offset on."""
+        """Returns every stride-th magnitude, from element `offset` on."""
         self._apply_quantized()
         if stride < 1 or offset < 0:
             raise ArgumentError("stride, offset", (stride, offset), "a stride from 1, an offset from 0")
         return self._kernels.sample(self._values, stride, offset)
 
     def take(self, indices: Indices) -> Values:
-        """Returns the values at these indices, as a fresh array."""
+        """Returns a copy of the values at these indices."""
         self._apply_quantized()
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
 
@@ -270,12 +270,12 @@ class Accumulator:
         return rounded
 
     def clear(self, indices: Indices) -> None:
-        """Sets the values at these indices to 0, and the companions if the last fold's rule masks them."""
+        """Sets the values at these indices to 0, and the companions if the fold's rule says masking."""
         where, olds = self._remember_values(indices)
         self._clear(where, olds[0])
 
     def _remember_values(self, indices: Indices) -> tuple[Memory, tuple[Memory, ...]]:
-        """Checks indices; returns them, and the old values, which the journal keeps."""
+        """Checks the indices, records the values there in the journal, and returns both."""
         self._apply_quantized()
         found = self._journal.found
         if found is not None and np.array_equal(found[0], indices):
@@ -293,14 +293,14 @@ class Accumulator:
             self._norm = self._kernels.number(0.0)
 
     def add(self, indices: Indices, values: Values) -> None:
-        """Adds to the values at these unique indices; leaves out a sum that would not be finite."""
+        """Adds to the values at these unique indices; skips an element whose sum would not be finite."""
         where, new = self._checked_values(indices, values)
         olds = self._journal.remember(where)
         self._kernels.add(self._values, where, olds[0], new)
         self._note_growth(olds[0], self._kernels.take(self._values, where))
 
     def put(self, indices: Indices, values: Values) -> None:
-        """Writes finite values at these unique indices; companions stay."""
+        """Writes finite values at these unique indices; companions do not change."""
         where, new = self._checked_values(indices, values)
         olds = self._journal.remember(where)
         self._kernels.put(self._values, where, new)
@@ -318,7 +318,7 @@ class Accumulator:
         self._has_grown = True
 
     def mask(self, indices: Indices) -> None:
-        """Clears the companions at these indices as `clear` does, and leaves the values."""
+        """Sets the companions (not the values) at these indices to 0, if the fold's rule says masking."""
         _, *companions = self._journal.arrays
         if companions:
             where = self._kernels.places(indices, keep=True)
@@ -327,7 +327,7 @@ class Accumulator:
                 self._kernels.zero(companion, where)
 
     def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> None:
-        """Writes all values as codes of few bits, and subtracts what the codes stand for; companions stay.
+        """Encodes all values in a few bits each as `words`, and keeps the rounding errors as values.
 
         The last change of a step: `abandon` takes no copy, since the values stay until they are needed. `key`
         are 64 bits, of the random numbers by which values are rounded; `words` are overwritten.
@@ -336,14 +336,14 @@ class Accumulator:
         self._replace(self._kernels.quantize(self._values, code, key, words))
 
     def subtract(self, sent: Values) -> None:
-        """Subtracts n values from those before `quantize`, whose result is dropped."""
+        """Subtracts `sent` from the values before `quantize`, instead of what the codes stand for."""
         self._replace(self._values - self._kernels.from_host(sent))
 
     def _replace(self, rest: Memory) -> None:
         self._rest, self._norm = rest, self._kernels.squares(rest)
 
     def abandon(self) -> None:
-        """Undoes every change since the last fold, bit for bit."""
+        """Undoes every change since the last fold, bit for bit; the fold itself stays."""
         changed = self._rest is not None
         self._rest = None
         for where in (places := self._journal.undo()):
@@ -353,10 +353,10 @@ class Accumulator:
             self._norm = self._norm_at_fold
 
     def accept(self) -> None:
-        """Releases memory that only this step needs; called once the step is applied on all ranks."""
+        """Frees memory that only this step needs; called once all ranks have applied the step."""
 
     def drop(self, gradient: Any) -> None:
-        """Removes the last fold's gradient from the values and companions; call `abandon` before.
+        """Removes the last fold's gradient from values and companions; call `abandon` before.
 
         What was there before, decay included, comes back to the rounding of the sum: where the gradient
         was more than 2**24 times larger nothing is left of it, and the value is 0.
@@ -372,7 +372,7 @@ class Accumulator:
         return view
 
     def host_arrays(self) -> tuple[Values, ...]:
-        """Returns the values and the companions, each as `values` does."""
+        """Returns the values and the companions, each as a host array, like `values`."""
         return (self.values(), *(self._kernels.view(companion) for companion in self.companions))
 
     def assign_arrays(self, held: Sequence[Any]) -> None:
@@ -381,18 +381,18 @@ class Accumulator:
             self._kernels.assign(companion, values)
 
     def memory(self) -> tuple[Memory, ...]:
-        """Returns values and companions without a copy; call `assign` after changing them."""
+        """Returns the values' and companions' own memory; whoever changes it calls `assign` afterwards."""
         self._apply_quantized()
         return (self._values, *self.companions)
 
     def assign(self, values: Any) -> None:
-        """Replaces all n values by as many finite ones, of any float type and shape; see `assign_arrays`."""
+        """Replaces all n values by finite ones, of any float type and shape."""
         self._kernels.assign(self._values, values)
         self._rest = None
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Computes the norm again after all values have changed, and empties the journal."""
+        """Recomputes the norm after all values have changed, and empties the journal."""
         self._norm = self._norm_at_fold = self._kernels.squares(self._values)
         self._maxima_known = False
         self._journal.forget()

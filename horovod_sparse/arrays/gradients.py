@@ -22,7 +22,7 @@ _WIDENED = 1 << 16
 
 
 class Pair(NamedTuple):
-    """A piece of a gradient that is a sum: factors[0] * one + factors[1] * other; other may be None."""
+    """Two addends of a piece of a gradient: factors[0] * one + factors[1] * other (None: one addend)."""
 
     one: Array
     other: Array | None
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 class GradientParts:
-    """The gradients of a bucket's parameters, one behind the other, which a fold reads and leaves alone.
+    """A bucket's gradient as the arrays of its parameters, one after another; a fold only reads them.
 
     Large ones are read where they are; small ones, and what is left of large ones at their ends, are
     gathered in a buffer that stays in the cache.
@@ -64,7 +64,7 @@ class GradientParts:
         self.size = sum(array.size for array in self._flat)
 
     def joined(self, dtype: np.dtype[Any]) -> Array:
-        """Returns all elements as one read-only array of float32 or float64: its own memory if it can be.
+        """Returns all elements as one read-only array of float32 or float64, without a copy if possible.
 
         Example:
             >>> GradientParts([np.array([0x3F80], np.uint16)]).joined(np.dtype(np.float32))
@@ -74,7 +74,7 @@ class GradientParts:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
-        """Yields position and elements of consecutive read-only pieces: multiples of the block but the last.
+        """Yields read-only pieces of the gradient, each with its position; all but the last are whole blocks.
 
         Some are copied to a buffer of `size` elements that is used again: read one before the next.
         """
@@ -88,7 +88,7 @@ class GradientParts:
 def joined_pieces(
     arrays: Iterable[Array], dtype: np.dtype[Any], size: int, block: int
 ) -> Iterator[tuple[int, Array]]:
-    """Yields position and elements of consecutive pieces of arrays, as `GradientParts.pieces` does."""
+    """Yields pieces of consecutive arrays, each with its position; see `GradientParts.pieces`."""
     buffer = np.empty(size, dtype)
     start, filled, large = 0, 0, max(_LARGE, block)
     for array in arrays:
@@ -114,7 +114,7 @@ def joined_pieces(
 
 
 class WeightedParts(GradientParts):
-    """``weights[0] gradient + weights[1] parameter``, added up in pieces without an array of n elements.
+    """A gradient with weight decay: ``weights[0] gradient + weights[1] parameter``, computed in pieces.
 
     An optimizer's own step is made of it: a loss scale is divided out, and weight decay added, as it is read.
 
@@ -148,7 +148,7 @@ class WeightedParts(GradientParts):
     def pairs(
         self, dtype: np.dtype[Any], block: int, clip_norm: float | None = None
     ) -> Iterator[tuple[int, Pair]]:
-        """Yields pieces of gradient and parameter with their weights; the fold adds them up."""
+        """Yields pieces of gradient and parameter with their weights, each with its position."""
         own, beside = self._weights
         if clip_norm is not None and own:
             own *= clip_factor(GradientParts(self._flat), clip_norm / abs(own))
@@ -161,7 +161,7 @@ class WeightedParts(GradientParts):
 
 
 def accumulating(dtype: Any) -> type[np.floating[Any]]:
-    """Returns the type in which gradients of a type (a name, or NumPy's or PyTorch's) accumulate."""
+    """Returns the dtype in which gradients of a dtype accumulate: float64 for float64, else float32."""
     name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
     if name not in ("float16", "bfloat16", "uint16", "float32", "float64"):
         raise ArgumentError("dtype", dtype, "float32, float64, float16 or bfloat16")
@@ -169,13 +169,13 @@ def accumulating(dtype: Any) -> type[np.floating[Any]]:
 
 
 def clip_factor(gradient: GradientParts, clip_norm: float) -> float:
-    """``min(1, clip_norm / norm)``, the norm being that of the finite elements."""
+    """Returns ``min(1, clip_norm / norm)``, with the norm of the finite elements."""
     norm = _finite_norm(gradient)
     return 1.0 if norm <= clip_norm else clip_norm / norm
 
 
 def _finite_norm(gradient: GradientParts) -> float:
-    """Returns the L2 norm of the finite elements, even where squares overflow or vanish."""
+    """Returns the L2 norm of the finite elements, even where their squares overflow or underflow."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         total = sum(float(np.dot(chunk, chunk)) for chunk in _chunks(gradient))
         if 1e-30 < total < math.inf:
@@ -192,7 +192,7 @@ def _finite_norm(gradient: GradientParts) -> float:
 
 
 def scaled(pieces: Iterable[tuple[int, Array]], factor: float) -> Iterator[tuple[int, Array]]:
-    """Yields the pieces of a gradient, multiplied. NaN and Inf stay."""
+    """Yields the pieces of a gradient times a factor; NaN and Inf stay."""
     if factor == 1.0:
         yield from pieces
         return
@@ -206,7 +206,7 @@ def scaled(pieces: Iterable[tuple[int, Array]], factor: float) -> Iterator[tuple
 def undo_fold(
     values: Any, companion: Any | None, gradient: Any, rule: FoldRule, factors: Any, library: Any = np
 ) -> None:
-    """Undoes a fold of this gradient to the rounding of its sums; a decay of values, or of a velocity, stays.
+    """Subtracts a folded gradient from values and companion again, up to rounding; a decay is not undone.
 
     A second moment comes back as it was, but where the gradient's square was so much larger that nothing of
     it was left. All arrays are of one `library`, NumPy or PyTorch; `factors` are the rule's for their type.
@@ -235,7 +235,7 @@ def undo_fold(
 
 
 def signed_sum(before: Any, after: Any, moment: Any, signs: Any, factors: Any, library: Any = np) -> Any:
-    """Returns a gradient's projection on signs, from values before and after a fold with a moment.
+    """Returns a gradient's projection on signs, computed from the values before and after its fold.
 
     Example:
         >>> factors = FoldRule(moment=0.75, count=math.inf, rate=2.0, eps=1.0).factors(np.dtype(float))
@@ -249,7 +249,7 @@ def signed_sum(before: Any, after: Any, moment: Any, signs: Any, factors: Any, l
 
 
 def _subtract(values: Any, step: Any, library: Any) -> None:
-    """Subtracts a step from the elements to which a fold has added it: those whose sum was finite."""
+    """Subtracts a step, but not at elements whose sum was not finite, to which no fold added it."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
         # a sum that overflows now may have done so then, when nothing was added

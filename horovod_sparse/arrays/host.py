@@ -35,7 +35,7 @@ _STALE = -2
 
 
 class HostAccumulator(Accumulator):
-    """An accumulator in NumPy memory.
+    """An accumulator in host memory (NumPy arrays).
 
     Args:
         num_elements: n.
@@ -64,7 +64,7 @@ class HostAccumulator(Accumulator):
 
 
 class Candidates:
-    """Finds the k largest among the elements that a fold has noted, without a second read of n elements.
+    """Elements that a fold found above a bound, among which the k largest are found without another pass.
 
     The k-th largest of a residual changes little from step to step. So a fold notes every element that
     reaches a bound a little below the last one, while it has them in cache. If fewer than k reach the bound,
@@ -88,18 +88,18 @@ class Candidates:
         self._last, self._fresh = 0, False
 
     def begin(self) -> tuple[Array, Array, Array, Array]:
-        """Returns the arrays that a fold fills: bound, count and position, places, words."""
+        """Returns the arrays that a fold fills: bound, counters, indices and words of the candidates."""
         self._bound[0], self._count[:2], self._fresh = self._next, 0, True
         if self._places.size < self._room:
             self._places, self._words = np.empty(self._room, np.int32), np.empty(self._room, self._bits)
         return self._bound, self._count, self._places, self._words
 
     def forget(self) -> None:
-        """Drops the candidates, because the values have changed since the fold."""
+        """Discards the candidates, because values have changed since the fold."""
         self._count[0], self._fresh = _STALE, False
 
     def kth(self, k: int) -> tuple[Any, int] | None:
-        """Returns the bits of the k-th largest, and how many are larger; None if candidates do not tell."""
+        """Returns the k-th largest's bits, and how many are larger; None with fewer than k candidates."""
         count = int(self._count[0])
         if count < k:
             return None
@@ -109,7 +109,7 @@ class Candidates:
         return self._bits.type(smallest), larger
 
     def largest(self, k: int) -> tuple[Array, Array] | None:
-        """Returns positions and values of the k largest, ascending, of ties the first; None as `kth` does."""
+        """Returns indices and values of the k largest, ascending; None if there are fewer candidates."""
         if (known := self.kth(k)) is None:
             return None
         out, found = np.empty(k + LANES, np.int32), np.empty(k + LANES, self._bits)
@@ -118,7 +118,7 @@ class Candidates:
         return out[:k], found[:k].view(self._dtype)
 
     def learn(self, k: int, smallest: Any) -> None:
-        """Sets the bound of the next fold by the first k-th largest that is asked of this one."""
+        """Sets the bound for the next fold by this fold's k-th largest; only the first call has an effect."""
         if not self._fresh:
             return
         self._fresh = False
@@ -139,7 +139,7 @@ class Candidates:
 
 
 class HostKernels(Kernels):
-    """Numba's kernels on NumPy's arrays; indices (`where`) are an array, sums of squares floats."""
+    """Kernels for NumPy arrays, compiled by numba; sums of squares are floats."""
 
     # Kernels themselves: a call of every step takes no detour.
     take: Callable[..., Array] = staticmethod(scatter.taken)

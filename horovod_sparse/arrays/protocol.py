@@ -20,7 +20,7 @@ Values: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class FoldReport:
-    """Sums and findings of one fold over gradient and accumulator.
+    """What a fold found: NaN or Inf, and sums of squares before and after.
 
     Attributes:
         num_nonfinite: gradient elements that were NaN or Inf (or whose sum with the residual
@@ -97,12 +97,12 @@ class FoldRule:
 
     @functools.cached_property
     def num_companions(self) -> int:
-        """Arrays of n elements that the fold changes beside the values."""
+        """The number of arrays (velocity or moment) that the fold changes beside the values."""
         return int(self.momentum is not None or self.moment is not None)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 -- rules are small values, the same in most folds
     def factors(self, dtype: np.dtype[Any]) -> Values:
-        """Returns a to d of velocity ``u = b u + gradient`` and ``values = a values + c gradient + d u``.
+        """Returns a, b, c, d of velocity ``u = b u + gradient``, values ``a values + c gradient + d u``.
 
         With a moment a to f of ``v = b v + c gradient^2`` and ``values = a values + d gradient / (sqrt(v + f)
         + e)``; its bias correction is in d, e and f.
@@ -135,7 +135,7 @@ Number: TypeAlias = Any
 
 
 class Kernels(Protocol):
-    """The array primitives that an accumulator calls; one object per accumulator.
+    """The array operations that an accumulator calls; each accumulator has an object of its own.
 
     `where` are indices that `places` returned. Block maxima hold magnitude bits: the bits without the sign,
     which order like the magnitudes. Windows [start, stop) are checked, and so are ranks within them.
@@ -147,7 +147,7 @@ class Kernels(Protocol):
     dtype: np.dtype[Any]
 
     def zeros(self) -> Memory:
-        """n zeros."""
+        """Returns n zeros."""
 
     def fold(
         self,
@@ -159,34 +159,34 @@ class Kernels(Protocol):
         norm: Number,
         step: int,
     ) -> tuple[FoldReport, Number]:
-        """Makes the one pass over n elements: changes values and companion, and writes maxima.
+        """Makes the one pass over n elements: updates values and companion, and writes block maxima.
 
         `norm` is the sum of squares of the values before; returned is that after. A gradient or rule that
         does not fit is refused by an `ArgumentError`, and nothing is changed.
         """
 
     def with_lean(self, report: FoldReport, stood: Any, signs: Values, rule: FoldRule) -> FoldReport:
-        """Returns the fold's report with its gradient's projection on signs (`gradients.signed_sum`)."""
+        """Returns the fold's report with the gradient's projection on signs (`gradients.signed_sum`)."""
 
     def undo_fold(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
-        """Undoes `fold`, to the rounding of its sum."""
+        """Undoes `fold`, up to rounding."""
 
     def assign(self, values: Memory, new: Any) -> None:
-        """Replaces all n values, or raises an `ArgumentError`."""
+        """Replaces all n values; raises an `ArgumentError` if the new ones do not fit."""
 
     def empty_maxima(self) -> Memory:
-        """Returns memory for the maxima of all blocks, not initialized."""
+        """Returns uninitialized memory for the maxima of all blocks."""
 
     def scan_maxima(self, values: Memory, maxima: Memory) -> None:
-        """Writes the maxima of all blocks."""
+        """Computes the maxima of all blocks."""
 
     def refresh_maxima(self, values: Memory, maxima: Memory, where: Memory) -> None:
-        """Writes the exact maxima of the blocks that hold these elements."""
+        """Recomputes the maxima of the blocks that contain these indices."""
 
     def largest(
         self, values: Memory, maxima: Memory, k: int, start: int, stop: int
     ) -> tuple[Indices, Memory | None]:
-        """Returns the k largest by exact maxima, 0 < k < stop - start, in order; ties go to the lowest index.
+        """Returns indices (and values) of the k largest, 0 < k < stop - start; of equal ones the lowest.
 
         Also the values there, if they were in the cache; else None.
         """
@@ -194,28 +194,28 @@ class Kernels(Protocol):
     def largest_of_each(
         self, values: Memory, chunk: int, quotas: NDArray[np.int64]
     ) -> tuple[Indices, Memory | None]:
-        """Returns the largest of every chunk, as many as its quota says; see `largest`."""
+        """Returns indices (and values) of each chunk's largest, as many as its quota."""
 
     def kth(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Any:
-        """Returns, by exact maxima, the magnitude bits of the k-th largest, 1 <= k <= stop - start."""
+        """Returns the magnitude bits of the k-th largest, 1 <= k <= stop - start; `maxima` are exact."""
 
     def at_least(self, values: Memory, maxima: Memory, bits: Any, start: int, stop: int) -> Indices:
-        """Returns, by upper bounds, ascending positions whose magnitude bits are >= bits; start < stop."""
+        """Returns the indices with magnitude bits >= `bits`, ascending; `maxima` are upper bounds."""
 
     def sample(self, values: Memory, stride: int, offset: int) -> Values:
-        """Returns every stride-th magnitude."""
+        """Returns every stride-th magnitude, from element `offset` on."""
 
     def places(self, indices: Any, *, keep: bool = False) -> Memory:
-        """Checks indices and brings them to the memory; with `keep` as a copy."""
+        """Checks indices, and copies them to where the values are; with `keep` always as a copy."""
 
     def from_host(self, values: Any) -> Memory:
-        """Brings k values from the host to the memory, in the accumulator's dtype."""
+        """Copies k values from the host to where the accumulator's are, in its dtype."""
 
     def to_host(self, memory: Memory) -> Values:
-        """Returns k values on the host, which the caller may change."""
+        """Returns k values as a host array that the caller may change."""
 
     def view(self, values: Memory) -> Values:
-        """Returns n values on the host, as a view where that is possible."""
+        """Returns n values as a host array, without a copy where that is possible."""
 
     def take(self, values: Memory, where: Memory) -> Memory:
         """Returns a copy of the values at these indices."""
@@ -227,19 +227,19 @@ class Kernels(Protocol):
         """Writes values at unique indices."""
 
     def add(self, values: Memory, where: Memory, olds: Memory, new: Memory) -> None:
-        """Adds to the values at unique indices, `olds`, where the sum is finite."""
+        """Adds `new` to the values `olds` at unique indices, but not where the sum is not finite."""
 
     def squares(self, values: Memory) -> Number:
         """Returns the sum of squares of n values."""
 
     def number(self, value: float) -> Number:
-        """Returns a number as the kernels keep it."""
+        """Converts a float to the kernels' own type of numbers."""
 
     def float_of(self, number: Number) -> float:
-        """Returns a number of these kernels as a float; may wait for a device."""
+        """Converts a number of the kernels' own type to a float; may wait for a device."""
 
     def updated_norm(self, norm: Number, old: Memory, new: Memory | None = None) -> Number:
-        """Returns a sum of squares after k old values were replaced by new ones, or by 0."""
+        """Returns a sum of squares after k values have changed from `old` to `new`, or to 0."""
 
     def quantize(self, values: Memory, code: Quantization, key: int, words: NDArray[np.int32]) -> Memory:
-        """Writes words on the host; returns the values minus the words' decoded values."""
+        """Writes all values' codes to `words` on the host; returns the rounding errors."""

@@ -21,7 +21,7 @@ HEALTH_NUMBERS, DIGIT_BITS = 3, 11
 
 
 class WholeGradient(Accumulator):
-    """A gradient of which `Dense` sends all elements: a step reads it, and nothing of n elements is kept.
+    """Takes an accumulator's place for `Dense`: holds one step's gradient, and no residual.
 
     An error feedback that has kept something (the parameters were sparse before) adds it to the next
     gradient. The gradient of a step that is abandoned is dropped, as Horovod would.
@@ -49,11 +49,11 @@ class WholeGradient(Accumulator):
 
     @property
     def square_norm(self) -> float:
-        """0: no residual."""
+        """0, since there is no residual."""
         return 0.0
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
-        """Notes the gradient, which `allreduce_buffer` reads; no rule changes it."""
+        """Keeps a reference to the gradient for `allreduce_buffer`; ignores the rule."""
         kept = gradient if isinstance(gradient, GradientParts) else GradientParts([np.asarray(gradient)])
         if kept.size != self.num_elements:
             raise ArgumentError("gradient", kept.size, f"an array of {self.num_elements} elements")
@@ -62,7 +62,7 @@ class WholeGradient(Accumulator):
         return self.report
 
     def abandon(self) -> None:
-        """Does nothing: no residual holds the abandoned step's gradient."""
+        """Does nothing, since there is no residual that holds the gradient."""
 
     def drop(self, gradient: Any) -> None:
         self._gradient = GradientParts([np.zeros(self.num_elements, self.dtype)])
@@ -78,7 +78,7 @@ class WholeGradient(Accumulator):
         self._carried = values if values.any() else None
 
     def allreduce_buffer(self, rank: int, size: int) -> Any:
-        """Returns what an allreduce sums: n elements, then a column of `HEALTH_NUMBERS` for each rank."""
+        """Returns the array to sum over ranks: the gradient, then a column of numbers about each rank."""
         n = self.num_elements
         buffer = np.empty(n + HEALTH_NUMBERS * size, self.dtype)
         own, health = buffer[:n], buffer[n:]
@@ -92,7 +92,7 @@ class WholeGradient(Accumulator):
         return buffer
 
     def _read(self, own: NDArray[Any]) -> int:
-        """Copies the gradient; returns the position of its first element that is not finite, or -1."""
+        """Copies the gradient; returns the index of its first element that is not finite, or -1."""
         first = -1
         for start, piece in self._gradient.pieces(_CHUNK):
             for begin in range(0, piece.size, _CHUNK):
@@ -110,14 +110,14 @@ class WholeGradient(Accumulator):
         return first
 
     def received(self, total: Any, size: int) -> tuple[Any, dict[int, int], float]:
-        """Returns the sum's n values, a position for each unhealthy rank, and the largest magnitude."""
+        """Returns the summed gradient, each failed rank's index of NaN or Inf, and the largest magnitude."""
         n = self.num_elements
         values = np.asarray(total[:n]).astype(self.dtype, copy=False)
         return values, positions_by_rank(np.asarray(total[n:]), size), largest_magnitude(values)
 
 
 def positions_by_rank(health: NDArray[Any], size: int) -> dict[int, int]:
-    """Reads each unhealthy rank's position from the columns behind a sum.
+    """Returns each failed rank's index of NaN or Inf, from the columns behind a sum.
 
     Example:
         >>> positions_by_rank(np.array([0, 0, 0, 1, 0, 2], np.float32), 2)
@@ -129,7 +129,7 @@ def positions_by_rank(health: NDArray[Any], size: int) -> dict[int, int]:
 
 
 def largest_magnitude(values: NDArray[Any]) -> float:
-    """Returns the largest magnitude; a NaN if one of them is none.
+    """Returns the largest magnitude, or NaN if one of the values is NaN.
 
     Example:
         >>> largest_magnitude(np.array([1.0, -3.0]))

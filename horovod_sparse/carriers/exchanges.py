@@ -30,7 +30,7 @@ def transport_asked() -> str:
 
 
 def check_transport(hvd: Any) -> None:
-    """Refuses "pairs" where Horovod, whose binding is `hvd`, runs on Gloo."""
+    """Raises if the user asked for the transport "pairs" while Horovod runs on Gloo instead of MPI."""
     if transport_asked() == "pairs" and hvd.is_initialized() and not hvd.mpi_enabled():
         raise UnsupportedError(
             f"{TRANSPORT_VARIABLE}=pairs needs Horovod on MPI, and it runs on Gloo here: messages between "
@@ -39,7 +39,7 @@ def check_transport(hvd: Any) -> None:
 
 
 def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
-    """Carries a collective by messages between pairs: a ring's bytes, and sums of the same bits on all."""
+    """Carries out a collective by messages between pairs of ranks, in as few bytes as a ring would take."""
     if isinstance(request, collectives.Exchange):
         return (yield request)
     others = tuple(peer for peer in range(size) if peer != rank)
@@ -70,7 +70,7 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
 
 
 def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: int) -> np.ndarray:
-    """Reads a message as numbers; refuses one of another length, which NumPy might broadcast."""
+    """Returns a message as an array of `expected`'s dtype; raises if its length is not `expected`'s."""
     words = arrived[peer]
     if words.nbytes != expected.nbytes:
         raise CollectiveMismatchError(
@@ -81,7 +81,7 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
-    """Carries a coroutine's requests of one level by messages between pairs: they need no process sets."""
+    """Carries out a coroutine's collectives within and across hosts by messages between pairs of ranks."""
 
     def carried(request: Request) -> Synchronization[Any]:
         if request.level == "all":
@@ -92,7 +92,7 @@ def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -
 
 
 def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
-    """Carries a request among some ranks by exchanges among all; by none, where it is one rank."""
+    """Carries out a collective of some ranks by messages between pairs; a single rank sends none."""
     places = {peer: number for number, peer in enumerate(ranks)}
 
     def carried(exchange: Any) -> Synchronization[Any]:
@@ -107,7 +107,7 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
 
 
 def answer_for_one_rank(request: Request) -> Any:
-    """Returns a lone rank's answer to its own request: a copy, but for a reduce-scatter the buffer itself."""
+    """Returns a collective's result where one rank takes part: a copy of its buffer, or the buffer."""
     if isinstance(request, collectives.Exchange):
         return {peer: request.sends[peer].copy() for peer in request.sources}
     if isinstance(request, collectives.AllToAll):
@@ -126,19 +126,19 @@ def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tu
 
 
 def as_alltoall(request: collectives.Exchange, size: int) -> list[np.ndarray]:
-    """Returns a message for every rank, most of them empty: Horovod has no send."""
+    """Returns an exchange as an all-to-all, with empty messages for other ranks: Horovod has no send."""
     nothing = np.empty(0, np.int32)
     return [request.sends.get(peer, nothing) for peer in range(size)]
 
 
 def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """Returns an exchange's messages by source; `messages` has an entry, mostly empty, for every rank."""
+    """Returns the messages of an exchange's sources by rank; `messages` has one for every rank."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return checked_sources(came, request.sources, whose)
 
 
 def checked_sources(messages: dict[int, Words], sources: Collection[int], whose: str) -> dict[int, Words]:
-    """Returns the messages; refuses one of a rank outside `sources`. `whose` begins the error."""
+    """Returns the messages, or raises if a rank outside `sources` sent one; `whose` names the exchange."""
     if strangers := sorted(messages.keys() - set(sources)):
         raise CollectiveMismatchError(
             f"{whose} expected messages from ranks {sorted(sources)}, but ranks {strangers} sent some, too"
@@ -147,17 +147,17 @@ def checked_sources(messages: dict[int, Words], sources: Collection[int], whose:
 
 
 class Handle(Protocol):
-    """A collective in flight."""
+    """Base of a collective in flight."""
 
     def done(self) -> bool | None:
-        """True if `result` returns at once; None if the library below was shut down since."""
+        """True once `result` need not wait; None if the library that carries it was shut down meanwhile."""
 
     def result(self) -> Any:
-        """Waits for the answer to the request, and returns it; called once."""
+        """Waits for the collective, and returns its result; called once."""
 
 
 class Rounds:
-    """A collective in flight, carried out in exchanges between pairs; `start` starts one under a name."""
+    """A collective in flight that consists of several exchanges, which `start` begins one after the other."""
 
     def __init__(
         self, start: Callable[[Any, str], Handle], exchanges: Generator[Any, Any, Any], name: str
@@ -169,7 +169,7 @@ class Rounds:
         self.done()
 
     def done(self) -> bool | None:
-        """Starts the exchanges that arrived messages allow. Hooks call it: `result` raises its errors."""
+        """Begins the next exchange once the last arrived; True after all. `result` raises the errors."""
         while not self._ended:
             try:
                 if self._inner is not None and not (done := self._inner.done()):
@@ -192,6 +192,6 @@ class Rounds:
 
 
 def answer_at_once(answer: Any) -> Synchronization[Any]:
-    """Makes a coroutine that returns `answer` and requests nothing."""
+    """Returns a coroutine that returns `answer` without a collective."""
     yield from ()
     return answer

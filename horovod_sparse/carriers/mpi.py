@@ -31,7 +31,7 @@ from horovod_sparse.errors import CollectiveMismatchError
 
 
 def why_not_mpi(hvd: Any) -> str:
-    """Says why this rank cannot send messages by MPI beside Horovod; nothing if it can."""
+    """Returns why this rank cannot send messages by MPI beside Horovod; empty if it can."""
     check_transport(hvd)
     if transport_asked() == "alltoall":
         return f"{TRANSPORT_VARIABLE} says so"
@@ -60,7 +60,7 @@ _HEADER_TAG, _BODY_TAG = 1, 2
 
 
 class MpiCarrier:
-    """Carries requests among ranks over a communicator of its own; one thread at a time uses it.
+    """Carries out collectives over an MPI communicator of its own; one thread at a time may use it.
 
     A header goes before every message, and is received by whichever exchange is asked first: it names the
     exchange, so ranks start exchanges in any order, and gives the length, for which memory is made. (Probing
@@ -90,16 +90,16 @@ class MpiCarrier:
         atexit.register(self._close)  # and keeps the memory that MPI may still use
 
     def carries(self, request: Request) -> bool:
-        """True for messages between two ranks; and for all but sums of tensors, if "pairs" was asked for."""
+        """True for messages between pairs, and with the transport "pairs" for all but sums of tensors."""
         on_host = isinstance(getattr(request, "buffer", self._header), np.ndarray)
         return isinstance(request, Exchange) or (self._carries_all and on_host)
 
     def start(self, request: Request, name: str) -> Handle:
-        """Starts a request under a name that is the same on all ranks, and does not wait."""
+        """Starts a collective and returns at once; `name` is equal on all ranks."""
         return Rounds(self._exchange, by_exchanges(request, self._rank, self._size), name)
 
     def forget(self) -> None:
-        """Drops all messages in flight; all ranks call it after a failure, in whatever round each stopped."""
+        """Drops all messages in flight; all ranks call it after a failure, wherever each rank stopped."""
         self._epoch += 1
         self._numbers.clear()
         self._open.clear()
@@ -136,7 +136,7 @@ class MpiCarrier:
         return self._comm.Irecv([self._header, self._mpi.INT], self._mpi.ANY_SOURCE, _HEADER_TAG)
 
     def _progress(self) -> None:
-        """Receives messages that have arrived, without waiting."""
+        """Receives the messages that have arrived, without waiting for others."""
         status = self._mpi.Status()
         while self._next.Test(status):
             source, words = status.Get_source(), np.empty(int(self._header[4]), np.int32)
@@ -158,7 +158,7 @@ class MpiCarrier:
                 del self._leaving[key]
 
     def _close(self) -> None:
-        """Cancels messages in flight, with which MPI must not end."""
+        """Cancels the messages in flight before MPI is finalized."""
         if not self._mpi.Is_finalized():
             self._next.Cancel()
             self._next.Wait()
@@ -166,7 +166,7 @@ class MpiCarrier:
 
 @dataclass(frozen=True)
 class _Messages:
-    """An exchange of messages in flight."""
+    """The messages that one exchange sends and receives."""
 
     carrier: MpiCarrier
     key: Key
@@ -174,7 +174,7 @@ class _Messages:
     whose: str
 
     def done(self) -> bool | None:
-        """True if messages are there, and those sent may change; None if the exchange was dropped."""
+        """True once all messages arrived and the sent buffers may change; None if they were dropped."""
         at = self.carrier
         if not at._is_current() or at._mpi.Is_finalized():
             return None

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures on all ranks; rank 0 prints and writes."""
+    """Measures the cluster on all ranks; rank 0 prints the profile and writes it."""
     sparsifiers, extent = _parse_options(options)
     if options.device == "cuda" and options.framework == "tensorflow":
         raise ArgumentError("--device", "cuda", "cpu: with TensorFlow selection is on the host")
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _parse_options(options: argparse.Namespace) -> tuple[list[Sparsifier], Extent]:
-    """Returns what to measure, and how much of it; refuses before ranks are connected."""
+    """Returns the sparsifiers and sizes to measure; raises on wrong options, before ranks are connected."""
     texts = options.sparsifier or list(_DEFAULT)
     texts = list(ALGORITHMS) if texts == ["all"] else texts
     sparsifiers = [_sparsifier(text, options.density) for text in texts]
@@ -74,7 +74,7 @@ def _parse_options(options: argparse.Namespace) -> tuple[list[Sparsifier], Exten
 
 
 def _sparsifier(text: str, density: float) -> Sparsifier:
-    """Reads a sparsifier as users write it, with the command line's density where it names none."""
+    """Returns the sparsifier that a user's text describes, with --density where it has none."""
     name, _, arguments = text.partition(":")
     has_density = name not in ALGORITHMS or ALGORITHMS[name].has_density
     if has_density and "density" not in parse_arguments(arguments):
@@ -114,7 +114,7 @@ def _measure(
 
 
 def _print(profile: Profile) -> None:
-    """Prints every fit with its error over all sizes."""
+    """Prints every fitted time with its error."""
     groups: dict[str, Mapping[str, Fit]] = {
         "Through all ranks": profile.collectives,
         **{f"Level {level}": fits for level, fits in profile.levels.items()},

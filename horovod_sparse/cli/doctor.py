@@ -37,7 +37,7 @@ _LEVELS = ("problem", "advice", "good")
 
 
 class Finding(NamedTuple):
-    """A finding of level "problem", "advice" or "good", and what to do about it."""
+    """A result of `doctor`: its level ("problem", "advice" or "good"), and what the user can do about it."""
 
     level: str
     topic: str
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examines all ranks; rank 0 prints."""
+    """Gathers facts of all ranks; rank 0 prints findings. Returns the exit code."""
     rank, missing, facts = 0, "", local_facts()
     everyone = [facts]
     try:
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def local_facts() -> dict[str, Any]:
-    """Returns what a process knows alone, in plain values, with defaults for what ranks add."""
+    """Returns facts about this process, as plain values; those that need other ranks have defaults."""
     # an installation that was broken off leaves a folder without a name
     found = [one for one in importlib.metadata.distributions() if one.name]
     versions = {one.name.lower().replace("_", "-"): one.version for one in found}
@@ -99,7 +99,7 @@ def local_facts() -> dict[str, Any]:
 
 
 def _why_no_kernels() -> str:
-    """Returns why the kernels of the host cannot run; empty if they can."""
+    """Returns why the compiled kernels cannot run on this host; empty if they can."""
     try:
         accumulator = importlib.import_module("horovod_sparse.arrays").HostAccumulator(3, density=1.0)
         accumulator.fold(np.array([1.0, -3.0, 2.0], np.float32))
@@ -110,7 +110,7 @@ def _why_no_kernels() -> str:
 
 
 def examine(everyone: Sequence[Facts], asked: str | None = None) -> Iterator[Finding]:
-    """Yields findings from the facts of all ranks, in rank order; `asked` is the framework."""
+    """Yields findings from the facts of all ranks, in rank order; `asked` is the framework or None."""
     first = everyone[0]
     packages = ", ".join(f"{name} {number}" for name, number in first["packages"].items())
     yield Finding("good", "versions", f"Python {first['python']}, {packages}")
@@ -156,7 +156,7 @@ def _horovod(facts: Facts, asked: str | None) -> Iterator[Finding]:
 
 
 def _settings(settings: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields settings of Horovod's that it accepts silently, and that cost time or do nothing."""
+    """Yields findings about Horovod's environment variables that cost time or do nothing."""
 
     def number(name: str, default: float) -> float:
         try:
@@ -196,7 +196,7 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    """Yields differences of ranks, as `HOROVOD_CYCLE_TIME: 0.1 on rank 0; unset on rank 1, 2`."""
+    """Yields what differs between ranks, as `HOROVOD_CYCLE_TIME: 0.1 on rank 0; unset on rank 1, 2`."""
     names = ("python", "controller", "kernels", "threads")
     values = {name: [str(facts[name]) for facts in everyone] for name in names}
     values["cores"] = [str(len(facts["cores"])) for facts in everyone]

@@ -25,27 +25,27 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 def launcher() -> str:
-    """Returns "horovod" (mpirun and srun, too) or "torchrun"; empty for a process of its own."""
+    """Returns "horovod" (also for mpirun and srun) or "torchrun"; "" if no launcher began this process."""
     if any(name in os.environ for name in _OF_HOROVOD):
         return "horovod"
     return "torchrun" if all(name in os.environ for name in _OF_TORCHRUN) else ""
 
 
 def rank_prefix() -> str:
-    """Returns the beginning of an error line under a launch; empty for a process of its own."""
+    """Returns the text before an error line that names this rank, or "" without a launcher."""
     names = (*_OF_HOROVOD, "RANK") if launcher() else ()
     return next((f"rank {os.environ[name]}: " for name in names if name in os.environ), "")
 
 
 def bindings() -> dict[str, bool]:
-    """Returns whether Horovod was built for each framework, without loading it."""
+    """Returns whether Horovod was built for each framework, without importing it."""
     spec = importlib.util.find_spec("horovod")
     places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     return {name: any(list(place.glob(f"{name}/mpi_lib*.so")) for place in places) for name in FRAMEWORKS}
 
 
 def usable_framework(asked: str | None = None) -> str:
-    """Returns the framework that is asked for, or the first that Horovod was built for."""
+    """Returns the requested framework, or the first for which Horovod was built."""
     built = bindings()
     usable = [name for name in FRAMEWORKS if built[name] and importlib.util.find_spec(name) is not None]
     if asked is None and not usable:
@@ -55,7 +55,7 @@ def usable_framework(asked: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks of a launch, of which this process is one."""
+    """All ranks that a launcher started; connects this process to them."""
 
     framework: str
     controller: str
@@ -65,25 +65,25 @@ class Launch:
     end: Callable[[], None]
 
     def cluster(self, device: str) -> ClusterFacts:
-        """Returns the facts of the cluster, with this rank's place in it."""
+        """Returns the facts about the cluster, with this process's rank and host."""
         words = importlib.import_module("torch").cuda.get_device_name() if device == "cuda" else device
         cycle = 0.0 if launcher() == "torchrun" else cycle_seconds()
         facts = self.framework, self.controller, cycle, str(words)
         return ClusterFacts(self.placement.rank, self.placement.size, *facts)
 
     def topology(self) -> Topology | None:
-        """Returns which ranks share a host; None unless several hosts have as many ranks, from 2."""
+        """Returns which ranks share a host, or None unless several hosts have equally many, 2 or more."""
         places = self.gather(own_place(self.placement))
         counts = Counter(host for host, _ in places)
         alike = len(counts) > 1 and len(set(counts.values())) == 1 and len(places) > len(counts)
         return Topology.of(places) if alike else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns a plain value of every rank, in rank order."""
+        """Returns every rank's value, in rank order, on all ranks."""
         return list(self.carry_out(shared_lines(value), None))
 
     def run_agreed(self, work: Callable[[], Any]) -> Any:
-        """Returns the result of work on this rank; raises the error of any rank on all of them."""
+        """Calls `work` and returns its result; if it fails on any rank, all ranks raise that error."""
         result, failure = None, None
         try:
             result = work()
@@ -94,7 +94,7 @@ class Launch:
 
 
 def start(framework: str | None) -> Launch:
-    """Connects the ranks of this launch: by torch.distributed under torchrun, else by Horovod."""
+    """Connects the launched ranks: over torch.distributed under torchrun, else over Horovod."""
     if launcher() != "torchrun":
         return _by_horovod(usable_framework(framework))
     if framework == "tensorflow":

@@ -25,7 +25,7 @@ SUBCOMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a wrong argument with the error and where help is, in place of the whole usage."""
+    """Prints one line about a wrong argument, and where help is, instead of argparse's whole usage."""
 
     def error(self, message: str) -> NoReturn:
         _refuse(self.prog, message)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(command: str, reason: str) -> int:
-    """Prints an error, with the rank under a launch, and returns the exit code."""
+    """Prints why a command failed, with this rank under a launcher, and returns the exit code."""
     from horovod_sparse.cli.launch import rank_prefix  # which help does without
 
     print(f"{rank_prefix()}{command}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
@@ -71,7 +71,7 @@ _COUNTS = {"b": 1e9, **{prefix: 10.0**power for prefix, power in _POWERS.items()
 
 
 def _quantity(text: str, units: dict[str, float], what: str) -> float:
-    """Reads a number with its unit, which is never guessed."""
+    """Returns the number that a text with a unit means; raises if it has no unit."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", text.lower())
     try:
         value = float(match[1]) * units[match[2]] if match else -1.0

@@ -29,7 +29,7 @@ _FP16 = (
 
 
 class Case(NamedTuple):
-    """A model on a cluster: its parameters, the seconds of its step, nodes, bandwidth and latency."""
+    """The user's model and cluster: parameters, seconds of a step, nodes, bandwidth and latency."""
 
     num_parameters: float
     step_seconds: float
@@ -38,12 +38,12 @@ class Case(NamedTuple):
     latency_seconds: float
 
     def seconds(self, num_bytes: float, rounds: int) -> float:
-        """Returns the seconds in which a node sends so many bytes in each of so many rounds."""
+        """Returns the seconds that `rounds` messages of `num_bytes` each take."""
         return rounds * (8 * num_bytes / self.bits_per_second + self.latency_seconds)
 
 
 class Row(NamedTuple):
-    """One way to synchronize: the seconds that it adds to a step, and the line of code that does it."""
+    """A way to synchronize gradients: the seconds that it adds to a step, and the code that chooses it."""
 
     name: str
     added_seconds: float
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Returns all ways: dense and fp16 by rings of 2 (P - 1) rounds, sparse by messages to P - 1 nodes.
+    """Returns all ways to synchronize: dense and fp16 in rings of 2 (P - 1) rounds, sparse in P - 1 messages.
 
     With delay=1 the message travels behind the next step; with every=H it has the elements of H steps.
     """
@@ -71,7 +71,7 @@ def rows_of(case: Case) -> list[Row]:
 
 
 def recommended_row(case: Case, rows: list[Row]) -> Row:
-    """Returns the best row, which a later one replaces only if its step is at least 5 % shorter."""
+    """Returns the fastest row; of rows within 5 % of one another the earliest."""
     best = rows[0]
     for row in rows[1:]:
         if row.added_seconds < best.added_seconds - _WORTH * (case.step_seconds + best.added_seconds):
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints a line for every row, the code to paste, caveats and assumptions."""
+    """Prints each row's seconds, the recommended code, caveats and assumptions. Returns the exit code."""
     if options.nodes < 2:
         raise ArgumentError("--nodes", options.nodes, "two nodes or more: one alone sends nothing")
     case = Case(options.params, options.step_ms / 1e3, options.nodes, options.bandwidth, options.latency)

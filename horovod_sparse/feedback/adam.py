@@ -30,7 +30,7 @@ _SAMPLE, _NEWS, _MOST = 4096, 0.03, 10.0
 
 @dataclass(frozen=True)
 class Normalizing(Rule):
-    """Divides gradients by the root of their rank's second moment v; residuals and messages hold steps."""
+    """Base of rules that divide gradients by the root of their second moment v; the residual holds steps."""
 
     num_companions: ClassVar[int] = 1  # the second moment
     densities: ClassVar[tuple[float, float]] = (0.0, 0.01)
@@ -68,14 +68,14 @@ class Normalizing(Rule):
         }
 
     def with_settings(self, **settings: float) -> Any:
-        """Returns the rule with these optimizer settings in place of its own that are None."""
+        """Returns the rule with these optimizer settings in place of those of its own that are None."""
         found: dict[str, Any] = {
             name: value for name, value in settings.items() if getattr(self, name) is None
         }
         return dataclasses.replace(self, **found) if found else self
 
     def moment_factor(self, age: int, new_age: int) -> float:
-        """Returns the factor that keeps the corrected estimate equal at another age."""
+        """Returns the factor for v that keeps its bias-corrected estimate when its age becomes `new_age`."""
         if not age:
             return 0.0
         return (1.0 - self._beta2**new_age) / (1.0 - self._beta2**age) if self.corrected else 1.0
@@ -83,13 +83,13 @@ class Normalizing(Rule):
 
 @dataclass(frozen=True)
 class AdamFeedback(Normalizing):
-    """``acc = e + s eta z``, ``z = g / (sqrt(v / (1 - beta2^t)) + eps)``, ``v = beta2 v + (1 - beta2) g^2``.
+    """Adam's step per rank: ``acc = e + s eta z``, ``z = g / (sqrt(v / (1 - beta2^t)) + eps)``.
 
     Each rank normalizes its own gradient, adds the step to the residual, and sends the largest elements;
     after AdamW's decay the mean is subtracted: ``theta = theta (1 - eta weight_decay) - mean``. Moments
     behind plain error feedback meet every element as a spike that is 1 / density steps old: v becomes too
-    large, and the first moment pushes on in an old direction. So v is made of dense gradients, and there is
-    no first moment: error feedback is one, with a memory of 1 / density steps.
+    large, and the first moment pushes on in an old direction. So v is of dense gradients,
+    ``v = beta2 v + (1 - beta2) g^2``, and there is no first moment: error feedback is one, with a memory of 1 / density steps.
 
     v is of this rank's gradient, in float32 or float64, after clipping and without the loss's scale; of the
     host's sum with two levels; of the sum of accumulated passes. A gradient that is not finite, or whose
@@ -138,7 +138,7 @@ class AdamFeedback(Normalizing):
 
 @dataclass(frozen=True)
 class RMSpropFeedback(Normalizing):
-    """Normalizes as RMSprop does: ``z = g / (sqrt(v) + eps)``, without bias correction of v.
+    """RMSprop's step per rank: ``z = g / (sqrt(v) + eps)``, without bias correction of v.
 
     Args:
         beta2: of v, called alpha or rho elsewhere; None: the optimizer's, or 0.99 where none is known.
@@ -173,7 +173,7 @@ class RMSpropFeedback(Normalizing):
 
 
 class _KerasRMSprop(RMSpropFeedback):
-    """Keras' RMSprop, ``z = g / sqrt(v + eps)``."""
+    """Keras' RMSprop, which has eps within the root: ``z = g / sqrt(v + eps)``."""
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         own = super()._rule_arguments(rates)
@@ -181,13 +181,13 @@ class _KerasRMSprop(RMSpropFeedback):
 
 
 class RankSimilarity:
-    """Estimates how alike ranks' gradients of a bucket are; the estimate is in `Progress.leans`."""
+    """Estimates how similar ranks' gradients of a bucket are, from projections on random signs."""
 
     def __init__(self, info: BucketInfo) -> None:
         self._info = info
 
     def step_ratio(self, leans: tuple[float, float]) -> float:
-        """Returns how many times longer the whole batch's steps are than one rank's: at most sqrt(P).
+        """Returns how many times longer the whole batch's step is than one rank's: 1 to sqrt(P).
 
         Example:
             >>> [RankSimilarity(BucketInfo("b", 9, size=4)).step_ratio(leans) for leans in ((0, 0), (0.1, 1))]
@@ -197,13 +197,13 @@ class RankSimilarity:
         return max(mean / own, 1.0 / self._info.size) ** -0.5 if own else 1.0
 
     def fold(self, accumulator: Accumulator, gradient: Any, rule: FoldRule, step: int) -> None:
-        """Folds a normalized gradient; the report holds its projection on random signs that ranks share."""
+        """Folds a gradient, and computes its projection on random signs that are equal on all ranks."""
         n = self._info.num_elements
         drawn = step_generator(0, self._info, step).integers(0, 2 * n, min(n, _SAMPLE))
         accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
 
     def next_leans(self, leans: tuple[float, float], projections: np.ndarray) -> tuple[float, float]:
-        """Returns both means of `Progress.leans` after a step in which ranks sent these P projections."""
+        """Returns the running means of two squares, given the P projections that ranks sent in a step."""
         squares = float(projections.mean()) ** 2, float(np.square(projections).mean())
         # the first steps are as long as one rank's
         known = leans if any(leans) else (squares[1], squares[1])

@@ -31,7 +31,7 @@ LARGEST_GROWTH = 10.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps, learning rates, and the residual's units: all that outlives a bucket beside its residual.
+    """Step, learning rates and the residual's scale: what is kept when a bucket is replaced by another.
 
     It goes on where a sparsifier's state has to start anew: in other buckets, at another number of ranks.
 
@@ -58,7 +58,7 @@ class Progress:
 
     @property
     def age(self) -> int:
-        """Steps that the companions are made of."""
+        """The number of steps that went into the companions (velocity or moment)."""
         return self.step - self.since
 
     def at(self, learning_rate: float | None) -> Progress:
@@ -82,7 +82,7 @@ class Progress:
         return dataclasses.replace(self, learning_rate=counted, largest_rate=largest)
 
     def rescaled(self, factor: float) -> Progress:
-        """Returns the progress after the residual was multiplied by a factor."""
+        """Returns this progress with its scale times `factor`, by which the residual was multiplied."""
         return dataclasses.replace(self, scale=self.scale * factor)
 
 
@@ -98,7 +98,7 @@ _LARGEST = {
 
 
 class Bucket:
-    """Parameters that are synchronized together, and everything this rank keeps for them."""
+    """Parameters that are synchronized together, with their residual and their sparsifier's state."""
 
     def __init__(
         self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Members | None = None
@@ -122,11 +122,11 @@ class Bucket:
 
     @property
     def progress(self) -> Progress:
-        """Steps, learning rates, and the residual's units, up to now."""
+        """Step, learning rates and the residual's scale, up to now."""
         return dataclasses.replace(self._progress, step=self.state.step)
 
     def restart(self, progress: Progress | None = None) -> None:
-        """Resets the sparsifier's state; the residual stays."""
+        """Resets the sparsifier's state, at a step and learning rate if given; the residual stays."""
         self._progress = progress = progress or Progress(summed=self.num_summed)
         if progress.summed != self.num_summed:  # companions of other gradients
             anew = {"since": progress.step, "summed": self.num_summed, "leans": (0.0, 0.0)}
@@ -136,40 +136,40 @@ class Bucket:
         self._before = None
 
     def rescale_state(self, factor: float) -> None:
-        """Scales the sparsifier's state after the residual was multiplied by `factor` between two steps."""
+        """Multiplies the sparsifier's thresholds by the factor by which the residual was multiplied."""
         if factor != 1.0:
             self._progress = self._progress.rescaled(factor)
             self.state = rescaled(self.state, factor)
 
     @property
     def num_summed(self) -> int:
-        """Returns the number of ranks whose gradients are summed before the fold."""
+        """The number of ranks whose gradients are summed before the fold: 1, or with two levels a host's."""
         return 1
 
     @property
     def whole(self) -> BucketInfo:
-        """Returns the whole bucket's facts; with two levels `info` has those of this rank's slice."""
+        """Info about the whole bucket; with two levels `info` is about this rank's slice of it."""
         return self.info
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Returns the slice [start, stop) of the bucket whose residual this rank keeps."""
+        """The slice [start, stop) of the bucket whose residual this rank keeps; without levels all."""
         return 0, self.info.num_elements
 
     def spread(self, held: np.ndarray) -> np.ndarray:
-        """Returns a shard's values among zeros for all other elements of the whole. To be read only."""
+        """Returns an array [n] with a shard's values, and zeros elsewhere. Read only."""
         return held
 
     def held(self) -> tuple[np.ndarray, ...]:
-        """Returns residual and companions, [n] each, to be read only: zeros outside of the shard."""
+        """Returns residual and companions as read-only arrays [n], zeros outside of this rank's shard."""
         return tuple(map(self.spread, self.accumulator.host_arrays()))
 
     def load(self, held: Sequence[np.ndarray]) -> None:
-        """Replaces residual and companions by the shard's elements of `held`, [n] each."""
+        """Replaces residual and companions by arrays [n], of which this rank's shard is taken."""
         self.accumulator.assign_arrays(held)
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
-        """Loads the sum of arrays [n] over this host's ranks with two levels; else does nothing."""
+        """With two levels, loads the sum over this host's ranks of arrays [n]; else does nothing."""
         yield from ()
 
     def step(
@@ -181,7 +181,7 @@ class Bucket:
         scale: float | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
-        """Synchronizes once: folds the gradient, then runs the sparsifier's coroutine.
+        """Runs one step of this bucket: folds the gradient, then runs the sparsifier's coroutine.
 
         A rank that refuses the step takes part for the others' sake alone. The sum comes back undivided;
         `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and
@@ -193,7 +193,7 @@ class Bucket:
         return (yield from self.synchronize(report, scale))
 
     def reduced(self, gradient: Any) -> Synchronization[Any]:
-        """Returns the gradient to fold; with two levels it is summed over the host's ranks first."""
+        """Returns the gradient to fold: the given one, or with two levels its sum over the host's ranks."""
         yield from ()
         return gradient
 
@@ -205,7 +205,7 @@ class Bucket:
         refused: bool = False,
         absent: Sequence[tuple[int, int]] = (),
     ) -> BucketStep:
-        """Folds a gradient into the residual, which begins a step; returns its report.
+        """Begins a step: adds a gradient to the residual, by the recipe's rule. Returns the step's report.
 
         Elements [start, stop) that are `absent` keep residual and companions as they are in this step.
         """
@@ -235,7 +235,7 @@ class Bucket:
         return report
 
     def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
-        """Runs the sparsifier after `fold`: the second half of `step`."""
+        """Runs the sparsifier after `fold`, and returns the sum over ranks; raises what all ranks raise."""
         sum_, overflow = yield from self._summed(report, scale)
         self.raise_if_failed(sum_.notes.first_nonfinite, overflow)
         return sum_
@@ -243,7 +243,7 @@ class Bucket:
     def _summed(
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
-        """Returns the sum, and where it overflows, if so; takes the step back if no rank may apply it."""
+        """Returns the sum, and where it overflows or None; rolls back if the step must not be applied."""
         self._before = self.state, self._progress
         sum_, after = yield from self._run_sparsifier(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
@@ -257,7 +257,7 @@ class Bucket:
         return sum_, overflow
 
     def received(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
-        """Reads counts and norms of all ranks from a sum; returns where it overflows, if it does."""
+        """Writes counts and norms from a sum to the report; returns the position of its overflow, or None."""
         report.num_selected, report.num_received = int(sum_.counts[self.info.rank]), len(sum_.values)
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:
@@ -266,13 +266,13 @@ class Bucket:
         return overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
 
     def learn(self, leans: np.ndarray) -> None:
-        """Learns how alike ranks' gradients of a pass are, from their projections, [P]."""
+        """Updates the estimate of how similar ranks' gradients are, by their projections [P]."""
         if self._similarity is not None and leans.any():
             learned = self._similarity.next_leans(self._progress.leans, leans)
             self._progress = dataclasses.replace(self._progress, leans=learned)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
-        """Raises on all ranks if their step counts, which every message carries, differ."""
+        """Raises on all ranks if they are not at the same step; every message carries its rank's step."""
         if (steps != steps[:1]).any():
             self._take_back()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
@@ -284,7 +284,7 @@ class Bucket:
             )
 
     def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
-        """Raises if a rank is in `marks` (position of its NaN or Inf, or n to refuse), or on overflow."""
+        """Raises on overflow, or if `marks` has a rank's position of NaN or Inf (n: it refuses the step)."""
         name, refused = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == refused]:
             raise errors.EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
@@ -296,7 +296,7 @@ class Bucket:
             raise errors.NonFiniteSumError(name, {}, self.member_at(overflow))
 
     def _run_sparsifier(self, report: BucketStep) -> Synchronization[tuple[SparseSum, SparsifierState]]:
-        """Runs the sparsifier's coroutine; counts its bytes, and its time between collectives."""
+        """Runs the sparsifier's coroutine, and counts its bytes and the time between its collectives."""
         coroutine = self.recipe.sparsifier.synchronize(self.accumulator, self.state, self.info)
         result: Any = None
         while True:
@@ -314,7 +314,7 @@ class Bucket:
             result = yield request
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Undoes the last step after its collectives: the selection returns to the residual.
+        """Rolls back the last step, after its collectives: the selection returns to the residual.
 
         The gradient stays folded in, unless it is dropped. The learning rate that the residual was scaled to
         stays.
@@ -336,19 +336,19 @@ class Bucket:
             self.accumulator.show(hidden, self.feedback.moment_factor(age, self.progress.age) or 1.0)
 
     def skip(self) -> None:
-        """Counts a step in which nothing is folded or selected."""
+        """Counts a step in which this bucket has no gradient: it folds and selects nothing."""
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
         self._progress = dataclasses.replace(self._progress, since=self._progress.since + 1)
         self._gradient = self._before = None
 
     def accept(self) -> None:
-        """Commits the last step: it cannot be rolled back any more."""
+        """Commits the last step, which can then not be rolled back any more."""
         self._gradient = self._before = None
         self.accumulator.accept()
         self._show()
 
     def member_at(self, position: int) -> str:
-        """Returns the name of the parameter that holds an element of the bucket."""
+        """Returns the name of the parameter to which an element of the bucket belongs."""
         for name, (start, stop) in self.members.items():
             if start <= position < stop:
                 return name
@@ -356,7 +356,7 @@ class Bucket:
 
 
 def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
-    """Returns the first element of a sum that its gradient's type cannot hold; None if there is none."""
+    """Returns the index of a sum's first element that the gradient's dtype cannot hold, or None."""
     values, limit = sum_.values, _LARGEST[info.dtype]
     if not len(values):
         return None
@@ -377,7 +377,7 @@ def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
 
 
 def num_bytes_sent(request: Request, rank: int) -> int:
-    """Returns the payload bytes that this rank puts into a request."""
+    """Returns the payload bytes that this rank sends in a collective."""
     if isinstance(request, Broadcast):
         return request.buffer.nbytes if request.root == rank else 0
     if isinstance(request, Exchange):

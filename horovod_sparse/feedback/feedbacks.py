@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers.base import BucketInfo
 
 
 class Rates(NamedTuple):
-    """Learning rates of one step, for its fold.
+    """Learning rates (last and present) of one step, and what else a fold's rule depends on.
 
     Attributes:
         before: learning rate whose gradients the residual is made of; None where unknown.
@@ -38,7 +38,7 @@ _fold_rule = functools.lru_cache(maxsize=64)(FoldRule)
 
 
 class Feedback:
-    """Defines how one pass makes the accumulator of a gradient and the residual.
+    """Says how residual and gradient become the accumulator, from which the sparsifier selects.
 
     A subclass is a frozen dataclass, and overrides what it does otherwise. All of them clip gradients, and
     can let the residual follow the learning rate.
@@ -67,7 +67,7 @@ class Feedback:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None")
 
     def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        """Returns the rule of a step's fold; `scale_residual` multiplies its decay by eta_before / eta_now.
+        """Returns the rule for a step's fold; `scale_residual` multiplies its decay by eta_before / eta_now.
 
         Example:
             >>> bucket, falling = BucketInfo("b", 9), Rates(0.1, 0.05)
@@ -80,29 +80,29 @@ class Feedback:
         return _fold_rule(decay=self.units(rates) * self.decay, clip_norm=norm, **self._rule_arguments(rates))
 
     def units(self, rates: Rates) -> float:
-        """Returns the factor by which the residual follows the learning rate."""
+        """Returns the factor by which the residual is multiplied when the learning rate changes."""
         # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
         return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
-        """Returns the arguments of `FoldRule` that this feedback sets itself."""
+        """Returns the arguments of `FoldRule` that this kind of feedback adds to those of every feedback."""
         return {}
 
     def moment_factor(self, age: int, new_age: int) -> float:
-        """Returns the factor that makes companions of `age` steps equal to those of `new_age` steps."""
+        """Returns the factor that turns a companion of `age` steps into one of `new_age` steps."""
         return 1.0
 
     def for_dense(self) -> Any:
-        """Returns the feedback of a parameter that is sent whole."""
+        """Returns the feedback to use where all elements are sent."""
         return self
 
     @property
     def changes_dense(self) -> bool:
-        """True if momentum, a moment or clipping changes a gradient that is sent whole."""
+        """True if this feedback changes gradients even where all elements are sent (momentum, clipping)."""
         return self.num_companions > 0 or self.clip_norm is not None
 
     def for_shards(self, count: int) -> Any:
-        """Returns the feedback of each of so many shards: all of them together may have the bucket's norm."""
+        """Returns the feedback for one of `count` shards; its clip_norm is the bucket's over sqrt(count)."""
         if self.clip_norm is None:
             return self
         return dataclasses.replace(self, clip_norm=self.clip_norm / math.sqrt(count))  # type: ignore[type-var]
@@ -161,7 +161,7 @@ class NoFeedback(Feedback):
 
 @dataclass(frozen=True)
 class MomentumCorrection(Feedback):
-    """``u = m u + g,  acc = e + u``; sent positions are cleared in e and in u.
+    """``u = m u + g,  acc = e + u``; sent elements are cleared in the residual e and in the velocity u.
 
     With plain error feedback, a gradient in the residual misses the momentum it would have gathered. Here
     every rank applies momentum first, so the optimizer must be SGD without momentum (an ArgumentError
@@ -203,13 +203,13 @@ class MomentumCorrection(Feedback):
         return {"momentum": self.momentum, "nesterov": self.nesterov, "masking": self.masking}
 
     def for_dense(self) -> MomentumCorrection:
-        """Returns this feedback without masking, which would clear the velocity in every step."""
+        """Returns a copy without masking: where all is sent, masking would always clear the velocity."""
         return dataclasses.replace(self, masking=False)
 
 
 @dataclass(frozen=True)
 class OwnStep:
-    """A rule for the gradients of one group of an optimizer in one pass.
+    """How one parameter group's gradients become an optimizer's steps in one pass: rule, weights, rates.
 
     Attributes:
         feedback: folds them.
@@ -227,7 +227,7 @@ class OwnStep:
 
 
 class Rule(Feedback):
-    """Makes an optimizer's own step of each rank's gradient; residuals and messages hold steps.
+    """Base of feedbacks that make each rank's gradient an optimizer's step; residuals hold steps.
 
     A new one is a copy of `sgd.py` (a line of the fold) or `muon.py` (anything else), and a name in
     `rules.RULES`.
@@ -249,11 +249,11 @@ class Rule(Feedback):
     densities: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> Rule:
-        """Returns the rule with the settings of PyTorch's optimizer that are the same in all passes."""
+        """Returns the rule with those settings of PyTorch's optimizer that do not change between passes."""
         return self
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
-        """Returns a group's rule, by its settings now.
+        """Returns a parameter group's `OwnStep`, by PyTorch's present settings.
 
         Args:
             kind: name of PyTorch's optimizer.
@@ -263,12 +263,12 @@ class Rule(Feedback):
         raise NotImplementedError
 
     def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
-        """Returns a Keras optimizer's rule, by its settings now, without the weight decay."""
+        """Returns a Keras optimizer's `OwnStep` by its present settings, without weight decay."""
         raise NotImplementedError
 
 
 def weights_of(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the factors by which PyTorch's optimizers add gradient and parameter (weight decay).
+    """Returns the factors (of gradient and parameter) by which PyTorch adds weight decay to a gradient.
 
     Example:
         >>> weights_of({"maximize": True, "weight_decay": 0.1, "lr": 1.0})
@@ -279,7 +279,7 @@ def weights_of(group: Mapping[str, Any]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class BestFeedback(Feedback):
-    """The `Rule` of the optimizer at hand, which a front end puts in its place.
+    """Stands for the `Rule` of the wrapped optimizer, by which the front end replaces it.
 
     Args:
         clip_norm: see `MomentumCorrection`.

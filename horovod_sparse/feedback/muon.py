@@ -20,7 +20,7 @@ _ADJUSTED: Mapping[str | None, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class MuonFeedback(Rule):
-    """``b = m b + (1 - m) g``, ``acc = e + eta s NS(b)``: Muon's step on each rank, with its own momentum b.
+    """Muon's step per rank: ``b = m b + (1 - m) g``, ``acc = e + eta s NS(b)``, b being the rank's momentum.
 
     NS makes a matrix orthogonal, nearly: of its singular values about 1, by Newton and Schulz' iteration.
     With Nesterov's momentum it is of ``(1 - m) g + m b``; s depends on the matrix's shape. What is applied is
@@ -53,7 +53,7 @@ class MuonFeedback(Rule):
 
 
 class Matrices:
-    """Momentum and step of single matrices, tensors of PyTorch; a gradient that is not finite leaves both.
+    """Computes Muon's momentum and step of single matrices (torch tensors); skips one with NaN or Inf.
 
     Args:
         group: parameter group of the optimizer.
@@ -66,13 +66,13 @@ class Matrices:
         momentum.lerp_(gradient.where(gradient.isfinite().all(), momentum), 1.0 - self._last)
 
     def take_back(self, momentum: Any, gradient: Any) -> None:
-        """Undoes `advance`, up to rounding."""
+        """Reverts `advance` up to rounding, when a step is cancelled."""
         if self._last:
             finite = gradient.isfinite().all()
             momentum.copy_(momentum.lerp(gradient, 1.0 - 1.0 / self._last).where(finite, momentum))
 
     def step(self, momentum: Any, gradient: Any) -> Any:
-        """Returns a matrix's step, after `advance`; it is not finite where the gradient is not."""
+        """Returns a matrix's step, after `advance`; NaN or Inf if the gradient has one."""
         update = gradient.lerp(momentum, self._last) if self._group["nesterov"] else momentum
         update = update.where(gradient.isfinite().all(), gradient)
         made = orthogonal(update, self._group["ns_coefficients"], self._group["ns_steps"], self._group["eps"])
@@ -81,7 +81,7 @@ class Matrices:
 
 
 def orthogonal(matrix: Any, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Any:
-    """Returns nearly the nearest orthogonal matrix, in bfloat16, by Newton-Schulz steps.
+    """Returns nearly the nearest orthogonal matrix, in bfloat16, by Newton-Schulz iterations.
 
     Each step applies ``a s + b s^3 + c s^5`` to the singular values, which are at most 1 before.
     """

@@ -33,7 +33,7 @@ _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 
 def split_outside(text: str, separator: str = ",") -> Iterator[str]:
-    """Splits a text at separators outside of brackets and quotes."""
+    """Splits a text at separators that are not within brackets or quotes."""
     depth, quote, start = 0, "", 0
     for place, letter in enumerate(text):
         if quote:
@@ -67,7 +67,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def parse_value(argument: str, text: str) -> Any:
-    """Reads one value: ``name(...)`` where the argument takes such, a Python literal, or a plain word.
+    """Returns an argument's value that a text means: ``name(...)``, a Python literal, or a plain word.
 
     Example:
         >>> parse_value("density", "0.01"), parse_value("threshold", "paper"), parse_value("shared", "false")
@@ -105,7 +105,7 @@ _log = logging.getLogger("horovod_sparse")
 
 @dataclass(frozen=True)
 class ParameterRules:
-    """Densities of single parameters, by size and by name.
+    """Gives single parameters densities of their own, by their size and name.
 
     Patterns are those of shells: ``*`` is any text, ``?`` any letter, ``[ab]`` one of these, and they
     are compared with the whole name, as ``model.named_parameters()`` gives it. The first of these that
@@ -149,7 +149,7 @@ class ParameterRules:
         object.__setattr__(self, "densities", tuple(densities.items()))
 
     def density_of(self, name: str, num_elements: int) -> float | None:
-        """Returns a parameter's density: 1 to send it whole, None to use the sparsifier's own."""
+        """Returns a parameter's density: 1 to send it whole, None for the sparsifier's own."""
         for pattern, density in self.densities:
             if fnmatchcase(name, pattern):
                 return density
@@ -158,7 +158,7 @@ class ParameterRules:
         return None
 
     def hint(self, names: Iterable[str]) -> None:
-        """Warns of patterns that match no parameter's name, as misspelt ones do."""
+        """Logs a warning for each pattern that matches no parameter's name."""
         known, patterns = sorted(names), [*self.dense, *(pattern for pattern, _ in self.densities)]
         missed = [one for one in patterns if not any(fnmatchcase(name, one) for name in known)]
         if missed:
@@ -169,14 +169,14 @@ class ParameterRules:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the rules that differ from the default, as keyword arguments of `recipe`."""
+        """Returns the rules that are not at their default, as keyword arguments of `recipe`."""
         given = {name: now for name, default in _RULES.items() if (now := getattr(self, name)) != default}
         return {name: dict(value) if name == "densities" else value for name, value in given.items()}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A sparsifier and the feedback around it: a picklable value, made before `hvd.init()`.
+    """A sparsifier and its feedback, as a picklable value that may be made before `hvd.init()`.
 
     Args:
         sparsifier: which elements are sent, and how.
@@ -199,7 +199,7 @@ class Recipe:
             raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:
-        """Applies the rule for one parameter, or for a bucket of parameters of one density."""
+        """Returns the recipe for a parameter (or a bucket of them), with its density by the rules."""
         density = self.rules.density_of(name, num_elements)
         if density is None:
             return Recipe(self.sparsifier, self.feedback)
@@ -209,13 +209,13 @@ class Recipe:
         return Recipe(changed, self.feedback)
 
     def for_dense(self) -> Recipe:
-        """Returns the recipe for a parameter that is sent whole: the same feedback around an allreduce."""
+        """Returns the recipe for a parameter that is sent whole: an allreduce with the same feedback."""
         from horovod_sparse.sparsifiers.dense import Dense
 
         return Recipe(Dense(), self.feedback.for_dense())
 
     def describe(self) -> str:
-        """Returns one line for logs and checkpoints; `parse_recipe` makes an equal recipe of it.
+        """Returns one line for logs and checkpoints, from which `parse_recipe` makes an equal recipe.
 
         Example:
             >>> recipe("dgc", feedback="momentum", dense_below=1024).describe()
@@ -240,7 +240,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def for_length(steps: int) -> dict[str, Any]:
-    """Returns arguments of a recipe for a training with AdamW: the least bytes that cost no accuracy.
+    """Returns recipe arguments for AdamW and this many steps: the least bytes that cost no accuracy.
 
     Example:
         >>> for_length(10_000)
@@ -304,7 +304,7 @@ def recipe(name: str, **arguments: Any) -> Recipe:
 
 
 def parse_recipe(text: str) -> Recipe:
-    """Reads a recipe from a command line: ``name`` or ``name:argument=value,argument=value``.
+    """Makes a recipe of a user's text: ``name`` or ``name:argument=value,argument=value``.
 
     Args:
         text: the description; values are Python literals, plain words, or nested descriptions as

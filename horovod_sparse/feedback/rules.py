@@ -57,7 +57,7 @@ _REASONS: Mapping[str, str] = {
 
 
 def feedback_named(name: str | feedbacks.Feedback) -> feedbacks.Feedback:
-    """Returns the feedback of a name, or the given feedback.
+    """Returns the feedback with a name, or the given feedback.
 
     Example:
         >>> feedback_named("momentum").momentum
@@ -73,7 +73,7 @@ def feedback_named(name: str | feedbacks.Feedback) -> feedbacks.Feedback:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Names PyTorch's optimizer whose step one has: a subclass that replaces nothing of it counts as it.
+    """Returns the name of PyTorch's optimizer class whose step this one runs; a subclass may not change it.
 
     Raises:
         ArgumentError: for another optimizer, with the reason.
@@ -96,7 +96,7 @@ def kind_of(optimizer: Any) -> str:
 
 
 def recipe_for(optimizer: Any, recipe: Any) -> Any:
-    """Returns a recipe with the rule of an optimizer in place of "best".
+    """Returns the recipe with the optimizer's rule where the feedback is "best".
 
     Raises:
         ArgumentError: for a rule of another optimizer, or settings that it does not follow.
@@ -112,7 +112,7 @@ def recipe_for(optimizer: Any, recipe: Any) -> Any:
 
 
 def with_rule(recipe: Any, own: Any, kind: str, groups: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns a recipe with the rule of this kind of optimizer; refuses settings that the rule ignores."""
+    """Returns the recipe with this kind of optimizer's rule; raises on settings that the rule ignores."""
     given, sparsifier = recipe.feedback, recipe.sparsifier
     if isinstance(given, feedbacks.BestFeedback):
         given = own() if given.clip_norm is None else own(clip_norm=given.clip_norm)

@@ -12,7 +12,7 @@ from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
 
 @dataclass(frozen=True)
 class VelocityFeedback(Rule):
-    """``u = m u + g,  acc = e + eta u``: SGD's own step on each rank, whose velocity nothing clears.
+    """SGD's step per rank: ``u = m u + g,  acc = e + eta u``; sending clears no velocity.
 
     With Nesterov's momentum ``acc = e + eta (g + m u)``. At density 1 that is SGD with momentum of the mean
     gradient: momentum is linear. Weight decay and dampening come with the gradient. With every > 1 or
@@ -38,7 +38,7 @@ class VelocityFeedback(Rule):
 
     @property
     def num_companions(self) -> int:  # type: ignore[override]
-        """The velocity, where there is momentum."""
+        """1 for the velocity if there is momentum, else 0."""
         return int(bool(self.momentum))
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class VelocityFeedback(Rule):
         return replace(self, **own)
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
-        """Returns a group's rule: velocity, weight decay and rate by its settings now.
+        """Returns a parameter group's `OwnStep`: momentum, weight decay and rate by its present settings.
 
         Example:
             >>> group = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.25, "nesterov": False}

@@ -39,20 +39,20 @@ _MADE_OF_TEXT = errors.StateMismatchError, MessageError, errors.CollectiveMismat
 
 
 def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
-    """Returns a gradient on the host as one array that can be summed: half types in float32."""
+    """Returns a gradient as one host array that an allreduce can sum: half types as float32."""
     parts = gradient if isinstance(gradient, GradientParts) else GradientParts([gradient])
     return parts.joined(whole.value_dtype)
 
 
 def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
-    """Pads a host's sum of a shard with zeros to `num_elements` elements, for a fold."""
+    """Pads the host's sum of a shard with zeros to `num_elements`, so that a bucket can fold it."""
     short = num_elements - shard.size
     return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
 
 
 @dataclass(frozen=True, eq=False)
 class ShardMessage:
-    """Carries a column's result to the ranks of a host: a line of JSON, then the words of its shard's sum."""
+    """The result of one shard, which its rank sends to the ranks of its host: facts as JSON, and the sum."""
 
     step: int
     #: elements that each host has selected; the first of its sum that is not finite; norm of its residual
@@ -68,7 +68,7 @@ class ShardMessage:
     sum: Words
 
     def packed(self) -> Words:
-        """Returns the words to send: the lengths of line and sum, then line and sum."""
+        """Returns the message as words: the lengths of JSON and sum, then both."""
         *head, words = vars(self).values()
         line = json.dumps(head).encode()
         text = np.frombuffer(line + b" " * (-len(line) % 4), np.int32)
@@ -76,7 +76,7 @@ class ShardMessage:
 
     @classmethod
     def unpacked(cls, words: Words, count: int) -> list[ShardMessage]:
-        """Reads `count` messages that follow one another. Raises the error that a message reports."""
+        """Reads `count` messages, one after another; raises the error that one of them reports."""
         messages: list[ShardMessage] = []
         for _ in range(count):
             if words.size < 2 or words.size < (stop := 2 + int(words[0]) + int(words[1])):
@@ -91,7 +91,7 @@ class ShardMessage:
 
 
 class TwoLevelBucket(Bucket):
-    """A rank's shard of a bucket whose gradients are summed within hosts first.
+    """A bucket whose gradients are summed within each host first; a rank then sparsifies one slice (shard).
 
     It is the bucket of the shard (`info`, `accumulator`, `state`), and synchronizes the whole. Shards are as
     long as the longest: a shorter one ends in an element that is always 0.
@@ -136,7 +136,7 @@ class TwoLevelBucket(Bucket):
         self._load_shards([values[slice(*self.shard)] for values in held])
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
-        """Loads the host's sums of this rank's shard; all ranks of the host do so together."""
+        """Loads the sum over this host's ranks of arrays [n]; all ranks of the host call it together."""
         shards = []
         for values in held:
             shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
@@ -152,7 +152,7 @@ class TwoLevelBucket(Bucket):
         return self._foldable(shard, self.info.num_elements)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
-        """Checks as `Bucket._check_steps`, by default the ranks of this rank's column."""
+        """Raises if ranks are not at the same step; by default those of this rank's column."""
         super()._check_steps(steps, self.topology.columns[self.local] if ranks is None else ranks)
 
     def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
@@ -163,7 +163,7 @@ class TwoLevelBucket(Bucket):
             raise
 
     def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
-        """Runs this rank's shard, and returns the sum of the whole; raises errors on all ranks alike."""
+        """Runs this rank's shard, and returns the whole bucket's sum; raises errors on all ranks alike."""
         failure: HorovodSparseError | None = None
         try:
             sum_, overflow = yield from at_level(self._summed(report, scale), "across")
@@ -197,7 +197,7 @@ class TwoLevelBucket(Bucket):
         return sum_
 
     def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
-        """Returns the result of this rank's column, as words for the ranks of its host."""
+        """Returns this shard's sum, overflow or error, as words for the other ranks of the host."""
         (start, stop), notes = self.shard, sum_.notes
         given_up = overflow is not None or bool(notes.first_nonfinite)
         whole = sum_.whole and not given_up
@@ -219,7 +219,7 @@ class TwoLevelBucket(Bucket):
         ).packed()
 
     def _join_shards(self, gathered: Words) -> tuple[SparseSum, dict[int, int], int | None]:
-        """Joins the shards' sums; returns also bad positions by rank, and the first overflow."""
+        """Returns the sum of all shards, the failed ranks' positions of NaN or Inf, and an overflow's."""
         n, dtype = self.whole.num_elements, self.whole.value_dtype
         messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host)
         self._check_steps(np.array([one.step for one in messages]), self.topology.hosts[self.host])
@@ -253,7 +253,7 @@ class TwoLevelBucket(Bucket):
 
 
 def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
-    """Returns the facts of a rank's shard: the ranks are one per host, and the length is the longest shard's.
+    """Returns info about this rank's shard: its ranks are one of each host, its length is the longest's.
 
     Example:
         >>> shard_of(BucketInfo("w", 9, rank=3, size=4), Topology.regular(2, 2))

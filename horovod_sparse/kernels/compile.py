@@ -34,7 +34,7 @@ _logged: set[str] = set()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles a function at its first call, once per machine and argument types.
+    """Compiles a function at its first call, and caches it on disk for this machine and argument types.
 
     Ranks that start together take turns: the first compiles, the others read its result (numba alone lets all
     compile, and two that save *different* specializations at one moment can exchange their code). The cache
@@ -75,7 +75,7 @@ def _refuse(*_arguments: Any) -> Any:
 
 
 def _stamp(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
-    """Returns name, size and time of all kernel files that a function uses, directly or through calls."""
+    """Returns name, size and time of change of all kernel files that a function uses, for the cache's key."""
     files: dict[str, tuple[int, int]] = {}
     _visit(function.__globals__, files)
     return tuple((name, *facts) for name, facts in sorted(files.items()))
@@ -96,7 +96,7 @@ def _visit(scope: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
 
 @contextlib.contextmanager
 def _cache_lock(folder: str | None) -> Iterator[None]:
-    """Holds the cache folder's lock; reentrant, because compiling a kernel compiles those that it calls."""
+    """Holds the cache folder's file lock; reentrant, since compiling a kernel compiles its callees."""
     global _depth
     # numba's own lock first, which its threads may already hold when they come here.
     with global_compiler_lock:
@@ -112,7 +112,7 @@ def _cache_lock(folder: str | None) -> Iterator[None]:
 
 
 def _close_inherited_locks() -> None:
-    """Closes locks that a forked child (a DataLoader's worker) inherits, or other processes would wait."""
+    """Closes locks that a forked child (a DataLoader's worker) inherits: it would hold them for ever."""
     while _held:
         os.close(_held.pop())
 

@@ -38,12 +38,12 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def spread(scalar: Any, count: int = LANES) -> Any:
-    """The LLVM constant vector (or, with count 0, scalar) of one constant."""
+    """Returns an LLVM constant vector whose `count` lanes hold one constant (with count 0 a scalar)."""
     return ir.Constant(ir.VectorType(scalar.type, count), [scalar.constant] * count) if count else scalar
 
 
 def widen_half(builder: Any, raw: Any, kind: Any, count: int = LANES) -> Any:
-    """Emits float16 (kind int16) or bfloat16 (kind uint16) bits -> float32; exact.
+    """Emits the exact conversion of float16 (kind int16) or bfloat16 (kind uint16) bits to float32.
 
     By integer arithmetic, because not every machine has an instruction for it and the routines LLVM
     would call instead are not there in a compiled kernel.
@@ -86,7 +86,7 @@ def _bits_type(number: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, array: Any, index: Any) -> Any:
-    """The `LANES` elements from index on; half types arrive as float32."""
+    """Loads `LANES` elements from index on; half types are converted to float32."""
     half = array.dtype in (types.int16, types.uint16)
     result = Lanes(types.float32 if half else array.dtype)
 
@@ -100,7 +100,7 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
-    """Writes the lanes from index on."""
+    """Writes the lanes to the array, from index on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _address(context, builder, array, args[0], args[1])
@@ -112,7 +112,7 @@ def store(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
 
 @intrinsic
 def stream(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
-    """Writes the lanes from index on, where a cache line begins, past the caches."""
+    """Writes the lanes to the array past the caches, from index on, where a cache line begins."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         written = builder.store(args[2], _address(context, builder, array, args[0], args[1]), align=64)
@@ -124,7 +124,7 @@ def stream(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
 
 
 def emitting(typed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an intrinsic of a function that emits it: from a builder, and the values of its arguments.
+    """Decorates a function of a builder and argument values that emits LLVM code, as a numba intrinsic.
 
     `typed` gives the signature, from numba's types of the arguments.
     """
@@ -147,7 +147,7 @@ alike = emitting(lambda *lanes: lanes[0](*lanes))
 
 
 def broadcast(builder: Any, scalar: Any) -> Any:
-    """Emits a value in every lane."""
+    """Emits a vector with the value in every lane."""
     vector = ir.VectorType(scalar.type, LANES)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
@@ -155,7 +155,7 @@ def broadcast(builder: Any, scalar: Any) -> Any:
 
 
 def bits_in(builder: Any, value: Any) -> Any:
-    """Emits the bits of a float, or of float lanes, as integers; integers are bits already."""
+    """Emits the bits of a float (or vector of floats) as integers; integers stay as they are."""
     lanes = isinstance(value.type, ir.VectorType)
     kind = value.type.element if lanes else value.type
     if isinstance(kind, ir.IntType):
@@ -165,7 +165,7 @@ def bits_in(builder: Any, value: Any) -> Any:
 
 
 def size_in(builder: Any, value: Any) -> Any:
-    """Emits a value's bits without the sign."""
+    """Emits a float's bits with the sign bit cleared."""
     bits = bits_in(builder, value)
     lanes = isinstance(bits.type, ir.VectorType)
     word = bits.type.element if lanes else bits.type
@@ -173,7 +173,7 @@ def size_in(builder: Any, value: Any) -> Any:
 
 
 def called(builder: Any, name: str, args: list[Any], result: Any = None, **options: Any) -> Any:
-    """Emits a call of an LLVM intrinsic; the result's type is by default its first argument's."""
+    """Emits a call of an LLVM intrinsic, whose result has the first argument's type by default."""
     kind = ir.FunctionType(args[0].type if result is None else result, [one.type for one in args])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, args, **options)
@@ -181,13 +181,13 @@ def called(builder: Any, name: str, args: list[Any], result: Any = None, **optio
 
 @emitting(lambda scalar: Lanes(scalar)(scalar))
 def splat(builder: Any, scalar: Any) -> Any:
-    """The scalar in every lane."""
+    """Returns a vector with the scalar in every lane."""
     return broadcast(builder, scalar)
 
 
 @alike
 def zeros_like(builder: Any, lanes: Any) -> Any:
-    """Zero in every lane, of the same type."""
+    """Returns a vector of zeros of the same type."""
     return ir.Constant(lanes.type, None)
 
 
@@ -211,27 +211,27 @@ def divide(builder: Any, left: Any, right: Any) -> Any:
 
 @alike
 def larger(builder: Any, left: Any, right: Any) -> Any:
-    """The larger of unsigned lanes."""
+    """Returns the maximum of two vectors, lane by lane, as unsigned integers."""
     return builder.select(builder.icmp_unsigned(">", left, right), left, right)
 
 
 @alike
 def root(builder: Any, lanes: Any) -> Any:
-    """Square roots, rounded as IEEE says."""
+    """Returns the square roots, correctly rounded."""
     width = 64 if isinstance(lanes.type.element, ir.DoubleType) else 32
     return called(builder, f"llvm.sqrt.v{LANES}f{width}", [lanes])
 
 
 @emitting(lambda lanes: lanes.element(lanes))
 def top_of(builder: Any, lanes: Any) -> Any:
-    """The largest of unsigned lanes."""
+    """Returns the largest of a vector's lanes, as unsigned integers."""
     element = lanes.type.element
     return called(builder, f"llvm.vector.reduce.umax.v{LANES}i{element.width}", [lanes], element)
 
 
 @emitting(types.float64)
 def sum_of(builder: Any, lanes: Any) -> Any:
-    """The sum of float lanes, as float64."""
+    """Returns the sum of a vector's lanes, as float64."""
     double, vector = ir.DoubleType(), lanes
     if not isinstance(lanes.type.element, ir.DoubleType):
         vector = builder.fpext(lanes, ir.VectorType(double, LANES))
@@ -241,7 +241,7 @@ def sum_of(builder: Any, lanes: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of array[index], which will be read (and perhaps written) soon."""
+    """Prefetches the cache line of array[index], which will be read or written soon."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(context.make_array(array)(context, builder, args[0]).data, [args[1]])
@@ -257,7 +257,7 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def read(typingctx: Any, array: Any, index: Any) -> Any:
-    """array[index] without wraparound; half types arrive as float32."""
+    """Returns array[index]; negative indices do not wrap, and half types are converted to float32."""
     half = array.dtype in (types.int16, types.uint16)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -270,19 +270,19 @@ def read(typingctx: Any, array: Any, index: Any) -> Any:
 
 @emitting(lambda number: _bits_type(number)(number))
 def raw_bits(builder: Any, number: Any) -> Any:
-    """The bits of a float, or of float lanes, as unsigned integers."""
+    """Returns the bits of a float (or vector of floats) as unsigned integers."""
     return bits_in(builder, number)
 
 
 @emitting(lambda number: _bits_type(number)(number))
 def magnitude(builder: Any, number: Any) -> Any:
-    """The bits without the sign, unsigned: they order like the magnitudes, Inf and NaN on top."""
+    """Returns the bits without the sign: as unsigned integers they order like magnitudes, NaN on top."""
     return size_in(builder, number)
 
 
 @alike
 def infinity(builder: Any, bits: Any) -> Any:
-    """The magnitude bits of Inf, in the type of the argument (uint32 or uint64)."""
+    """Returns the magnitude bits of infinity, in the argument's type (uint32 or uint64)."""
     return ir.Constant(bits.type, 0x7FF0000000000000 if bits.type.width == 64 else 0x7F800000)
 
 
@@ -307,32 +307,32 @@ def successor(builder: Any, bits: Any) -> Any:
 
 @emitting(lambda lanes, threshold: types.uint64(lanes, lanes))
 def mask_at_least(builder: Any, lanes: Any, threshold: Any) -> Any:
-    """One bit per unsigned lane that is >= the lane of threshold."""
+    """Returns a mask with one bit per lane, set where the lane is >= the threshold's (unsigned)."""
     hits = builder.icmp_unsigned(">=", lanes, threshold)
     return builder.zext(builder.bitcast(hits, ir.IntType(LANES)), ir.IntType(64))
 
 
 @emitting(lambda lanes, lane: lanes.element(lanes, types.int64))
 def lane_of(builder: Any, lanes: Any, lane: Any) -> Any:
-    """One lane."""
+    """Returns the lane with this number."""
     return builder.extract_element(lanes, lane)
 
 
 @emitting(lambda mask: types.int64(mask))
 def first_bit(builder: Any, mask: Any) -> Any:
-    """Position of the lowest bit set in a uint64 that is not 0."""
+    """Returns the position of the lowest set bit of a uint64 that is not 0."""
     return builder.cttz(mask, ir.Constant(ir.IntType(1), 1))
 
 
 @emitting(lambda mask: types.uint64(types.uint64))
 def without_first_bit(builder: Any, mask: Any) -> Any:
-    """The mask with its lowest bit cleared."""
+    """Returns the mask with its lowest set bit cleared."""
     return builder.and_(mask, builder.sub(mask, ir.Constant(ir.IntType(64), 1)))
 
 
 @emitting(lambda mask, marks: types.uint64(types.uint64, types.uint64))
 def without_last_bit(builder: Any, mask: Any, marks: Any) -> Any:
-    """The mask without its bit at the place of the highest bit set in marks (which is not 0)."""
+    """Returns the mask without the bit at the position of the highest set bit of `marks` (not 0)."""
     behind = builder.ctlz(marks, ir.Constant(ir.IntType(1), 1))
     highest = builder.lshr(ir.Constant(ir.IntType(64), 1 << 63), behind)
     return builder.and_(mask, builder.not_(highest))
@@ -340,5 +340,5 @@ def without_last_bit(builder: Any, mask: Any, marks: Any) -> Any:
 
 @emitting(lambda mask: types.int64(mask))
 def count_bits(builder: Any, mask: Any) -> Any:
-    """Counts the bits of a uint64 that are set."""
+    """Returns the number of set bits of a uint64."""
     return builder.ctpop(mask)

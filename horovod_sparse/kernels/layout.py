@@ -16,7 +16,7 @@ def block_size(density: float) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of an accumulator's blocks: contiguous, the last one may be shorter."""
+    """Divides an accumulator into contiguous blocks of equal length; the last may be shorter."""
 
     num_elements: int
     block: int = 64
@@ -31,19 +31,19 @@ class Layout:
         object.__setattr__(self, "num_blocks", -(-self.num_elements // self.block))
 
     def whole_blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of blocks that lie in a window completely (empty: first == last)."""
+        """Returns the range [first, last) of blocks that lie completely within a window."""
         first = -(-start // self.block)
         last = self.num_blocks if stop >= self.num_elements else stop // self.block
         return first, max(first, last)
 
 
 def bits_dtype(dtype: Any) -> np.dtype[Any]:
-    """The unsigned type that holds the magnitude bits of a float32 or float64."""
+    """Returns the unsigned dtype that holds the bits of a float32 or float64."""
     return np.dtype(np.uint64 if np.dtype(dtype) == np.float64 else np.uint32)
 
 
 def bits_of(threshold: float, dtype: Any) -> Any:
-    """Magnitude bits of the smallest value of a type that is >= threshold and not 0."""
+    """Returns the magnitude bits of the smallest number of a dtype that is >= threshold and above 0."""
     if threshold != threshold:
         raise ArgumentError("threshold", threshold, "a number")
     dtype = np.dtype(dtype)

@@ -20,7 +20,7 @@ from horovod_sparse.kernels.lanes import count_bits, first_bit, lane_of, without
 
 
 def _packs() -> bool:
-    """True if compiled code may use AVX-512: the machine has it, and numba's settings allow it."""
+    """True if kernels may use AVX-512: the machine has it, and numba's settings allow it."""
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         return False
     try:
@@ -34,7 +34,7 @@ PACKS = _packs()
 
 @intrinsic
 def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> Any:
-    """Writes the lanes whose mask bit is set side by side from index on, and garbage after them."""
+    """Writes the lanes whose mask bit is set, side by side from index on; overwrites `LANES` elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -63,7 +63,7 @@ def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> A
 
 @v.emitting(lambda start: v.Lanes(types.int32)(types.int64))
 def _positions(builder: Any, start: Any) -> Any:
-    """start, start + 1, ... as int32 lanes."""
+    """Returns the vector start, start + 1, ... as int32 lanes."""
     word = ir.IntType(32)
     steps = ir.Constant(ir.VectorType(word, v.LANES), [ir.Constant(word, lane) for lane in range(v.LANES)])
     return builder.add(v.broadcast(builder, builder.trunc(start, word)), steps)
@@ -81,20 +81,20 @@ if not PACKS:
 
 @kernel
 def append_positions(mask, start, indices, count):  # type: ignore[no-untyped-def]
-    """Appends start + lane for every bit of the mask; there must be room for all lanes."""
+    """Appends start + lane to `indices` for every set bit of the mask, and returns the new count."""
     _pack_at(indices, count, _positions(start), mask)
     return count + count_bits(mask)
 
 
 @kernel
 def append_keys(sizes, mask, keys, count):  # type: ignore[no-untyped-def]
-    """Appends the key of every lane in the mask; there must be room for all lanes."""
+    """Appends the lane of `sizes` to `keys` for every set bit of the mask, and returns the new count."""
     _pack_at(keys, count, sizes, mask)
     return count + count_bits(mask)
 
 
 @kernel
 def append(sizes, mask, start, indices, keys, count):  # type: ignore[no-untyped-def]
-    """Appends position and key of every lane in the mask; there must be room for all lanes."""
+    """Appends the index and the key of every lane in the mask, and returns the new count."""
     _pack_at(indices, count, _positions(start), mask)
     return append_keys(sizes, mask, keys, count)

@@ -21,7 +21,7 @@ NORMS = ("mean", "max", "l2")
 
 @dataclass(frozen=True)
 class Quantization:
-    """Elements in groups; each is a sign times a whole number of its group's unit.
+    """Encodes elements in groups: each element is a sign times a whole number of its group's unit.
 
     With s levels the unit is norm / s, the number at most s, and what lies between two is rounded to either
     at random, so that the expectation is the element itself. With signs alone the number is 1, the unit the
@@ -57,11 +57,11 @@ class Quantization:
         return 1 + self.levels.bit_length()
 
     def length_of_group(self, num_elements: int) -> int:
-        """Returns the number of elements of a group; without groups all n, 1 or more."""
+        """Returns the number of elements of a group; without groups all n are one."""
         return self.group or max(1, num_elements)
 
     def num_units(self, num_elements: int) -> int:
-        """Returns the number of units: n elements have one for each group."""
+        """Returns the number of groups of n elements; each group has one unit."""
         return -(-num_elements // self.length_of_group(num_elements))
 
     def unit_words(self, num_elements: int, dtype: np.dtype[Any]) -> int:
@@ -84,7 +84,7 @@ Array = NDArray[Any]
 
 
 def drawn(words: Any, key: int) -> Any:
-    """Returns 24 random bits per position; NumPy and torch give the same.
+    """Returns a random number of 24 bits for each position, a hash of the key; NumPy and torch agree.
 
     Args:
         words: int32, of NumPy or torch: ``i A + low`` of `COUNTER`; overwritten.
@@ -106,7 +106,7 @@ def signed(number: int) -> int:
 
 
 def windows(num_elements: int, length: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yields [start, stop) of at most `chunk` elements: whole groups of a length, or a part of one."""
+    """Yields windows [start, stop) that cover n elements: whole groups of `length`, or parts of a group."""
     several = max(1, chunk // length) * length
     for first in range(0, num_elements, several):
         last = min(first + several, num_elements)
@@ -115,7 +115,7 @@ def windows(num_elements: int, length: int, chunk: int) -> Iterator[tuple[int, i
 
 
 def spread(by_group: Array, start: int, stop: int, length: int) -> Array:
-    """Returns the number of its group for every element of a window, or one for all."""
+    """Returns the element of `by_group` that belongs to each element's group in a window."""
     own = by_group[start // length : -(-stop // length)]
     if own.size == 1:
         return own
@@ -149,7 +149,7 @@ def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
 
 @np.errstate(all="ignore")
 def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
-    """Writes the words of all values; returns the values minus the words' decoded values."""
+    """Writes all values' codes to `words`, and returns the rounding errors."""
     n, length, at = values.size, code.length_of_group(values.size), code.unit_words(values.size, values.dtype)
     rest, codes = np.empty_like(values), words[at:].view(np.uint32).reshape(-1, code.planes)
     largest = float(np.finfo(values.dtype).max)
@@ -183,7 +183,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
 
 @np.errstate(all="ignore")
 def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> NDArray[Any]:
-    """Decodes all ranks' messages, [P, words], into their sum, in rank order; returns units [P, groups]."""
+    """Decodes all ranks' messages [P, words], and adds them up in `out`, in rank order; returns all units."""
     n, length, at = out.size, code.length_of_group(out.size), code.unit_words(out.size, out.dtype)
     units = np.ascontiguousarray(messages[:, :at]).view(out.dtype)
     codes = messages[:, at:].view(np.uint32).reshape(len(messages), -1, code.planes)
@@ -201,14 +201,14 @@ def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> N
 
 
 def unpack_bits(words: NDArray[np.uint32], count: int) -> NDArray[np.uint8]:
-    """Returns the first `count` bits of words, lowest first, each as a byte of 0 or 1."""
+    """Returns the first `count` bits of the words, lowest first, each as a byte of 0 or 1."""
     return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=count, bitorder="little")
 
 
 def _dequantize(
     numbers: NDArray[np.uint8], negative: NDArray[np.uint8], units: Array, start: int, length: int
 ) -> Array:
-    """Returns numbers times units, minus where `negative` is 1; overwrites both arrays of bytes."""
+    """Returns numbers times their groups' units, negated where `negative` is 1; overwrites both arrays."""
     np.negative(negative, out=negative)
     numbers ^= negative
     numbers -= negative

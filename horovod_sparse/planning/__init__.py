@@ -28,7 +28,7 @@ def plan_request(
     groups: Any = None,
     bucket_bytes: int | None = None,
 ) -> tuple[PlanRequest | None, Plan | None]:
-    """Returns the request and the given plan, or refuses arguments that contradict each other.
+    """Returns the request for a plan, or the given plan; raises on arguments that contradict each other.
 
     `bucket_bytes` means ``merging=fixed(bytes=...)``, and a `Plan` as `merging` means `plan`.
     """
@@ -50,7 +50,7 @@ def plan_request(
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """The plan that this rank begins with, until all ranks agree on that of rank 0."""
+    """The plan with which this rank begins; then all ranks take that of rank 0."""
 
     plan: Plan
     #: None if a plan was given, or nothing was asked for
@@ -70,7 +70,7 @@ def first_plan(
     cluster: Callable[[], ClusterFacts],
     **arguments: Any,
 ) -> FirstPlan:
-    """Returns the plan asked for, or the default one; keeps an error of this rank, to be raised by all."""
+    """Returns the requested (or default) plan; keeps an error in `failure`, for all ranks to raise."""
     parameters = [fact for fact, _ in facts.values()]
     if request is None:
         made = make_plan(facts, **arguments)
@@ -95,5 +95,5 @@ def first_plan(
 
 
 def asked_of(request: PlanRequest | None) -> dict[str, str]:
-    """Returns how plans are made, in words that have to be equal on all ranks."""
+    """Returns a description of how plans are made, which has to be equal on all ranks."""
     return {"plan": "the default"} if request is None else request.describe()

@@ -40,7 +40,7 @@ _SPARSIFIERS_SHARES = 2
 
 @dataclass(frozen=True)
 class Extent:
-    """Holds the sizes to measure: 3 or more of each kind, ascending."""
+    """The sizes at which to measure (3 or more of each kind, ascending), repetitions, and a time budget."""
 
     #: that a rank puts into a collective
     message_bytes: tuple[int, ...]
@@ -65,7 +65,7 @@ THOROUGH = Extent(
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """A rank's clock, and means or maxima over all ranks of the seconds that it measured."""
+    """Measures seconds on a rank, and shares their means or maxima over all ranks."""
 
     where: ClusterFacts
     clock: Callable[[], float]
@@ -75,7 +75,7 @@ class Stopwatch:
     generator: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(0))
 
     def align_ranks(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
-        """Synchronizes the ranks, then sleeps for a random part of Horovod's cycle."""
+        """Lets all ranks continue together, after a random part of Horovod's cycle."""
         if self.where.size > 1:
             if collectives.AllReduce not in measured:
                 yield collectives.AllReduce(np.zeros(1, np.float32))
@@ -86,7 +86,7 @@ class Stopwatch:
             self.sleep(float(self.generator.random()) * self.where.cycle_seconds)
 
     def shared(self, seconds: Sequence[float], slowest: bool = False) -> Synchronization[NDArray[np.float64]]:
-        """Returns means (or maxima) of the seconds over ranks: [len(seconds)], the same on all."""
+        """Returns the means (or maxima) over ranks of these seconds, equal on all ranks."""
         own = np.array(seconds, np.float64)
         if self.where.size == 1:
             return own
@@ -104,7 +104,7 @@ def repeated(
     skip: int = 1,
     slowest: bool = True,
 ) -> Synchronization[list[list[float]]]:
-    """Repeats a coroutine that returns seconds, and returns a row for each repetition, equal on all ranks."""
+    """Runs a coroutine several times, and returns for each run its seconds, combined over ranks."""
     own: list[float] = []
     for number in range(skip + watch.repetitions):
         before()
@@ -122,7 +122,7 @@ def by_size(
     sizes: Sequence[int],
     budget_seconds: float,
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
-    """Measures at ascending sizes while the budget lasts, and returns the sizes and a row for each."""
+    """Measures at ascending sizes until the time budget is spent; returns sizes and rows of seconds."""
     amounts: list[float] = []
     rows: list[list[float]] = []
     elapsed, left = 0.0, budget_seconds
@@ -139,10 +139,10 @@ def by_size(
 
 
 class BucketMemory:
-    """Holds the timed buckets in the host's memory, as NumPy arrays; that of a device overrides all."""
+    """Makes the buckets to time in host memory; a subclass makes them on a device."""
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
-        """Returns a bucket's accumulator with a residual of zeros; one without a residual for `Dense`."""
+        """Returns a bucket's accumulator with a residual of zeros (for `Dense` one without a residual)."""
         return host_accumulator(info, recipe, whole=isinstance(recipe.sparsifier, Dense))
 
     def gradient(self, num_elements: int, dtype: str) -> Any:
@@ -150,7 +150,7 @@ class BucketMemory:
         return np.zeros(num_elements, "uint16" if dtype == "bfloat16" else dtype)
 
     def refill(self, gradient: Any) -> None:
-        """Writes the same gradient every time, as backward would; not timed, and done when it returns."""
+        """Fills the gradient with the same values before every run, as a backward pass would."""
         generator, few = np.random.default_rng(1), min(gradient.size, 1 << 16)
         # a heavy tail, as gradients have
         drawn = generator.standard_normal(few, np.float32) * generator.standard_exponential(few, np.float32)
@@ -161,7 +161,7 @@ class BucketMemory:
             np.copyto(gradient, drawn, casting="same_kind")
 
     def apply(self, gradient: Any, total: SparseSum, size: int) -> None:
-        """Scatters the mean over ranks into the gradient, which is zeros; done when it returns."""
+        """Writes a sum's mean over ranks to the gradient, and returns when the device has done it."""
         apply_scaled_sum(gradient, None if total.whole else total.indices, total.values, 1.0 / size)
 
 
@@ -173,7 +173,7 @@ def bucket_times(
     budget_seconds: float,
     dtype: str = "float32",
 ) -> Synchronization[tuple[list[float], list[list[float]]]]:
-    """Returns seconds of selection and decoding, at several sizes and two densities, on the slowest rank.
+    """Returns the slowest rank's seconds of selection and decoding, for several sizes at two densities.
 
     The sparsifier's own rounds are carried out between all ranks, so counts are those of a training. Beside n
     each row has density * n, that by the ranks that select so many, and both times.
@@ -203,7 +203,7 @@ def bucket_times(
 def _one_step(
     bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
 ) -> Synchronization[Sequence[float]]:
-    """Runs one step of a bucket; returns seconds of own work before its first request, and after."""
+    """Runs one step of a bucket; returns seconds of computation before its first collective, and after."""
     step, seconds, answer, place = bucket.step(gradient), [_TINY_SECONDS, _TINY_SECONDS], None, 0
     while True:
         started = watch.clock()
@@ -220,7 +220,7 @@ def _one_step(
 
 
 def needed_kinds(sparsifiers: Sequence[Sparsifier], size: int) -> set[str]:
-    """Returns the kinds of collective that these sparsifiers use among `size` ranks."""
+    """Returns the names of the collectives that these sparsifiers use among `size` ranks."""
     return {COLLECTIVES[kind] for sparsifier in sparsifiers for kind in sparsifier.rounds(size)}
 
 
@@ -237,10 +237,10 @@ def calibration(
     starting_seconds: Callable[[], float] = lambda: 0.0,
     topology: Topology | None = None,
 ) -> Synchronization[Profile]:
-    """Measures collectives, selection and decoding; a coroutine that all ranks run with the same arguments.
+    """Measures collectives, selection and decoding on all ranks, and returns the same profile on each.
 
-    But for `where.rank`. When to stop is decided from numbers that all have gathered, and all end with the
-    same profile. Names of requests depend on their type alone, so Horovod's response cache is at work.
+    All arguments but `where.rank` are equal on all ranks, and when to stop follows from numbers that all have
+    gathered. Names of requests depend on their type alone, so Horovod's response cache is at work.
     """
     if kinds is None:
         kinds = sorted(needed_kinds(sparsifiers, where.size) | {"allreduce"})  # for dense parameters
@@ -297,7 +297,7 @@ def _timed(
 
 
 def _request(kind: str, level: Level, rank: int, size: int, num_bytes: int) -> Request:
-    """Returns a collective into which a rank puts `num_bytes`."""
+    """Returns a collective of this kind in which this rank sends `num_bytes`."""
     words = np.ones(max(1, -(-num_bytes // 4)), np.int32)
     part = words[: max(1, words.size // max(1, size - 1))]
     to_next, before = {(rank + 1) % size: words}, ((rank - 1) % size,)

@@ -20,7 +20,7 @@ from horovod_sparse.sparsifiers import BucketInfo, Sparsifier
 
 @dataclass(frozen=True)
 class AffineTime:
-    """``seconds = fixed_seconds + seconds_per_unit * amount``, and 0 for an amount of 0.
+    """A time as a function of an amount: ``seconds = fixed_seconds + seconds_per_unit * amount``; 0 for 0.
 
     Of a collective, `fixed_seconds` is alpha, and `seconds_per_unit` is beta, per byte.
 
@@ -35,7 +35,7 @@ class AffineTime:
             check_seconds(argument, getattr(self, argument))
 
     def seconds(self, amount: Any) -> Any:
-        """Returns the seconds for an amount, or for every amount of an array."""
+        """Returns the seconds for an amount, or for each amount of an array."""
         if np.ndim(amount):
             amounts = np.asarray(amount, np.float64)
             return np.where(amounts > 0, self.fixed_seconds + self.seconds_per_unit * amounts, 0.0)
@@ -47,13 +47,13 @@ class AffineTime:
         )
 
     def per(self, units: float, offset: float = 0.0) -> AffineTime:
-        """Returns the same time as a function of x, where ``amount = offset + units * x``."""
+        """Returns the time as a function of x, where ``amount = offset + units * x``."""
         return AffineTime(self.fixed_seconds + self.seconds_per_unit * offset, self.seconds_per_unit * units)
 
 
 @dataclass(frozen=True)
 class Fit(AffineTime):
-    """A fitted time ``a + b * amount (+ c * selected)``, and how good it is."""
+    """A time ``a + b * amount (+ c * selected)`` fitted to measurements, and its error."""
 
     #: 0 where it was not asked for
     seconds_per_selected: float = 0.0
@@ -64,7 +64,7 @@ class Fit(AffineTime):
     largest_error: float = 0.0
 
     def time(self, density: float = 0.0) -> AffineTime:
-        """Returns the time as a function of the amount, of which the share `density` is selected."""
+        """Returns the time as a function of the amount, if the share `density` of it is selected."""
         each = float(self.seconds_per_unit) + density * float(self.seconds_per_selected)
         return AffineTime(float(self.fixed_seconds), each)
 
@@ -76,7 +76,7 @@ def fit_time(
     *,
     what: str = "amounts",
 ) -> Fit:
-    """Fits ``seconds = a + b * amount (+ c * selected)``, none negative.
+    """Fits ``seconds = a + b * amount (+ c * selected)`` to measurements, with a, b, c not negative.
 
     Repetitions of a size count as their median, so that slow ones do not pull. Least squares of relative
     errors go through the medians: small messages, which fix a, weigh as much as large ones, which fix b.
@@ -108,7 +108,7 @@ def fit_time(
 
 
 def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns x >= 0 with the least ``|design x - 1|``, by trying all choices of columns."""
+    """Returns the x >= 0 with the least ``|design x - 1|``, by solving for every subset of columns."""
     ones, count = np.ones(len(design)), design.shape[1]
     best, least = np.zeros(count), np.inf
     for size in range(1, count + 1):
@@ -123,7 +123,7 @@ def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of what happens to a bucket or a dense parameter, for one sparsifier, density and cluster.
+    """Predicts the times of a bucket or dense parameter, for one sparsifier, density and cluster.
 
     What waits for the network together may go as one, as Horovod does it: all but one save `fixed_seconds`.
     The paper's model, and `optimal`'s proof, are without it for buckets.
@@ -143,7 +143,7 @@ class CostModel:
 
 
 def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str, AffineTime]) -> AffineTime:
-    """Returns the time of a bucket's rounds among `size` ranks, by its n, from fitted collectives.
+    """Returns the time of a bucket's collectives as a function of its n, from the fitted collectives' times.
 
     What each round carries is the algorithm's own declaration (`Sparsifier.traffic`), read off at two
     bucket sizes; ranks are taken to select equally many. `collectives` has the time of every kind, by the
@@ -158,7 +158,7 @@ def communication_of(sparsifier: Sparsifier, size: int, collectives: Mapping[str
 
 
 def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iterator[tuple[str, int]]:
-    """Yields every round's kind and the bytes of its busiest sender, at the final density of a schedule."""
+    """Yields each round's collective, and the most bytes that a rank sends in it, at the final density."""
     selected = max(1, round(sparsifier.density * num_elements))
     if sparsifier.density_scope != "per rank":
         from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold  # which top-k does without
@@ -177,7 +177,7 @@ def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iter
 
 @dataclass(frozen=True)
 class Workload:
-    """Parameters and the time that backward takes for each.
+    """A model's parameters, with the seconds of backward for each.
 
     Args:
         parameters: in the order in which the model uses them (forward).
@@ -205,7 +205,7 @@ class Workload:
 
     @property
     def backward(self) -> tuple[ParameterFacts, ...]:
-        """The parameters in the order in which their gradients come."""
+        """The parameters in the order in which backward computes their gradients."""
         return self.parameters[::-1]
 
     @property
@@ -223,7 +223,7 @@ class Workload:
 
 
 def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
-    """Returns the plan that merges runs of neighbours; a run of several kinds becomes a bucket for each.
+    """Returns the plan that merges neighbouring parameters up to each position in `segments`.
 
     Runs end at `segments`: ascending positions in backward order among the sparse parameters, the last one
     being their number.
@@ -234,7 +234,7 @@ def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:
 
 
 class Span(NamedTuple):
-    """A time during which one of the queues is busy, in seconds from the beginning of the step.
+    """A time span in which computation or the network is busy, in seconds since the step began.
 
     `kind` is "forward", "backward", "selection" (of a bucket) or "packing" (of a parameter that stays dense)
     in computation, and "sparse" or "dense" in communication.
@@ -247,14 +247,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Both queues of a step, as spans one behind the other; gaps in communication wait for a gradient."""
+    """A predicted step: when computation and when the network is busy, and with what."""
 
     computation: tuple[Span, ...]
     communication: tuple[Span, ...]
 
     @property
     def iteration_seconds(self) -> float:
-        """Seconds of the step, Eq. (17): until the last communication ends."""
+        """The seconds until the last communication ends, Eq. (17)."""
         return max((span.end for span in (*self.computation, *self.communication)), default=0.0)
 
 
@@ -266,7 +266,7 @@ class _MessageCost(NamedTuple):
 
 
 def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
-    """Returns the two queues of a step, Eqs. (5) to (8) and (17) of OMGS-SGD.
+    """Predicts a step under a plan, by Eqs. (5) to (8) and (17) of OMGS-SGD.
 
     Computation: backward of one parameter after the other; when the last gradient of a bucket is there,
     its selection, and then backward goes on. Communication: in the order of readiness, one at a time,
@@ -304,7 +304,7 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
 
 
 def _communicate(messages: list[_MessageCost], cost: CostModel) -> list[Span]:
-    """Simulates the network: sends messages as they get ready; fuses those that wait for it, if allowed."""
+    """Predicts when the network sends each message; fuses messages that are ready at once, if allowed."""
     startup = {"sparse": cost.communication.fixed_seconds, "dense": cost.dense.fixed_seconds}
     fused = {"sparse": cost.fuse_sparse, "dense": cost.fuse_dense}
     spans, free = list[Span](), 0.0

@@ -28,7 +28,7 @@ _VALUE_BYTES, _SELECTED_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of one cluster of `size` ranks, as a value without names of hosts; see `ClusterFacts`."""
+    """Measurements of one cluster of `size` ranks, without host names."""
 
     size: int
     framework: str
@@ -64,7 +64,7 @@ class Profile:
             check_seconds(f"backward_seconds[{name!r}]", seconds)
 
     def to_json(self) -> str:
-        """Returns the profile as text; equal profiles give equal text."""
+        """Returns the profile as JSON text; equal profiles give equal text."""
         saved = {"version": PROFILE_VERSION, **dataclasses.asdict(self)}
         # the model's order is kept by a list: sorted keys would lose it
         saved["backward_seconds"] = [list(item) for item in self.backward_seconds.items()]
@@ -72,7 +72,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Reads what `to_json` wrote; a `ProfileMismatchError` refuses other text, and other versions."""
+        """Reads a profile from `to_json`'s text; raises a `ProfileMismatchError` for any other text."""
         try:
             saved: dict[str, Any] = dict(json.loads(text))
             version = saved.pop("version")
@@ -99,7 +99,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads a profile from a file; a `ProfileMismatchError` names a file that holds none."""
+        """Reads a profile from a file; raises a `ProfileMismatchError` if it holds none."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (ProfileMismatchError, UnicodeDecodeError) as error:
@@ -108,11 +108,11 @@ class Profile:
             raise ProfileMismatchError(f"{path}: the profile cannot be read ({error.strerror})") from error
 
     def digest(self) -> str:
-        """Returns short text that differs where profiles differ; ranks compare it."""
+        """Returns a short hash of the profile, which ranks compare."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def check(self, where: ClusterFacts) -> list[str]:
-        """Returns a warning for each difference from the cluster `where` that makes predictions worse.
+        """Returns a warning for each difference from this cluster that makes predictions worse.
 
         A `ProfileMismatchError` refuses a profile that cannot be applied there at all.
         """
@@ -141,7 +141,7 @@ class Profile:
         size: int,
         topology: Topology | None = None,
     ) -> tuple[Workload, CostModel]:
-        """Returns a model's measured step, and the cost model for its buckets on hosts as in `topology`.
+        """Returns the model's workload (with measured times), and the cost model for its buckets.
 
         A `ProfileMismatchError` refuses a profile of another model, or of hosts of other sizes.
         """
@@ -172,7 +172,7 @@ class Profile:
         levels: Literal["flat", "host"] = "flat",
         **options: Any,
     ) -> CostModel:
-        """Returns the cost model of a sparsifier among `size` ranks (as measured if left out).
+        """Returns the cost model of a sparsifier among `size` ranks (by default as many as were measured).
 
         Decoding counts as selection: the thread that runs backward does it, in some later hook, or in the
         end. With two levels a rank folds and selects from n / L elements, and decodes twice: the sum of its

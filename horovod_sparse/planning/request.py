@@ -34,7 +34,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True)
 class MinElements:
-    """A rule for `tensor_selection`: parameters of fewer elements stay dense; an `ArgumentError` below 1."""
+    """A `tensor_selection` that leaves parameters with fewer elements dense."""
 
     num_elements: int
 
@@ -54,7 +54,7 @@ TensorSelection: TypeAlias = str | Callable[[ParameterFacts], bool]
 def select_tensors(
     rule: TensorSelection, parameters: Sequence[ParameterFacts], cost: CostModel | None = None
 ) -> frozenset[str]:
-    """Returns the names of the parameters that stay dense, each decided by itself.
+    """Returns the names of the parameters that stay dense by a rule, which decides about each alone.
 
     "cost", which needs `cost`: ``sparsify if and only if T_comp(n) < T_full(n) - T_spr(n)``, where T_comp is
     selection (decoding may stand in communication: only the sum matters), T_spr communication, T_full dense.
@@ -88,7 +88,7 @@ def _pays(parameter: ParameterFacts, cost: CostModel) -> bool:
 
 
 def _strategy(merging: Any) -> Strategy:
-    """Returns the strategy for a name, `fixed(...)`, or any function of a workload and a cost model."""
+    """Returns the merging strategy with a name, or the given `fixed(...)` or function."""
     if isinstance(merging, str) and merging not in STRATEGIES:
         raise UnknownNameError("merging", merging, [*STRATEGIES, "fixed(num_elements=...)"])
     strategy: Strategy = STRATEGIES[merging] if isinstance(merging, str) else merging
@@ -99,7 +99,7 @@ def _strategy(merging: Any) -> Strategy:
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan, and why it was taken: what the optimizer was asked for, predictions and measurements."""
+    """A plan with its reasons: the request, predicted times, and the profile."""
 
     plan: Plan
     asked: str
@@ -117,7 +117,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A way to make plans, as the arguments of an optimizer ask for it."""
+    """How an optimizer's plans are to be made: strategy, tensor selection and profile."""
 
     #: the arguments, in words
     asked: str
@@ -129,7 +129,7 @@ class PlanRequest:
 
     @classmethod
     def of(cls, merging: Any, tensor_selection: Any, profile: Any, bucket_bytes: int | None) -> PlanRequest:
-        """Reads arguments that do not contradict each other."""
+        """Makes a request of an optimizer's arguments, which must not contradict each other."""
         if merging is None:
             merging = _DEFAULT if bucket_bytes is None else fixed(bytes=bucket_bytes)
         strategy, selection = _strategy(merging), "all" if tensor_selection is None else tensor_selection
@@ -145,22 +145,22 @@ class PlanRequest:
 
     @property
     def measures(self) -> bool:
-        """True if the plan depends on times."""
+        """True if the plan depends on measured times."""
         return not isinstance(self.strategy, Fixed) or self.selection == "cost"
 
     @property
     def has_times(self) -> bool:
-        """True if a profile holds backward times, so that nothing has to be measured."""
+        """True if the profile holds backward times, so that none have to be measured."""
         return self.profile is not None and bool(self.profile.backward_seconds)
 
     def describe(self) -> dict[str, str]:
-        """Returns words that have to be equal on all ranks."""
+        """Returns a description of the request, which has to be equal on all ranks."""
         digest = "no profile" if self.profile is None else self.profile.digest()
         unread = self.failure and f"one that cannot be read ({self.failure})"
         return {"plan": self.asked, "profile": unread or digest}
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
-        """Returns the plan to start with: the default while backward times are still to be measured."""
+        """Returns the plan for the first steps: the default one if backward times are yet to be measured."""
         dense = frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
         if self.selection != "cost":
             dense |= select_tensors(self.selection, parameters)
@@ -174,7 +174,7 @@ class PlanRequest:
         sparsifier: Sparsifier,
         profile: Profile,
     ) -> Decision:
-        """Makes the plan by a complete profile, without a collective."""
+        """Returns the plan that the strategy makes from a complete profile, with predictions."""
         if self.profile is not None:
             for difference in profile.check(where):
                 _log.warning("%s", difference)

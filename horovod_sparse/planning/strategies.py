@@ -19,7 +19,7 @@ Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """A strategy that goes by size, one of two: ``merging=fixed(num_elements=8192)``.
+    """Merges parameters up to a size: ``merging=fixed(num_elements=8192)``, or up to so many bytes.
 
     Args:
         num_elements: a bucket is closed once it holds so many elements (MGS-SGD; the paper has 8192).
@@ -55,7 +55,7 @@ Times = NDArray[np.float64]
 
 
 def omgs(workload: Workload, cost: CostModel) -> Plan:
-    """Returns the plan of OMGS-SGD's Algorithm 1: merge l into l - 1, from L down to 2, where that pays.
+    """Returns the plan of OMGS-SGD's Algorithm 1: merges layer l into l - 1, from L down to 2, if that pays.
 
     ``Q3: u + t_s(d_l) + t_s(d_{l-1}) < tau_c(l) + t_c(d_l)`` and
     ``Q5: tau_c(l) + alpha > u + t_s(d_l + d_{l-1})`` with ``u = tau_b(l) + t_b(l) + t_b(l-1)``, where t_s is
@@ -91,7 +91,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
 
 
 def _pays_at_once(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
-    """Returns Q3 and Q5."""
+    """True if merging a layer with the next one shortens the step: conditions Q3 and Q5."""
     start_backward, start_communication, _ = _timeline(elements, backward, cost)
     here, below = elements[layer], elements[layer - 1]
     ready = start_backward[layer] + backward[layer] + backward[layer - 1]
@@ -115,7 +115,7 @@ def _merge(layer: int, elements: Times, backward: Times) -> tuple[Times, Times]:
 
 
 def _sparse_layers(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
-    """Returns sparse parameters' elements and backward times, which include dense ones' before them."""
+    """Returns elements and backward times of sparse parameters; dense ones' times count to the next."""
     elements, backward, carried = [], [], 0.0
     for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
         carried += seconds
@@ -129,7 +129,7 @@ def _sparse_layers(workload: Workload, cost: CostModel) -> tuple[Times, Times]:
 
 
 def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times, Times, float]:
-    """Returns when backward and communication of layers begin, Eqs. (6) to (8), and the end, Eq. (17)."""
+    """Returns each layer's starts of backward and communication, Eqs. (6) to (8), and the end, Eq. (17)."""
     selection = cost.selection.seconds(elements)
     communication = cost.communication.seconds(elements)
     ends = np.cumsum((backward + selection)[::-1])[::-1]  # of selection
@@ -142,7 +142,7 @@ def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times,
 
 
 class SegmentTables(NamedTuple):
-    """Seconds of every segment (i, j] of the sparse parameters, in backward order: one bucket each.
+    """Predicted seconds of each bucket (i, j] that merges neighbouring sparse parameters.
 
     With computation done at x and the network free at y before it, after it
     ``x' = x + computation[i, j]`` and ``y' = max(y + dense[j] - dense[i], x') + communication[i, j]``.
@@ -155,7 +155,7 @@ class SegmentTables(NamedTuple):
 
 
 def segment_tables(workload: Workload, cost: CostModel, fused: bool = False) -> SegmentTables:
-    """Returns the tables of all segments; sparse parameters count as of one kind, dense ones may be fused."""
+    """Returns the predicted seconds of all buckets of neighbours; `fused`: dense messages go together."""
     elements, backward = (amounts[::-1] for amounts in _sparse_layers(workload, cost))
     m = elements.size
     computation, communication = np.full((2, m + 1, m + 1), np.inf)
@@ -175,7 +175,7 @@ def segment_tables(workload: Workload, cost: CostModel, fused: bool = False) -> 
 
 
 def optimal(workload: Workload, cost: CostModel) -> Plan:
-    """Returns the plan of the shortest step among all 2^(m-1) that merge runs of m neighbours.
+    """Returns the plan with the shortest predicted step among all that merge neighbouring parameters.
 
     Dynamic programming over the ends of buckets: a beginning of a plan counts by the pair (end of
     computation, end of communication) alone, and no later time falls when either rises; so of all beginnings
@@ -201,7 +201,7 @@ _SAME, _TINY = 1e-12, np.finfo(np.float64).tiny
 
 
 def best_segments(tables: SegmentTables) -> list[int]:
-    """Returns where segments end, in backward order; keeps beginnings that no other beats in both ends."""
+    """Returns where the buckets of the shortest step end, by dynamic programming in backward order."""
     (computation, communication, dense), m = tables, len(tables.dense) - 1
     # of segments of one parameter, whose messages always fit
     same = _SAME * float((np.diag(computation, 1) + np.diag(communication, 1)).sum())

@@ -30,7 +30,7 @@ _NUM_WARMUP, _NUM_STEPS = 1, 5
 
 @dataclass(frozen=True)
 class BackwardTimes:
-    """Seconds of backward by parameter, each since the gradient before, as medians over steps."""
+    """Seconds of backward for each parameter, since the gradient before it; medians over steps."""
 
     #: by parameter, in the order in which gradients came; 0 for those that never came
     backward_seconds: Mapping[str, float]
@@ -41,7 +41,7 @@ class BackwardTimes:
 
 
 class BackwardRecorder:
-    """Collects the stamps of a few steps, and computes their medians.
+    """Records when gradients are computed in a few steps, and returns median times.
 
     A stamp is what tells a time: seconds of a clock, or an event of a device. Between two gradients lies
     the time from where the work for the one ended to where that for the other begins: so folding and
@@ -59,18 +59,18 @@ class BackwardRecorder:
         self._rows: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
 
     def begin(self, stamp: Any) -> None:
-        """Begins recording a step, before its forward pass."""
+        """Begins to record a step, before its forward pass."""
         self._begun, self._stamps = stamp, []
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
         self._stamps.append((name, entered, left))
 
     def forget(self) -> None:
-        """Drops the stamps of a step that was cancelled."""
+        """Discards the times of a step that was cancelled."""
         self._begun, self._stamps = None, []
 
     def end(self) -> None:
-        """Evaluates a step's stamps, after its last gradient."""
+        """Ends a step after its last gradient, and adds its times."""
         before, stamps = self._begun, self._stamps
         self.forget()
         if before is None or not stamps:
@@ -90,7 +90,7 @@ class BackwardRecorder:
         self._totals.append(total)
 
     def times(self) -> BackwardTimes:
-        """Returns medians over the recorded steps.
+        """Returns the medians over the recorded steps.
 
         What delays another gradient in every step (a rank that had to leave its core to others) is in no
         gradient's median; so all are scaled by the same factor to the median of whole steps.
@@ -112,7 +112,7 @@ class BackwardRecorder:
 
 
 def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
-    """Returns the times of a step over all ranks, the same on every rank.
+    """Returns the means over ranks of backward times, equal on all ranks.
 
     Means over the ranks that have measured something; and, as a collective waits for the slowest rank, all
     of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
@@ -135,7 +135,7 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
 
 
 def with_times(profile: Profile, times: BackwardTimes | None) -> Synchronization[Profile]:
-    """Returns a profile with the `mean_times` of all ranks, in the model's order."""
+    """Returns the profile with the backward times' means over ranks."""
     measured = yield from mean_times(times)
     backward = dict(reversed(list(measured.backward_seconds.items())))
     return dataclasses.replace(profile, backward_seconds=backward, forward_seconds=measured.forward_seconds)
@@ -153,7 +153,7 @@ def decide(
     dtype: str = "float32",
     starting_seconds: Callable[[], float] = lambda: 0.0,
 ) -> Synchronization[Decision]:
-    """Agrees on the measured times, measures missing ones, plans on rank 0, and sends the plan to all ranks.
+    """Averages times over ranks, measures missing ones, and returns rank 0's plan on all ranks.
 
     A coroutine that all ranks run together, between two steps. Every rank enters every collective in it: an
     error of one rank alone is told to the others, and all raise.
@@ -189,7 +189,7 @@ Decide: TypeAlias = Callable[..., Synchronization[Decision]]
 
 
 class HostStamps:
-    """Takes times from the host's clock: on the CPU a hook runs when its gradient is computed."""
+    """Takes times from the host's clock, which is right for gradients computed on the CPU."""
 
     def now(self) -> Any:
         return time.perf_counter()
@@ -199,7 +199,7 @@ class HostStamps:
 
 
 class WarmUp:
-    """Measures backward in a training's first steps, and then decides about the plan.
+    """Measures backward times in a training's first steps, then makes the plan by them.
 
     Ranks count synchronizations, which are the same on all of them; so all decide after the same one,
     whatever each has measured. In elastic training, where a worker that joins counts anew, all ranks call
@@ -235,28 +235,28 @@ class WarmUp:
 
     @property
     def position(self) -> str:
-        """Returns the number of steps until all ranks decide, as text for them to compare."""
+        """The number of steps until the plan is made, as text that ranks compare."""
         return str(self._left if self._decides else 0)
 
     def arrived(self, name: str, entered: Any, left: Any) -> None:
-        """Records that a gradient is complete; its hook ran between the two stamps."""
+        """Records a gradient, whose hook began at `entered` and ended at `left`."""
         if self._recorder is not None:
             self._recorder.arrived(name, entered, left)
 
     def measure(self, num_steps: int) -> None:
-        """Starts to measure further steps; all ranks call it in the same step."""
+        """Begins to measure so many further steps; all ranks call it in the same step."""
         check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
         self._record(num_steps, 0).begin(self.stamp())
         self._decides = True
 
     def restart_measuring(self, parameters: Sequence[ParameterFacts]) -> None:
-        """Measures from the start after all ranks got new parameters, unless the plan is decided."""
+        """Measures anew after parameters were added on all ranks, unless the plan has been made."""
         self._parameters, self._own = list(parameters), None
         if self._recorder is not None or self.is_measured:
             self._record(1 + _NUM_WARMUP + _NUM_STEPS, _NUM_WARMUP)
 
     def after_step(self) -> Plan | None:
-        """Records a step that has ended on all ranks; returns another plan if one was decided."""
+        """Ends the record of a step; returns the new plan after the last measured step, else None."""
         if self._recorder is None:
             return None
         self._recorder.end()
@@ -272,7 +272,7 @@ class WarmUp:
         return None
 
     def stop_measuring(self) -> None:
-        """Stops measuring on all ranks, since some rank joined late and has not measured the same steps."""
+        """Stops measuring on all ranks: a rank joined late, and has not measured the same steps."""
         if self._recorder is not None:
             _log.warning(
                 "the plan stays what it is, since workers have come that have not measured what the others "
@@ -282,17 +282,17 @@ class WarmUp:
         self._finish_recording()
 
     def stop(self) -> None:
-        """Stops measuring and drops the decision, because the user has given a plan."""
+        """Stops measuring, and discards a decision, because the user gave a plan."""
         self.decision, self.is_measured = None, False
         self._finish_recording()
 
     def forget_step(self) -> None:
-        """Drops the stamps of a step that all ranks have cancelled."""
+        """Discards the times of a step that was cancelled on all ranks."""
         if self._recorder is not None:
             self._recorder.forget()
 
     def decide_now(self) -> Decision:
-        """Plans by the measured times; all ranks together, between two steps."""
+        """Makes the plan by the times measured so far; all ranks call it together, between two steps."""
         self._finish_recording()
 
         def made(cluster: ClusterFacts, **arguments: Any) -> Synchronization[Decision]:
@@ -308,7 +308,7 @@ class WarmUp:
         return self._recorder
 
     def _finish_recording(self) -> None:
-        """Stops recording, and keeps the medians."""
+        """Stops recording, and keeps the medians for the decision."""
         if self._recorder is not None and self._recorder.forward_seconds:
             self._own = self._recorder.times()
         self._recorder, self._left, self.recording = None, 0, False

@@ -16,7 +16,7 @@ from horovod_sparse.topology import Topology
 
 
 class SimulatedCluster:
-    """One bucket of n elements on P ranks of one process.
+    """Simulates P ranks that synchronize a bucket of n elements, in one process.
 
     Args:
         recipe: what every rank does.
@@ -72,11 +72,11 @@ class SimulatedCluster:
         return run_lockstep(steps, self.recorder, keep_errors=keep_errors, topology=self.topology)
 
     def step(self, gradients: Sequence[Any], learning_rate: float | None = None) -> np.ndarray:
-        """Steps on all ranks, and returns the synchronized gradient (a sum) of rank 0, dense."""
+        """Synchronizes one gradient per rank, and returns the sum as rank 0 gets it, an array [n]."""
         return self.dense(self.synchronize(gradients, learning_rate)[0])
 
     def dense(self, sum_: SparseSum) -> np.ndarray:
-        """Returns a sparse sum as an array of n elements."""
+        """Returns a sparse sum as an array [n]."""
         if sum_.whole:
             return np.array(sum_.values)
         whole = self.buckets[0].whole

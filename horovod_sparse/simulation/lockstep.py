@@ -17,7 +17,7 @@ from horovod_sparse.topology import Topology
 
 
 def num_rounds(kind: str, size: int) -> int:
-    """Returns the messages one behind the other in a collective, by its usual algorithm.
+    """Returns how many messages follow one another in a collective of this kind, by its usual algorithm.
 
     Example:
         >>> num_rounds("allgather", 8), num_rounds("allreduce", 8), num_rounds("exchange", 8)
@@ -30,7 +30,7 @@ def num_rounds(kind: str, size: int) -> int:
 
 
 def share_of_bytes(kind: str, size: int) -> float:
-    """Returns the bytes that arrive at a rank for every byte that a rank puts in.
+    """Returns a collective's bytes received per rank, over the bytes that a rank sends.
 
     Example:
         >>> share_of_bytes("allgather", 8), share_of_bytes("allreduce", 8), share_of_bytes("exchange", 8)
@@ -45,7 +45,7 @@ def share_of_bytes(kind: str, size: int) -> float:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The cost of a collective for one rank."""
+    """The rounds and bytes of collectives for one rank."""
 
     #: messages one behind the other, each of which pays alpha
     rounds: int
@@ -58,7 +58,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A network: ``time = rounds * alpha + bytes * beta``."""
+    """A network's cost model: ``time = rounds * alpha + bytes * beta``."""
 
     #: latency of one message
     alpha_seconds: float = 50e-6
@@ -71,7 +71,7 @@ class AlphaBeta:
 
 @dataclass
 class Recorder:
-    """Counts the collectives of P ranks, by round and rank."""
+    """Records the kind and bytes of P ranks' collectives, by round and rank."""
 
     kinds: list[type[Request]] = field(default_factory=list)
     levels: list[collectives.Level] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Recorder:
     costs: list[list[CollectiveCost]] = field(default_factory=list)
 
     def record(self, requests: Sequence[Request], topology: Topology | None = None) -> None:
-        """Records one round: the requests of all ranks, in rank order."""
+        """Adds one round: the requests of all ranks, in rank order."""
         costs = [CollectiveCost(0, 0)] * len(requests)
         sent = [0] * len(requests)
         for ranks in groups_of(requests, topology):
@@ -93,12 +93,12 @@ class Recorder:
         self.costs.append(costs)
 
     def total(self, rank: int) -> CollectiveCost:
-        """Returns the cost of everything recorded so far, for one rank."""
+        """Returns one rank's cost of all recorded rounds."""
         return sum((costs[rank] for costs in self.costs), CollectiveCost(0, 0))
 
 
 def groups_of(requests: Sequence[Request], topology: Topology | None) -> Sequence[Sequence[int]]:
-    """Returns the groups of ranks that communicate in one round: those of each host, for example."""
+    """Returns the groups of ranks among which the requests of a round act: all ranks, or each host's."""
     if topology is None:
         return [range(len(requests))]
     return topology.groups(requests[0].level)
@@ -135,7 +135,7 @@ def run_lockstep(
     keep_errors: bool = False,
     topology: Topology | None = None,
 ) -> list[Result]:
-    """Runs the coroutines of all ranks together, round by round.
+    """Runs the coroutines of all ranks in one process, answering their collectives round by round.
 
     Args:
         coroutines: one per rank, in rank order.
@@ -193,7 +193,7 @@ def _check_round(
     size: int,
     topology: Topology | None,
 ) -> None:
-    """Refuses a round in which some ranks are done, or ranks of one group ask for different things."""
+    """Raises if ranks of a group yield different collectives in a round, or some have already ended."""
     missing = [rank for rank in range(size) if rank not in requests]
     if missing:
         failed = f" (rank {min(errors)} raised {errors[min(errors)]!r})" if errors else ""
@@ -219,7 +219,7 @@ def _check_equal(round_number: int, asked: Mapping[int, str]) -> None:
 
 
 def _signature(request: Request, size: int) -> str:
-    """Returns a text that has to be equal on all ranks."""
+    """Returns a request's kind, dtype and length as text, which has to be equal on all ranks."""
     name = type(request).__name__
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         return f"{name} of {request.buffer.size} {request.buffer.dtype}"
@@ -231,7 +231,7 @@ def _signature(request: Request, size: int) -> str:
 
 
 def answer(requests: Sequence[Request]) -> list[Any]:
-    """Returns the answers of all ranks to one round of requests of one kind."""
+    """Returns the result of one collective for each rank, given all ranks' requests."""
     first, size = requests[0], len(requests)
     if isinstance(first, collectives.AllGather):
         return [np.concatenate([request.buffer for request in requests])] * size  # type: ignore[union-attr]
@@ -250,7 +250,7 @@ def answer(requests: Sequence[Request]) -> list[Any]:
 
 
 def _answer_exchanges(requests: Sequence[collectives.Exchange]) -> list[dict[int, Any]]:
-    """Delivers messages between pairs; a message that nobody awaits, or the other way round, is a bug."""
+    """Delivers messages between pairs of ranks; raises if one is not received, or one is not sent."""
     inbox: list[dict[int, Any]] = [{} for _ in requests]
     for sender, request in enumerate(requests):
         for receiver, buffer in request.sends.items():

@@ -29,7 +29,7 @@ def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """The facts of a bucket on a rank; its name is stable over ranks and steps, `dtype` is the gradient's."""
+    """A bucket's name (equal on all ranks), size and dtype, with this rank and the number of ranks."""
 
     name: str
     num_elements: int
@@ -83,18 +83,18 @@ class WholeSum(SparseSum):
 
     @functools.cached_property
     def largest(self) -> float:
-        """The largest magnitude; a NaN if one of the values is none."""
+        """The largest magnitude; NaN if one of the values is NaN."""
         return largest_magnitude(self.values)
 
     @functools.cached_property
     def indices(self) -> Indices:  # type: ignore[override]
-        """Returns all positions; front ends do not need them."""
+        """All positions, 0 to n - 1; front ends do not need them."""
         return np.arange(len(self.values), dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The cost of one round, as the algorithm declares it; tests compare it with counted bytes."""
+    """One collective of a step: its kind, and the bytes this rank sends; tests compare it with counts."""
 
     kind: type[Request]
     #: payload that this rank puts in; the least, where it depends on the data
@@ -109,7 +109,7 @@ _wire_format = functools.lru_cache(maxsize=64)(WireFormat)
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsifier(abc.ABC):
-    """One algorithm and its arguments, as a frozen, picklable value: it may be made before `hvd.init()`.
+    """An algorithm with its arguments, as a frozen, picklable value: it may be made before `hvd.init()`.
 
     A subclass gives `synchronize`, a coroutine that turns a rank's accumulator into the global sparse
     sum by yielding collectives. It holds no state: that is in the object made by `init`.
@@ -150,7 +150,7 @@ class Sparsifier(abc.ABC):
 
     @final
     def density_at(self, step: int) -> float:
-        """Returns the density that is asked for in a step (from 0)."""
+        """Returns the density of a step (counted from 0): the schedule's, or `density` without a schedule."""
         return self.density if self.schedule is None else self.schedule.density_at(step, self.density)
 
     @final
@@ -159,12 +159,12 @@ class Sparsifier(abc.ABC):
         return min(info.num_elements, max(1, round(self.density_at(step) * info.num_elements)))
 
     def resolved(self, info: BucketInfo) -> Sparsifier:
-        """Decides what depends on a bucket's size or the number of ranks, alike on all ranks."""
+        """Returns a copy whose "auto" arguments are decided by the bucket's size and the number of ranks."""
         return self
 
     @property
     def why_diverges(self) -> str:
-        """The reason why error feedback would add up losses without limit; empty if it does not."""
+        """Why the residual would grow without limit with these arguments; empty if it would not."""
         return ""
 
     def init(self, info: BucketInfo) -> SparsifierState:
@@ -214,19 +214,19 @@ class Selected(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectAndGather(Sparsifier):
-    """The case of most algorithms: every rank selects, and one allgather brings all selections to all ranks.
+    """Base of most algorithms: every rank selects, and one allgather brings all selections to all ranks.
 
     A subclass gives `select`. What it selects leaves the accumulator, but for what rounding takes away.
     """
 
     @property
     def names_senders(self) -> bool:
-        """True if a sum says which rank has sent what."""
+        """True if the sum keeps the ranks' selections apart, so that the sender of every element is known."""
         return True
 
     @abc.abstractmethod
     def select(self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo) -> Selected:
-        """Selects the elements that this rank sends in this step; density asks for `k` of them."""
+        """Selects the elements that this rank sends in this step; `k` is density times n."""
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
         return self.wire
@@ -256,7 +256,7 @@ def exchange_selections(
 
 
 def step_generator(seed: int, info: BucketInfo, step: int, rank: int | None = None) -> np.random.Generator:
-    """Returns a fresh generator for one step of one bucket, by its number or else its name.
+    """Returns a random generator seeded by the seed, the bucket's number (or name), the step and the rank.
 
     No state has to be saved to resume, and the global seeds of NumPy or a framework are never touched.
     """
@@ -266,7 +266,7 @@ def step_generator(seed: int, info: BucketInfo, step: int, rank: int | None = No
 
 
 def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
-    """Writes ``argument=value,argument=value`` of a dataclass, without arguments at their default."""
+    """Returns ``argument=value,argument=value`` for a dataclass; arguments at their default are left out."""
     return ",".join(
         f"{item.name}={value_text(getattr(described, item.name))}"
         for item in dataclasses.fields(described)
@@ -275,7 +275,7 @@ def arguments_text(described: Any, always: tuple[str, ...] = ()) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Writes a value as `feedback.recipe.parse_value` reads it."""
+    """Returns an argument's value as text that `feedback.recipe.parse_value` can read."""
     name = getattr(type(value), "text_name", None)
     if name is not None:
         return f"{name}({arguments_text(value)})"

@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import GOLDEN
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTopK(SelectAndGather):
-    """Each rank sends the same share of every chunk: its largest magnitudes there.
+    """Each rank sends the largest magnitudes of every chunk of the bucket, the same share of each.
 
     ``selection_i = union over chunks C of arg top-k_C |acc_i|,  k_C = density |C|,  sum of k_C = k``
 
@@ -44,7 +44,7 @@ class ChunkTopK(SelectAndGather):
         check_count("chunk", self.chunk, "a number of elements, 1 or more")
 
     def quotas(self, num_elements: int, k: int, step: int) -> NDArray[np.int64]:
-        """Returns how many elements every chunk gives in a step: never more than it has, k in all.
+        """Returns how many elements of every chunk a step sends: k in all, and no more than the chunk has.
 
         ``floor((stop k + s) / n) - floor((start k + s) / n)``, where the shift s / n goes through the
         multiples of the golden ratio, so that every chunk has its turns at nearly equal distances.

@@ -18,7 +18,7 @@ from horovod_sparse.wire import Notes
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Sparsifier):
-    """Everything is sent, as Horovod would, by one allreduce of n values (and five numbers per rank).
+    """Every rank sends all elements, as Horovod would: an allreduce of n values (and five numbers per rank).
 
     It stands where a sparsifier stands, so that dense parameters meet the same feedback (momentum
     correction, clipping), the same error for NaN and Inf, and the same checkpoint as the others. From a

@@ -20,7 +20,7 @@ _LEAST_HITS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSelection(SelectAndGather):
-    """Selects by a sample of the magnitudes: every stride-th from a random start on.
+    """Base of algorithms that sample the magnitudes: every stride-th element, from a random start on.
 
     Args:
         sample_fraction: share of elements in the sample; more where it would hold too few that are sent.
@@ -41,7 +41,7 @@ class SampledSelection(SelectAndGather):
         return step_generator(self.seed, info, step, info.rank)
 
     def stride(self, num_elements: int, k: int) -> int:
-        """Returns how far apart sampled elements are."""
+        """Returns the distance between two sampled elements."""
         enough = max(self.sample_fraction * num_elements, _LEAST_HITS * num_elements / k)
         return max(1, num_elements // math.ceil(enough))
 

@@ -17,7 +17,7 @@ from horovod_sparse.wire import WireFormat
 
 @dataclass(frozen=True)
 class HashFunction:
-    """``h(i) = mix((a i + b) mod 2^64 >> 32) m >> 32`` for i in [0, 2^32) and slots [0, m).
+    """A random hash function ``h(i) = mix((a i + b) mod 2^64 >> 32) m >> 32`` of indices to the slots [0, m).
 
     With a and b drawn from [0, 2^64) the 32 high bits of a i + b are strongly universal, and a bijection (the
     mix) leaves them so: two different indices fall into one slot with a probability of at most ``1 / m + m /
@@ -53,7 +53,7 @@ class HashFunction:
 
 
 def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -1) -> Indices:
-    """Writes each hit into its slot, and returns the hits that no later one has overwritten.
+    """Writes each index into its slot, and returns the indices that no later write to the same slot replaced.
 
     The hit at `last` is written last; the others are written in ascending order, around the circle. With the
     same one in all steps, and few slots, some hits would never be left.
@@ -69,7 +69,7 @@ def survivors(indices: Indices, slots: np.ndarray, num_slots: int, last: int = -
 
 @dataclass(frozen=True, kw_only=True)
 class DRAGONN(SampledSelection):
-    """Each rank writes what passes a sampled threshold into m hashed slots, and sends those.
+    """Each rank hashes the elements above a sampled threshold into m slots, and sends the slots.
 
     ``slot[h(i)] = i`` for every hit i, one write each. Hits that fall into a taken slot overwrite it; the
     loser stays in the residual. One round: an allgather of m slots, of the same length whatever was hit,
@@ -105,14 +105,14 @@ class DRAGONN(SampledSelection):
         check_number("slots_per_selected", self.slots_per_selected, allowed, f"(0, {2**31}]")
 
     def num_slots(self, info: BucketInfo, step: int) -> int:
-        """m."""
+        """Returns m, the number of slots of a bucket in a step."""
         k = self.num_selected(info, step)
         if k == info.num_elements:
             return k
         return min(info.num_elements, max(1, round(self.slots_per_selected * k)))
 
     def message_format(self, info: BucketInfo, step: int) -> WireFormat:
-        """Makes all messages as long as all slots, whatever was hit."""
+        """Returns a format with room for all slots, so that all messages have the same length."""
         return dataclasses.replace(self.wire, capacity=self.num_slots(info, step))
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:

@@ -20,19 +20,19 @@ from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_r
 
 @dataclass(frozen=True)
 class ExclusiveState(SparsifierState):
-    """State of an exclusive threshold sparsifier: that of its threshold rule."""
+    """State of an exclusive sparsifier: the step, and the state of its threshold."""
 
     threshold: ThresholdState = field(default_factory=ThresholdState)
 
     @property
     def turn(self) -> int:
-        """Returns how often ranks have changed windows: in every step in which something was to be sent."""
+        """Returns how often ranks have exchanged windows: once in every step in which something was sent."""
         return self.step - self.threshold.paused
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExclusiveThreshold(Sparsifier):
-    """Rank i selects in a window that no other rank searches in this step.
+    """Base of algorithms in which each rank selects in a window of the bucket that no other rank searches.
 
     A subclass says which window. Round one allgathers the selected indices; windows are disjoint, so
     they are the union. Round two allreduces everyone's accumulator at the union, and everyone clears it.
@@ -54,7 +54,7 @@ class ExclusiveThreshold(Sparsifier):
         """Returns (start, stop) of the window that this rank searches in this step."""
 
     def learn_union(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
-        """Returns the state after the selections of all ranks: how many each has, and all in a row."""
+        """Returns the state after an exchange, given each rank's count and the indices of all selections."""
         return state
 
     def synchronize(
@@ -94,7 +94,7 @@ class ExclusiveThreshold(Sparsifier):
 def _select(
     accumulator: Accumulator, rule: ThresholdRule, k: int, window: Window, state: ThresholdState
 ) -> Indices:
-    """Returns a rank's selection in its window: its hits, or as many of its largest as the rule says."""
+    """Returns the window's indices that pass the threshold, or of as many of the largest as `rule` wants."""
     start, stop = window
     selection = accumulator.at_least(state.threshold, start, stop)
     num_hits = selection.size
@@ -107,7 +107,7 @@ def _select(
 
 
 def _check_exclusive(union: Indices, counts: np.ndarray, info: BucketInfo) -> None:
-    """Refuses selections of which two hold the same element, which would be applied twice: on all ranks."""
+    """Raises on all ranks if two ranks selected the same element, whose value would be added twice."""
     ends = np.cumsum(counts)
     rising = union[1:] > union[:-1]
     rising[ends[(ends > 0) & (ends < union.size)] - 1] = True  # from one rank to the next

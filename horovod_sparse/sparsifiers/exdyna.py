@@ -20,7 +20,7 @@ _CHANCE = 10
 
 @dataclass(frozen=True)
 class Partitions:
-    """Contiguous parts of a bucket, in whole blocks (blk_part) of so many elements (sz_blk).
+    """Cuts a bucket into one contiguous part per rank, each of whole blocks of `sz_blk` elements.
 
     What is left over beyond all blocks belongs to the last part.
     """
@@ -65,7 +65,7 @@ def partition(num_elements: int, size: int, num_blocks: int = 1024) -> Partition
 def move_one_block(
     partitions: Partitions, counts: np.ndarray, num_elements: int, *, alpha: float = 1.05, num_moved: int = 1
 ) -> Partitions:
-    """Moves a block between neighbours where one selected too much and the other too little.
+    """Moves a border by one block where one neighbour selected too much and the other too little.
 
     Source: ExDyna, Algorithm 3, lines 7-28, with min_blk = n_b / (4 P). Departure: when nothing was
     selected at all nothing moves (the printed form divides by zero).
@@ -94,7 +94,7 @@ def move_one_block(
 
 
 def move_proportionally(partitions: Partitions, selected: Indices, *, step: float = 0.5) -> Partitions:
-    """Moves every boundary part of the way to where the parts would have selected equally many.
+    """Moves every border the share `step` of the way to where all parts would have selected equally many.
 
     Ours, beside the paper's rule. All ranks know not only how many elements each part gave but which,
     so the boundaries that would have given equal counts are known to a block: quantiles of the selected
@@ -127,14 +127,14 @@ _LAPS = 16
 
 @dataclass(frozen=True)
 class ExDynaState(ExclusiveState):
-    """State of ExDyna, the same on all ranks: that of the rule, and where the parts lie now."""
+    """State of ExDyna, equal on all ranks: the state of the threshold, and the present partitions."""
 
     partitions: Partitions = field(default_factory=lambda: Partitions(1, np.ones(1, np.int64)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExDyna(ExclusiveThreshold):
-    """Rank i selects |acc| >= threshold in partition (t + i) mod P; bounds follow the counts.
+    """Rank i selects |acc| >= threshold in partition (t + i) mod P; borders of partitions follow the counts.
 
     Two rounds, as MiCRO. Where magnitudes differ along the bucket, equal parts make some ranks select
     several times more than others; ExDyna moves whole blocks between neighbouring parts. All ranks know

@@ -74,7 +74,7 @@ class GTopK(Sparsifier):
         return mail.sum_of(total, k), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Once up, if not rank 0; down to each child."""
+        """Declares one message to the parent (unless on rank 0), and one down to each child."""
         k = int(counts[info.rank])
         up, down = [], []
         for distance in _distances(info.size):
@@ -96,10 +96,10 @@ def _parent(rank: int, distance: int) -> int | None:
 
 
 def _child(rank: int, distance: int, size: int) -> int | None:
-    """Returns whose sum a rank awaits at a stage, if there is one."""
+    """Returns the rank whose sum this rank receives at a stage, or None if it receives none."""
     return rank + distance if rank % (2 * distance) == 0 and rank + distance < size else None
 
 
 def _subtree(rank: int, distance: int, info: BucketInfo) -> range:
-    """Returns the ranks whose selections are in the sum that a rank has before a stage."""
+    """Returns the ranks whose selections a rank's sum contains before a stage."""
     return range(rank, min(rank + distance, info.size))

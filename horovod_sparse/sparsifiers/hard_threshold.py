@@ -15,14 +15,14 @@ from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selecte
 
 @dataclass(frozen=True)
 class HardThresholdState(SparsifierState):
-    """State of hard threshold: the factor by which residual and threshold have been multiplied."""
+    """State of `HardThreshold`: the factor by which residual and threshold have been multiplied."""
 
     scale: float = field(default=1.0, metadata=SCALED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardThreshold(SelectAndGather):
-    """Each rank sends all elements with |acc| >= threshold; all apply the sum.
+    """Each rank sends all elements with |acc| >= threshold; all ranks apply the sum.
 
     One round: an allgather of as many indices and values as pass. The count follows the gradient's
     scale, not `density`, which serves only to guess a threshold where none is given:
@@ -51,7 +51,7 @@ class HardThreshold(SelectAndGather):
         return HardThresholdState()
 
     def threshold_for(self, info: BucketInfo, state: HardThresholdState) -> float:
-        """Returns the user's threshold, or the guess, in the residual's units; 0 at density 1."""
+        """Returns the user's (or the guessed) threshold in the residual's units; 0 at density 1."""
         k = self.num_selected(info, state.step)
         if k == info.num_elements and self.density_at(state.step) == 1.0:
             return 0.0

@@ -13,7 +13,7 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 
 @dataclass(frozen=True, kw_only=True)
 class MiCRO(ExclusiveThreshold):
-    """Rank i selects |acc| >= threshold in part (t + i) mod P; all ranks send what they have there.
+    """Rank i selects |acc| >= threshold in part (t + i) mod P; all ranks add up their values there.
 
     Two rounds: an allgather of the selected indices, and an allreduce of everyone's accumulator at
     their union. Density is global: the union is k, whatever P is.

@@ -17,7 +17,7 @@ _FEW = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MSTopK(SelectAndGather):
-    """Each rank sends exactly k elements: all above a threshold found by bisection, then a fill.
+    """Each rank sends exactly k elements: all above a threshold found by bisection, then others up to k.
 
     Bisection between 0 and the maximum magnitude counts how many elements pass, and keeps the highest
     threshold seen that at least k pass, and the lowest that fewer than k pass. Everything above the

@@ -51,7 +51,7 @@ def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
 
 
 def steered(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
-    """Returns the threshold for the next step: lower if fewer than `band` times k passed, higher if more."""
+    """Returns the threshold times or divided by `factor` if `count` lies above or below `band` times k."""
     low, high = band
     if count < low * k:
         return threshold / factor
@@ -74,7 +74,7 @@ def told_orders(k: int) -> NDArray[np.int64]:
 def threshold_and_counts(
     magnitudes: NDArray[np.floating], lengths: NDArray[np.int64], k: int
 ) -> tuple[float, NDArray[np.int64]]:
-    """Returns a threshold that about k sums of all ranks pass, and how many sums pass it on each rank.
+    """Returns a global threshold that about k of all ranks' sums pass, and how many of each rank's pass it.
 
     `magnitudes` are those of `told_orders` [P, orders], `lengths` the sums that each rank has. Kept are k or
     more in all, by less than a tenth of one rank's unless magnitudes are equal.
@@ -101,7 +101,7 @@ _Numbers: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopk(Sparsifier):
-    """Sums up elements above a local threshold, by region; all ranks get the sums above a global one.
+    """Ranks sum up large elements by region, then send every rank the sums above a global threshold.
 
     ``sum = {j: |s_j| >= t_global}, s = sum_i acc_i [|acc_i| >= t_i]``
 
@@ -179,7 +179,7 @@ class OkTopk(Sparsifier):
         return SparseSum(sum_.indices, sum_.values, selected, arrived.notes, facts), after
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> tuple[Indices, float]:
-        """Returns the indices that pass the local threshold, and this threshold."""
+        """Returns the indices of the elements that pass the local threshold, and that threshold."""
         if k == accumulator.num_elements:  # everything, zeros too
             return np.arange(k, dtype=np.int32), state.local_threshold
         threshold = state.local_threshold
@@ -188,13 +188,13 @@ class OkTopk(Sparsifier):
         return accumulator.at_least(threshold), threshold
 
     def _exact(self, step: int) -> bool:
-        """True if thresholds are found in this step, not steered."""
+        """True if this step computes thresholds from magnitudes, False if it adjusts the last ones."""
         return self.threshold_steps == 0 or step % self.threshold_steps == 0
 
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
-        """Returns the sums that pass the global threshold, and each rank's numbers of selected and kept.
+        """Returns this rank's sums above the global threshold, and how many each rank selected and kept.
 
         Then the threshold, and the next step's regions, which change every `region_steps`.
 
@@ -247,7 +247,7 @@ class OkTopk(Sparsifier):
     def _deal_out(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
     ) -> Synchronization[tuple[SparseVector, Values | None]]:
-        """Deals out all sums equally if one rank has far more than its share; else each keeps its own."""
+        """Spreads the sums evenly over ranks by an all-to-all if one rank holds far more than its share."""
         union = int(sizes.sum())
         if info.size * int(sizes.max()) <= _IMBALANCE * union:
             yield AllToAll((np.empty(0, np.int32),) * info.size)

@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(Quantizer):
-    """Every rank sends all elements, rounded at random to multiples of a group's norm over s.
+    """Every rank sends all elements, each rounded at random to a multiple of its group's norm divided by s.
 
     ``sent = sign(acc) (norm / s) l,  l = floor(s |acc| / norm + u),  u uniform in [0, 1)``
 

@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 
 def draw_positions(generator: np.random.Generator, num_elements: int, k: int) -> Indices:
-    """Draws k different positions, each set with equal probability: it draws again for duplicates."""
+    """Draws k different positions; every set of k positions is equally likely."""
     if 2 * k > num_elements:  # the others are fewer
         kept = np.ones(num_elements, bool)
         kept[draw_positions(generator, num_elements, num_elements - k)] = False
@@ -34,7 +34,7 @@ def draw_positions(generator: np.random.Generator, num_elements: int, k: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(SelectAndGather):
-    """k uniformly random positions, their values summed over ranks.
+    """All ranks draw the same k random positions in a step, and sum up their values there.
 
     With `shared` positions (default) all ranks draw the same ones, so no index is ever sent: one
     allreduce of k values (and of what the header of a message would carry, five numbers per rank), and

@@ -10,15 +10,15 @@ from horovod_sparse.errors import ArgumentError
 
 
 class Schedule(Protocol):
-    """The density of every step."""
+    """Gives the density of every step."""
 
     def density_at(self, step: int, final: float) -> float:
-        """Returns the density of a step (from 0); `final` is the sparsifier's own, after the end."""
+        """Returns the density of a step (from 0); `final` is the density after the schedule has ended."""
 
 
 @dataclass(frozen=True)
 class _Lasting:
-    """A length in steps, or in epochs of so many steps."""
+    """Base of schedules: their length, in steps or in epochs of `steps_per_epoch` steps."""
 
     #: where `steps_per_epoch` is given alone
     default_epochs: ClassVar[float | None] = None

@@ -35,12 +35,12 @@ class Excess:
 
 
 def exponential(excess: Excess, density: float) -> float:
-    """``beta = mean,  threshold = beta * ln(1 / density)``."""
+    """Returns the threshold of a fitted exponential: ``beta = mean,  threshold = beta * ln(1 / density)``."""
     return excess.mean * math.log(1.0 / density)
 
 
 def generalized_pareto(excess: Excess, density: float) -> float:
-    """Generalized Pareto; an alpha near 0 is the exponential distribution.
+    """Returns the threshold of a fitted generalized Pareto; with alpha near 0 it is the exponential's.
 
     ``alpha = (1 - q) / 2,  beta = mean (q + 1) / 2,  q = mean^2 / variance``;
     ``threshold = (beta / alpha) (density^-alpha - 1)``.
@@ -55,7 +55,7 @@ def generalized_pareto(excess: Excess, density: float) -> float:
 
 
 def gamma(excess: Excess, density: float) -> float:
-    """Gamma; 0 where the approximation, which holds far out in the tail, is not positive.
+    """Returns the threshold of a fitted gamma; 0 where the tail's approximation is not positive.
 
     ``s = ln mean - mean ln,  alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s),  beta = mean / alpha``;
     ``threshold = -beta (ln density + ln Gamma(alpha))``.
@@ -82,7 +82,7 @@ _NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class SIDCoState(SparsifierState):
-    """State of the search for the number of fits of the tail."""
+    """State of SIDCo: the number of stages of its fit, and how it was last changed."""
 
     #: how often the tail is fitted now
     num_stages: int = field(default=1, metadata=LOCAL)
@@ -145,7 +145,7 @@ class SIDCo(SampledSelection):
         return SIDCoState(num_stages=min(max(stages, 1), self.max_stages))
 
     def threshold(self, sample: np.ndarray, k: int, num_stages: int) -> float:
-        """Returns a threshold for k of the magnitudes, after so many fits; 0 if there is nothing to fit."""
+        """Returns a threshold that about k magnitudes pass, by `num_stages` fits to a sample of them."""
         sizes, threshold = sample[sample > 0.0], 0.0
         # zeros are not fitted, so the share is one of the others
         density = k / max(sizes.size, 1)

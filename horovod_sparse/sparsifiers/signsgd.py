@@ -12,7 +12,7 @@ from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 
 @dataclass(frozen=True, kw_only=True)
 class SignSGD(Quantizer):
-    """Every rank sends the sign of every element, and the mean of the magnitudes.
+    """Every rank sends the sign of every element, and the mean magnitude.
 
     ``sent_i = mean |acc_i| sign(acc_i),  sum = sum_i sent_i,  residual_i = acc_i - sent_i``
 

@@ -11,7 +11,7 @@ from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selecte
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(SelectAndGather):
-    """Each rank sends exactly its k largest magnitudes; all apply the sum.
+    """Each rank sends exactly its k largest magnitudes; all ranks apply the sum.
 
     ``selection_i = arg top-k |acc_i|,  sum = sum_i acc_i[selection_i]``
 

@@ -24,7 +24,7 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
 
 @dataclass(frozen=True, kw_only=True)
 class TopkDSA(Sparsifier):
-    """Each rank sends its k largest magnitudes to the owners of P equal regions, which sum them up.
+    """Each rank sends its k largest magnitudes to the owners of P equal regions, who sum up and share them.
 
     ``sum = sum_i acc_i[selection_i]``, the same as top-k's, with duplicates added up on the way
 
@@ -63,7 +63,7 @@ class TopkDSA(Sparsifier):
         return SparseSum(indices, values, counts, arrived.notes, facts), state
 
     def _is_dense(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
-        """True if all regions together are shorter without indices."""
+        """True if the regions' sums take fewer words sent whole than as indices and values."""
         n, dtype = info.num_elements, info.value_dtype
         sparse = sum(self.wire.message_words(int(size), n, dtype) for size in sizes)
         return sum(self.wire.num_value_words(stop - start, dtype) for start, stop in regions) < sparse
@@ -71,7 +71,7 @@ class TopkDSA(Sparsifier):
     def _gather_dense(
         self, total: SparseVector, accumulator: Accumulator, regions: list[Window], info: BucketInfo
     ) -> Synchronization[tuple[NDArray[np.int32], Values]]:
-        """Gathers whole regions, value by value; leaves zeros out of the sum."""
+        """Allgathers all values of every region, without indices; returns the sum's nonzero elements."""
         start, stop = regions[info.rank]
         values = np.zeros(stop - start, info.value_dtype)
         values[total.indices - start] = total.values

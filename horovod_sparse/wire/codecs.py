@@ -27,26 +27,26 @@ Words: TypeAlias = NDArray[np.uint32]
 
 
 class Int32:
-    """Writes every index of a selection as it is, in any order: one word each."""
+    """Encodes indices as they are, in any order: one word each."""
 
     code = 0
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """Returns the length of `count` indices below `num_elements`; it never falls when count grows."""
+        """Returns the words for `count` indices below `num_elements`; more indices never take fewer."""
         return count
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
-        """Fills `words`, whose length `num_words` gives."""
+        """Writes the indices into `words`, which is `num_words` long."""
         words.view(np.int32)[:] = indices
 
     def decode(self, words: Words, num_elements: int, out: Indices) -> bool:
-        """Fills `out`, as long as the count; False if the words cannot be that many indices."""
+        """Writes the decoded indices into `out`; returns False if `words` does not encode so many."""
         out[:] = words.view(np.int32)
         return find_outside(out, num_elements) < 0
 
 
 class Gaps:
-    """Writes ascending indices in Elias-Fano code: about 2 + log2(n / count) bits each, 12 at density 0.001.
+    """Encodes ascending indices in Elias-Fano code: about 2 + log2(n / count) bits each, 12 at density 0.001.
 
     The lower l bits of every index stand side by side. What is left of it, index >> l, grows slowly:
     its growth is written in unary, as bit (index >> l) + i of a second part for the i-th index.
@@ -72,7 +72,7 @@ class Gaps:
     code = 1
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """Returns the smallest length over all l; one word more, because both parts begin with a word."""
+        """Returns the words for the best l; both parts begin with a new word, which takes one word more."""
         if count == 0:
             return 0
         low = low_bits(count, num_elements)
@@ -94,7 +94,7 @@ class Gaps:
 
 
 def low_bits(count: int, num_elements: int) -> int:
-    """Returns the l for which count * l + ((n - 1) >> l) is smallest.
+    """Returns the number l of low bits per index for which the code is shortest.
 
     One bit more costs `count` bits and takes off ceil(((n - 1) >> l) / 2), which falls with l; so l
     grows as long as (n - 1) >> l is above 2 * count.
@@ -126,7 +126,7 @@ INDEX_CODECS: Mapping[str, IndexCodec] = MappingProxyType({"int32": Int32(), "ga
 
 
 class Floats:
-    """Rounds every value to eight, four or two bytes, as its name says: to the nearest, ties to even.
+    """Encodes every value as a float of eight, four or two bytes, rounded to the nearest, ties to even.
 
     "float16" is IEEE half precision: 11 significant bits, up to 65504, steps of 6e-8 around 0. Values below
     3e-8 become 0 and stay in the residual: with gradients that small take "bfloat16", the upper half of
@@ -137,11 +137,11 @@ class Floats:
         self.code, self._dtype, self._largest = code, np.dtype(dtype), largest
 
     def num_words(self, count: int) -> int:
-        """Returns the length of `count` values; it never falls when count grows."""
+        """Returns the words that `count` values take; a larger count never takes fewer."""
         return -(-count * self._dtype.itemsize // 4)
 
     def encode(self, values: Values, words: Words) -> None:
-        """Writes the values, rounded where they are wider, to the largest number at most; NaN becomes 0."""
+        """Writes the values, rounded and limited to the format's largest number; NaN becomes 0."""
         wider = np.dtype(np.float64 if self._dtype == np.float64 else np.float32)
         if values.itemsize > self._dtype.itemsize:
             values = np.nan_to_num(np.clip(values, -self._largest, self._largest))
@@ -167,7 +167,7 @@ TWO_BIT_BLOCK = 64
 
 
 class TwoBit:
-    """Writes a sign and one of two magnitudes for each value, and the two per 64 values: 2.5 bits a value.
+    """Encodes values as a sign and one of two magnitudes, which 64 values share: 2.5 bits a value.
 
     ``small = mean |v| of those with |v| <= mean |v|,  large = mean |v| of the others``
 
@@ -223,7 +223,7 @@ class TwoBit:
         out += 0  # no -0
 
     def _split(self, words: Words, count: int) -> tuple[Words, Words]:
-        """Returns the words of magnitudes, one per block, and those of bits: a row of signs, one of sizes."""
+        """Returns two views of an encoding: a word per block for two magnitudes, and the values' bits."""
         blocks = -(-count // TWO_BIT_BLOCK)
         return words[:blocks], words[blocks:].reshape(2, -1)
 

@@ -84,16 +84,16 @@ class WireFormat:
 
     @functools.cached_property
     def exact(self) -> bool:
-        """Whether no value is ever changed, whatever dtype the accumulator has."""
+        """True if encoding never changes a value, whatever the accumulator's dtype is."""
         return self.values in ("exact", "float64")
 
     @property
     def ascending(self) -> bool:
-        """Whether indices must be ascending."""
+        """True if indices must be ascending."""
         return self.indices != "int32"
 
     def padded(self, count: int) -> int:
-        """Returns the number of elements that a payload of `count` has room for.
+        """Returns the number of elements that a message of `count` elements has room for.
 
         Example:
             >>> WireFormat(quantum=8, capacity=20).padded(3), WireFormat(quantum=8, capacity=20).padded(30)
@@ -102,7 +102,7 @@ class WireFormat:
         return -(-max(count, self.capacity) // self.quantum) * self.quantum
 
     def round(self, values: Values) -> Values:
-        """Returns the values that receivers will see; the difference belongs back into the residual.
+        """Returns the values after encoding and decoding; the caller adds the difference to the residual.
 
         Example:
             >>> WireFormat("float16").round(np.array([0.1, 1e6], np.float32))
@@ -113,17 +113,17 @@ class WireFormat:
         return self.decode_values(self.encode_values(values), values.size, values.dtype)
 
     def num_value_words(self, count: int, dtype: Any) -> int:
-        """Returns the length of the values alone, in 32-bit words."""
+        """Returns the words that `count` encoded values take, without header and indices."""
         return self.value_codec(dtype).num_words(count)
 
     def encode_values(self, values: Values) -> NDArray[np.int32]:
-        """Writes values alone as words, for rounds whose indices all ranks know."""
+        """Encodes values without header and indices, for rounds whose indices all ranks know."""
         words = np.empty(self.num_value_words(values.size, values.dtype), np.uint32)
         self.value_codec(values.dtype).encode(np.ascontiguousarray(values), words)
         return words.view(np.int32)
 
     def decode_values(self, words: NDArray[np.int32], count: int, dtype: Any) -> Values:
-        """Reads words that `encode_values` has written."""
+        """Decodes words that `encode_values` wrote."""
         values = np.empty(count, dtype)
         self.value_codec(dtype).decode(np.ascontiguousarray(words).view(np.uint32), values)
         return values
@@ -137,13 +137,13 @@ class WireFormat:
         return 4 * self.message_words(count, num_elements, dtype)
 
     def is_plain(self, dtype: Any) -> bool:
-        """Whether indices are int32 and values stand there as the accumulator has them."""
+        """True if indices travel as int32, and values in the accumulator's dtype."""
         return self.indices == "int32" and (
             dtype is None or self.values == "exact" or self.values == _name_of(dtype)
         )
 
     def value_codec(self, dtype: Any) -> ValueCodec:
-        """Returns the codec for values of an accumulator's dtype."""
+        """Returns the codec that encodes values of the accumulator's dtype."""
         name = _name_of(dtype)
         if name not in ("float32", "float64"):
             raise ArgumentError("values", name, "float32 or float64, as accumulators have them")
@@ -151,7 +151,7 @@ class WireFormat:
 
 
 class Sections(NamedTuple):
-    """Borders of a message of some number of elements, in words."""
+    """Positions, in words, of a message's header, indices, values and padding; and its codecs."""
 
     #: seventh word of the header: the codecs' codes, and 24 bits of n, so that ranks whose format or bucket
     #: differs find out before they decode. None where messages are plain and have six words.
@@ -170,7 +170,7 @@ class Sections(NamedTuple):
 
 
 def format_tag(code: int, num_elements: int) -> int:
-    """Returns an int32 of eight bits that say how a payload is written, and the low 24 of n."""
+    """Returns the header's tag: eight bits that name the encoding, and the low 24 bits of n."""
     word = code | (num_elements & 0xFFFFFF) << 8
     return word - 2**32 if word >= 2**31 else word
 
@@ -196,13 +196,13 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
 
 @functools.lru_cache(maxsize=32)
 def _name_of(dtype: Any) -> str:
-    """Returns a dtype's name, which NumPy puts together in Python at every call."""
+    """Returns a dtype's name, cached, since NumPy composes it in Python at every call."""
     return np.dtype(dtype).name
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Facts about all ranks in a step, which each of them has sent.
+    """What every rank reports about itself in a step: NaN or Inf, residual norm, number of steps, `lean`.
 
     Attributes:
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
@@ -224,7 +224,7 @@ class Notes:
 
     @classmethod
     def of(cls, notes: NDArray[np.int32]) -> Notes:
-        """Decodes the notes that `note` has made, one row for every rank."""
+        """Decodes notes, one row for every rank, as `note` encodes them."""
         notes = np.ascontiguousarray(notes)
         floats = notes.view(np.float32).astype(np.float64)
         marks = {rank: int(notes[rank, 0]) - 1 for rank in np.flatnonzero(notes[:, 0] > 0).tolist()}
@@ -232,7 +232,7 @@ class Notes:
 
 
 def note(report: FoldReport) -> NDArray[np.int32]:
-    """Returns words 2 to 5 of a header."""
+    """Encodes a fold's report as four words: words 2 to 5 of a message's header."""
     words = np.array([report.first_nonfinite + 1, 0, report.step % _STEPS, 0], np.int32)
     norm, lean = math.sqrt(report.carried_square_norm), max(-_LARGEST, report.lean)
     words.view(np.float32)[1::2] = min(norm, _LARGEST), min(lean, _LARGEST)
@@ -268,7 +268,7 @@ def pack(
 
 
 def empty_message(length: int, count: int, report: FoldReport, tag: int | None) -> NDArray[np.int32]:
-    """Returns a buffer of `length` words of which the header alone is written."""
+    """Returns a message of `length` words in which only the header is written."""
     buffer = np.empty(length, np.int32)
     buffer[0], buffer[1] = length if tag is None else -length, count
     buffer[2:HEADER_WORDS] = note(report)
@@ -279,7 +279,7 @@ def empty_message(length: int, count: int, report: FoldReport, tag: int | None) 
 
 @dataclass
 class SparseSum:
-    """The decoded messages of all ranks, one behind the other: a sum over ranks, the same on every rank.
+    """The decoded messages of all ranks, one after another: added up by index, the sum over ranks.
 
     Attributes:
         indices: int32; an index may stand more than once (its values add up).
@@ -302,7 +302,7 @@ class SparseSum:
 def unpack_sum(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
 ) -> SparseSum:
-    """Decodes an allgathered buffer into one array of indices and one of values.
+    """Decodes all ranks' messages into one array of indices and one of values.
 
     Every index and every value is written once, to where the sum needs it.
 
@@ -352,7 +352,7 @@ def unpack_sum(
 def _scan(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
 ) -> list[tuple[int, int, int, Sections]]:
-    """Returns start, count, mark of NaN or Inf, and sections of each message; refuses other words."""
+    """Returns each message's start, count, NaN mark and sections; raises if a header breaks the format."""
     tag, header = sections(format, 0, num_elements, dtype)[:2]
     heads, start = [], 0
     for rank in range(size):

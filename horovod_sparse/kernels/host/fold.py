@@ -30,7 +30,7 @@ _AHEAD = 1024
 
 @kernel
 def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
-    """Returns the sum of squares in float64, where float32 would overflow, underflow or be unequal."""
+    """Returns the sum of squares of values[start:stop] in float64, since float32 may overflow."""
     total = 0.0
     for i in range(start, stop):
         total += np.float64(values[i]) * np.float64(values[i])
@@ -41,7 +41,7 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 def _fold_slowly(  # type: ignore[no-untyped-def]
     values, velocity, moment, gradient, more, weights, start, stop, factors, report
 ):
-    """Folds [start, stop) element by element; those that are not finite count as 0. Returns the maximum."""
+    """Folds [start, stop) one by one, with elements that are not finite as 0. Returns the maximum."""
     top = as_key(magnitude(values[start]), 0)
     for i in range(start, stop):
         old, step, wrong = values[i], read(gradient, i), False
@@ -83,7 +83,7 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
 def fold_piece(  # type: ignore[no-untyped-def]
     values, velocity, moment, gradient, more, weights, maxima, block, factors, report, noted
 ):
-    """values = decay * values + step; velocity = momentum * velocity + gradient; maxima.
+    """Folds a gradient: values = decay * values + gradient (by velocity or moment); updates block maxima.
 
     With a moment, moment = factors[1] * moment + factors[2] * gradient^2, and the step is
     factors[3] * gradient / (sqrt(moment + factors[5]) + factors[4]).
@@ -214,7 +214,7 @@ def fold_piece(  # type: ignore[no-untyped-def]
 
 @kernel
 def maximum(values, start, stop):  # type: ignore[no-untyped-def]
-    """Magnitude bits of the largest of [start, stop)."""
+    """Returns the magnitude bits of the largest element of values[start:stop]."""
     tops = v.magnitude(v.splat(values[start]))
     i = start
     while i + v.LANES <= stop:
@@ -229,14 +229,14 @@ def maximum(values, start, stop):  # type: ignore[no-untyped-def]
 
 @kernel
 def scan_maxima(values, maxima, block):  # type: ignore[no-untyped-def]
-    """Writes the maxima of all blocks."""
+    """Writes every block's maximum into `maxima`."""
     for j in range(maxima.size):
         maxima[j] = maximum(values, j * block, min(j * block + block, values.size))
 
 
 @kernel
 def refresh_maxima(values, maxima, block, indices):  # type: ignore[no-untyped-def]
-    """Writes the maxima of the blocks that hold the given elements (ascending order saves work)."""
+    """Recomputes the maxima of the blocks that contain the given indices; ascending indices save work."""
     done = -1
     for index in indices:
         j = index // block

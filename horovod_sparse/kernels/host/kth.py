@@ -18,7 +18,7 @@ FULL = -1
 
 @kernel
 def _pick_bin(counts, k):  # type: ignore[no-untyped-def]
-    """Returns the bin that holds the k-th largest, counted from the top, and how many lie above it."""
+    """Returns the histogram bin with the k-th largest key, and how many keys lie in higher bins."""
     above = 0
     for bin_ in range(counts.shape[0] - 1, -1, -1):
         here = 0
@@ -32,7 +32,7 @@ def _pick_bin(counts, k):  # type: ignore[no-untyped-def]
 
 @kernel
 def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
-    """Returns the k-th largest (k from 1) of keys below 2**num_bits, and how many are larger."""
+    """Returns the k-th largest (k from 1) of keys below 2**num_bits, and how many keys are larger."""
     scratch = np.empty(0, keys.dtype)
     current = keys
     left = num_bits
@@ -68,7 +68,7 @@ def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
 
 @kernel
 def kth_of_values(values, maxima, k, num_bits, start, stop):  # type: ignore[no-untyped-def]
-    """The k-th largest magnitude of values[start:stop], in place: one read of it per digit."""
+    """Returns the k-th largest magnitude of values[start:stop], and how many are larger; copies nothing."""
     mask_all = (1 << num_bits) - 1
     prefix = 0
     left = num_bits
@@ -92,7 +92,7 @@ def kth_of_values(values, maxima, k, num_bits, start, stop):  # type: ignore[no-
 
 @kernel
 def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-def]
-    """Collects the keys of values[start:stop] within [low, high] and counts those above."""
+    """Writes the keys of values[start:stop] in [low, high] to `keys`; counts these and the larger ones."""
     lows, highs = v.splat(low), v.splat(high)
     above, count = 0, 0
     i = start
@@ -117,7 +117,7 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
 
 @kernel
 def raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
-    """Raises the bound to the k-th largest so far and drops all below; returns how many are left."""
+    """Raises the bound to the k-th largest candidate, drops those below, and returns how many remain."""
     if not 0 < k <= count:
         return count
     num_bits = 8 * words.itemsize - 1
@@ -135,7 +135,7 @@ def raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
 
 @kernel
 def kth_above(words, count, k, bound, num_bits, width):  # type: ignore[no-untyped-def]
-    """The k-th largest magnitude of count words that reach a bound, and how many are larger."""
+    """Returns the k-th largest of `count` magnitudes, all at least `bound`, and how many are larger."""
     counts = np.zeros((1 << _DIGIT, _WAYS), np.uint32)
     mask, most = (1 << num_bits) - 1, (1 << _DIGIT) - 1
     low = v.digit(bound, 0, mask)
@@ -155,7 +155,7 @@ def kth_above(words, count, k, bound, num_bits, width):  # type: ignore[no-untyp
 
 @kernel
 def keep(places, words, count, smallest, ties, out, found):  # type: ignore[no-untyped-def]
-    """Keeps those of count elements that are above `smallest`, and the first `ties` equal to it.
+    """Copies the candidates above `smallest`, and the first `ties` equal to it, to `out` and `found`.
 
     `out` and `found` may be `places` and `words` themselves: what is overwritten was read before.
     """

@@ -41,7 +41,7 @@ def take_at(values, indices, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def put_at(values, indices, new):  # type: ignore[no-untyped-def]
-    """values[indices] = new; of repeated indices the last one counts."""
+    """values[indices] = new; for a repeated index the last value counts."""
     m = indices.size
     for i in range(m):
         if i + AHEAD < m:
@@ -61,7 +61,7 @@ def zero_at(values, indices):  # type: ignore[no-untyped-def]
 
 @kernel
 def add_at(values, indices, new):  # type: ignore[no-untyped-def]
-    """values[indices] += new, in order."""
+    """values[indices] += new, one after the other, so repeated indices add up."""
     m = indices.size
     for i in range(m):
         if i + AHEAD < m:
@@ -71,7 +71,7 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
 
 @kernel
 def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
-    """Adds the runs' values to a tile of [start, stop); returns how many of its elements held +0.0 before.
+    """Adds sparse runs' values to a tile of elements [start, stop); returns how many it touched first.
 
     A sum that comes out as +0.0 is stored as -0.0, which is the same number and tells that it was touched:
     the count stays right where values cancel.
@@ -94,7 +94,7 @@ def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no
 def write_runs(  # type: ignore[no-untyped-def]
     dense, indices, values, at, stops, scale, tile, head, past_caches, first
 ):
-    """dense = scale * (0, and values at the indices, in order); returns what `fill_tile` does.
+    """Overwrites `dense` with the scaled sum of sparse runs; returns how many different indices they have.
 
     Indices count from `first` elements before `dense`. Run r of them, [at[r], stops[r]), ascends; at[r] is
     moved behind those of `dense`. A tile of zeros that stays
@@ -158,7 +158,7 @@ def add_sorted_runs(indices, values, at, stops, tile, counts, where, totals, num
 
 
 def find_outside(indices: NDArray[np.int32], num_elements: int) -> int:
-    """Returns the position of an index outside [0, num_elements), or -1."""
+    """Returns the position of the first index outside [0, num_elements), or -1 if there is none."""
     unsigned = indices.view(np.uint32)  # below 0 is above all
     if unsigned.max(initial=0) < num_elements:
         return -1
@@ -167,7 +167,7 @@ def find_outside(indices: NDArray[np.int32], num_elements: int) -> int:
 
 
 def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[np.int32]:
-    """Returns indices as contiguous int32, refused outside [0, num_elements); with `keep` a copy."""
+    """Returns the indices as contiguous int32, or raises if one is outside [0, num_elements)."""
     given = np.asarray(indices)
     if given.dtype != np.int32:
         if given.size and given.dtype.kind not in "iu":
@@ -188,21 +188,21 @@ def _outside(indices: Array, position: int, num_elements: int) -> MessageError:
 
 
 def compiled_for(array: Any, kind: Any) -> Array:
-    """Returns the array, or a copy, as kernels are compiled for it: writeable and aligned."""
+    """Returns the array, copied if it is not one-dimensional, of dtype `kind`, aligned and writeable."""
     if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == kind and array.flags.carray:
         return array  # at once: NumPy takes longer to find that out than a kernel for a small bucket
     return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
 
 
 def taken(values: Array, indices: Array) -> Array:
-    """Returns the values at `checked` indices as a fresh array."""
+    """Returns values[indices] as a new array; the indices have been `checked`."""
     out = np.empty(indices.size, values.dtype)
     take_at(values, indices, out)
     return out
 
 
 def native_bits(array: Array) -> Array:
-    """Returns a one-dimensional view in a type that kernels know."""
+    """Returns a flat view in a dtype that kernels accept: half types as 16-bit integers."""
     flat = array.reshape(-1)
     if array.dtype in (np.float32, np.float64, np.uint16):
         return flat
@@ -215,7 +215,7 @@ def native_bits(array: Array) -> Array:
 
 
 def wide(chunk: Array) -> Array:
-    """Converts what `native_bits` returns to float32 or float64: half types are held as bits."""
+    """Converts an array of `native_bits` to float32; float32 and float64 stay as they are."""
     if chunk.dtype == np.uint16:
         bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
         return bits
@@ -223,7 +223,7 @@ def wide(chunk: Array) -> Array:
 
 
 def narrow(numbers: Array, dtype: Any) -> Array:
-    """Converts numbers back from `wide`, to nearest, ties to even."""
+    """Converts float32 numbers to `native_bits` of a half type, rounding to nearest, ties to even."""
     if dtype == np.int16:
         with np.errstate(over="ignore"):
             return numbers.astype(np.float16).view(np.int16)
@@ -243,7 +243,7 @@ def _flat(dense: Array) -> Array:
 
 
 def matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
-    """Checks indices, and returns them with their values in the type of sums."""
+    """Checks indices and values, and returns them in the dtypes that a sum into an array of `kind` needs."""
     where = checked(indices, num_elements)
     new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
     if new.size != where.size:
@@ -252,7 +252,7 @@ def matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -
 
 
 def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: float) -> int:
-    """Overwrites a dense array with ``scale * sum``: 0 where the sum has no element.
+    """Overwrites a dense array with ``scale * sum``, and with 0 where the sum has no element.
 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
     same value an average is that value. Half types are summed and scaled in float32, rounded once.
@@ -268,7 +268,7 @@ def apply_scaled_sums(
     values: Array,
     scale: float,
 ) -> int:
-    """Applies `apply_scaled_sum` to a bucket's arrays, each at its [start, stop)."""
+    """Does the same for a bucket that consists of several arrays, each at its [start, stop)."""
     flats = [_flat(array) for array in arrays]
     kind, num_elements = flats[0].dtype, places[-1][1]
     if indices is None:
@@ -301,7 +301,7 @@ def _apply_half_sums(
 
 
 def added_up(indices: Array, values: Array) -> tuple[Array, Array, Array]:
-    """Returns ascending indices, each once, the sum of its values in their order, and how many there are.
+    """Returns the different indices, ascending, the sum of each one's values, and how many it had.
 
     Example:
         >>> added_up(np.array([3, 0, 3], np.int32), np.array([1.0, 2.0, 4.0]))
@@ -316,13 +316,13 @@ def added_up(indices: Array, values: Array) -> tuple[Array, Array, Array]:
 
 
 def aligned_tile(dtype: np.dtype[Any]) -> Array:
-    """Returns zeros for `fill_tile` that begin with a cache line: else most accesses would cross two."""
+    """Returns an array of zeros for `fill_tile` that begins at a cache line, which makes access faster."""
     room = np.zeros(TILE + _LINE, dtype)
     return room[-room.ctypes.data % _LINE // dtype.itemsize :][:TILE]
 
 
 def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
-    """Splits indices into ascending runs; sorts first if these are many. Returns also starts and stops."""
+    """Splits indices where they descend (sorts them first if too often); returns them, starts and stops."""
     stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
     if stops.size > _MOST_RUNS:
         order = np.argsort(where, kind="stable")
@@ -331,7 +331,7 @@ def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _overwrite(flat: Array, values: Array, scale: float) -> int:
-    """Overwrites an array with a scaled sum of all its elements; returns their number."""
+    """Overwrites an array with scale times a dense sum; returns the number of elements."""
     if flat.dtype == values.dtype:
         np.multiply(values, flat.dtype.type(scale), out=flat) if scale != 1.0 else np.copyto(flat, values)
     else:

@@ -33,7 +33,7 @@ _FURTHER = 1024
 
 @kernel
 def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore[no-untyped-def]
-    """Appends the elements of [start, stop) with magnitude bits >= threshold; there must be room."""
+    """Appends the elements of values[start:stop] with magnitude bits >= threshold to indices and keys."""
     thresholds = v.splat(threshold)
     i = start
     while i + v.LANES <= stop:
@@ -52,7 +52,7 @@ def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore
 
 @kernel
 def _list_blocks(values, maxima, block, threshold, first, last, passing):  # type: ignore[no-untyped-def]
-    """Lists the blocks of [first, last) that pass, and asks for their memory."""
+    """Writes the numbers of blocks in [first, last) whose maximum reaches the threshold; returns how many."""
     count = 0
     thresholds = v.splat(threshold)
     j = first
@@ -69,7 +69,7 @@ def _list_blocks(values, maxima, block, threshold, first, last, passing):  # typ
 
 @kernel
 def _prefetch_blocks(values, block, passing, size):  # type: ignore[no-untyped-def]
-    """Asks for the memory of the listed blocks, all at once, before the first is opened."""
+    """Prefetches the memory of all listed blocks, before the first of them is read."""
     per_line = 64 // values.itemsize
     for p in range(size):
         start = passing[p] * block
@@ -79,7 +79,7 @@ def _prefetch_blocks(values, block, passing, size):  # type: ignore[no-untyped-d
 
 @kernel
 def _keep_largest(indices, keys, count, k, num_bits):  # type: ignore[no-untyped-def]
-    """Keeps exactly the k largest of count candidates, ties by position; returns the smallest key."""
+    """Keeps the k largest of `count` candidates (of equal ones the first); returns the smallest's key."""
     smallest, larger = kth_of(keys[:count], k, num_bits)
     keep(indices, keys, count, smallest, k - larger, indices, keys)
     return smallest
@@ -87,7 +87,7 @@ def _keep_largest(indices, keys, count, k, num_bits):  # type: ignore[no-untyped
 
 @kernel
 def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices, keys):  # type: ignore[no-untyped-def]
-    """Elements of [start, stop) with magnitude bits >= threshold, ascending; all of them or the k largest.
+    """Lists the elements of [start, stop) with magnitude bits >= threshold: all, or with k > 0 the k largest.
 
     With k > 0 the buffers are a stream: when they are full, the k largest so far stay and the smallest of
     those raises the threshold. An equal magnitude further on has a higher index and loses its tie, so only
@@ -141,7 +141,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
 
 @kernel
 def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indices):  # type: ignore[no-untyped-def]
-    """Elements of [start, stop) above `smallest` and the first `ties` equal to it, ascending."""
+    """Writes indices of elements above `smallest`, and of the first `ties` equal to it; returns how many."""
     count = 0
     capacity = indices.size
     thresholds = v.splat(smallest)
@@ -180,7 +180,7 @@ def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indice
 
 @kernel
 def _num_at_least(keys, count, low):  # type: ignore[no-untyped-def]
-    """Counts the keys >= `low`, which is above 0: the vector of zeros behind the keys must not count."""
+    """Counts the keys >= `low`, which is above 0, so that the zeros that pad the keys do not count."""
     limits, reached = v.splat(v.as_key(keys[0], low)), 0
     for i in range(0, count, v.LANES):
         reached += v.count_bits(v.mask_at_least(v.load(keys, i), limits))
@@ -189,7 +189,7 @@ def _num_at_least(keys, count, low):  # type: ignore[no-untyped-def]
 
 @kernel
 def _kth_of_few(keys, count, k, low):  # type: ignore[no-untyped-def]
-    """A key from `low` on that exactly k of count keys reach, or else the k-th largest, by halving."""
+    """Returns a key >= `low` that exactly k of `count` keys reach, or the k-th largest, by bisection."""
     tops = v.load(keys, 0)
     for i in range(v.LANES, count, v.LANES):
         tops = v.larger(tops, v.load(keys, i))
@@ -205,7 +205,7 @@ def _kth_of_few(keys, count, k, low):  # type: ignore[no-untyped-def]
 
 @kernel
 def _list_at_least(values, start, stop, threshold, indices, keys):  # type: ignore[no-untyped-def]
-    """Elements of [start, stop) with magnitude bits >= threshold."""
+    """Lists indices and keys of the elements of [start, stop) with magnitude bits >= threshold."""
     count, thresholds, i = 0, v.splat(threshold), start
     while i + v.LANES <= stop:
         v.prefetch(values, i + _FURTHER)
@@ -219,7 +219,7 @@ def _list_at_least(values, start, stop, threshold, indices, keys):  # type: igno
 
 @kernel
 def _select_of_each(values, chunk, quotas, step, exponent, keys, indices, out, found):  # type: ignore[no-untyped-def]
-    """The largest of every chunk, as many as its quota says, ascending; of ties the first; and their values.
+    """Writes indices and values of the largest elements of every chunk, as many as the chunk's quota.
 
     Chunks are like their neighbours: a little less than the last one's smallest bounds this one's. How much
     less is learned, from `step` on; where too few reach it a half is looked for, then an eighth, and so on.
@@ -262,7 +262,7 @@ def _num_bits(values: Array) -> int:
 def _candidates(
     values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int
 ) -> tuple[Indices, Array]:
-    """The k largest of the window that are not 0 (fewer if there are fewer), ascending, with their keys."""
+    """Returns indices and keys of a window's k largest elements; elements that are 0 are left out."""
     whole = stop - start == values.size
     first, last = (0, maxima.size) if whole else layout.whole_blocks(start, stop)
     bits = maxima.dtype.type
@@ -282,7 +282,7 @@ def _candidates(
 
 
 def _kth_bits(values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int) -> tuple[Any, int]:
-    """Bits of the k-th largest of the window, and how many are larger: from a sample, and mostly one pass.
+    """Returns the bits of a window's k-th largest magnitude, and how many are larger, by a sample's bounds.
 
     The sample has one element of each of many equal stretches. Which one varies, since layers repeat with
     strides of their own; it is the same in every run.
@@ -312,7 +312,7 @@ def _fits_buffer(layout: Layout, k: int, start: int, stop: int) -> bool:
 
 
 def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Layout) -> Indices:
-    """Finds a window's k largest magnitudes, exactly, 0 < k < stop - start, ascending; of ties the first."""
+    """Returns the indices of a window's k largest magnitudes, ascending; of equal ones the first."""
     if _fits_buffer(layout, k, start, stop):
         indices, _ = _candidates(values, maxima, layout, k, start, stop)
         if indices.size == k:
@@ -326,7 +326,7 @@ def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout:
 
 
 def kth(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Layout) -> Any:
-    """Magnitude bits of the exact k-th largest of a window, 1 <= k <= stop - start."""
+    """Returns the magnitude bits of a window's k-th largest element, 1 <= k <= stop - start."""
     if _fits_buffer(layout, k, start, stop):
         _, keys = _candidates(values, maxima, layout, k, start, stop)
         return keys.min() if keys.size == k else 0
@@ -334,7 +334,7 @@ def kth(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Lay
 
 
 def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, layout: Layout) -> Indices:
-    """Returns the positions of a window whose magnitude bits reach these, ascending; from upper bounds."""
+    """Returns a window's indices with magnitude bits >= `bits`; block maxima say which blocks to read."""
     parts: list[Indices] = []
     capacity = min(4096, stop - start) + layout.block
     while start < stop:
@@ -350,7 +350,7 @@ def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, lay
 
 
 def largest_of_each(values: Array, chunk: int, quotas: NDArray[np.int64]) -> tuple[Indices, Array]:
-    """Places and values of the largest of every chunk, as many as its quota says; of ties the first."""
+    """Returns indices and values of the largest elements of every chunk, as many as the chunk's quota."""
     room = min(chunk, values.size) + v.LANES
     keys, out = np.empty(room, bits_dtype(values.dtype)), np.empty(int(quotas.sum()), np.int32)
     exponent = 1 << np.finfo(values.dtype).nmant

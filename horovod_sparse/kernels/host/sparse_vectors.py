@@ -26,7 +26,7 @@ _TILE = 1024
 
 @kernel
 def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped-def]
-    """Elias-Fano: `low_bits` of every index; bit (index >> low_bits) + i of the rest is set for the i-th.
+    """Encodes ascending indices in Elias-Fano code: `low_bits` of every index, and the rest in unary.
 
     `words` is a view of an int32 buffer as uint32.
     """
@@ -53,7 +53,7 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
 
 @kernel
 def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: ignore[no-untyped-def]
-    """Inverts `encode_gaps`; returns False for words that are no such code: another rank wrote them."""
+    """Decodes what `encode_gaps` wrote; returns False if the words are no such code."""
     ones = 0
     for at in range(low_words, words.size):
         ones += count_bits(np.int64(read(words, at)))
@@ -83,7 +83,7 @@ def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: 
 
 @kernel
 def _replace(values, first, undone, factors, whole, sums, tile, again, kept):  # type: ignore[no-untyped-def]
-    """Puts old values back, multiplies by factors[0], subtracts a sum over ranks, and moves again.
+    """Writes old values back, multiplies by a factor, subtracts a sum over ranks, then sparse vectors.
 
     `undone`, `sums` and `again` are indices, values, and where each run of them begins and stops; indices
     count from the start of a bucket, in which the array begins at `first`. `whole` says to read all elements,
@@ -140,7 +140,7 @@ def _replace(values, first, undone, factors, whole, sums, tile, again, kept):  #
 
 
 def _joined(vectors: Sequence[Vector], dtype: Any) -> tuple[Array, Array, Array, Array]:
-    """Returns indices and values of all vectors in a row, and the start and stop of each."""
+    """Concatenates vectors; returns all indices and values, and where each vector starts and stops."""
     indices = [scatter.compiled_for(one, np.int32) for one, _ in vectors] or [np.empty(0, np.int32)]
     values = [scatter.compiled_for(one, dtype) for _, one in vectors] or [np.empty(0, dtype)]
     stops = np.cumsum([one.size for one in indices])
@@ -156,7 +156,7 @@ def replace(
     total: Vector | None = None,
     again: Sequence[Vector] = (),
 ) -> tuple[int, list[Array]]:
-    """Puts old values back, multiplies by a factor, subtracts a sum over ranks, reading each array once.
+    """Writes old values back, multiplies by a factor, subtracts a sum over ranks, then sparse vectors.
 
     Args:
         arrays: float32 or float64; each with its start in the bucket, and a factor for all its elements.

@@ -24,12 +24,12 @@ _WORDS_PER_NOTE = 4
 
 
 def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -> int:
-    """Returns the length in 32-bit words of a message of so many elements and the notes of so many ranks."""
+    """Returns the length, in 32-bit words, of a message of `count` elements and `num_notes` ranks' notes."""
     return wire.message_words(count, info.num_elements, info.value_dtype) + _WORDS_PER_NOTE * num_notes
 
 
 class Mail:
-    """Writes and reads the messages of one rank in one step: sparse vectors, and notes behind them.
+    """Writes and reads a rank's point-to-point messages in one step: a sparse vector, then notes about ranks.
 
     A message carries those notes that both sides know to be known to the sender: none says whose it is, and
     one that arrives twice changes nothing.
@@ -41,13 +41,13 @@ class Mail:
         self._notes[info.rank] = note(report)
 
     def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
-        """Writes a vector, whose values have been rounded, and the notes of some ranks."""
+        """Returns a message that holds a vector of rounded values, and the notes about the given ranks."""
         n = self._info.num_elements
         words = pack(vector.indices, vector.values, FoldReport(), self._wire, n)
         return np.concatenate([words, self._notes[list(ranks)].reshape(-1)])
 
     def read(self, words: Words, ranks: Sequence[int] = ()) -> SparseVector:
-        """Reads the vector of a message, and takes in its notes, which are those of the same ranks."""
+        """Returns the vector of a message, and stores its notes, which are about the given ranks."""
         end = words.size - _WORDS_PER_NOTE * len(ranks)
         if end < 0:
             raise MessageError(f"a message of {words.size} words is too short: mixed versions?")
@@ -56,13 +56,13 @@ class Mail:
         return SparseVector(gathered.indices, gathered.values)
 
     def sum_of(self, vector: SparseVector, num_selected: int) -> SparseSum:
-        """Returns the sum that all ranks end with, with counts of selected elements and notes by rank."""
+        """Returns a step's final vector as a `SparseSum`, with the notes about all ranks."""
         counts = np.full(len(self._notes), num_selected, np.int64)
         return SparseSum(vector.indices, vector.values, counts, Notes.of(self._notes))
 
 
 def bruck_bags(num_members: int) -> list[int]:
-    """Returns how many messages a member sends in each round: all it holds, or what the other lacks."""
+    """Returns how many messages a member sends in each round: all it has, if the receiver lacks as many."""
     return [min(1 << stage, num_members - (1 << stage)) for stage in range(ceil_log2(num_members))]
 
 

@@ -45,7 +45,7 @@ def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
 
 
 def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
-    """Returns a message of which the header alone is written: units and codes begin at `HEADER`."""
+    """Returns a message whose header is written; the caller writes units and codes, from word `HEADER` on."""
     length = quantized_words(code, num_elements, dtype)
     return empty_message(length, num_elements, report, _tag(code, num_elements))
 
@@ -58,7 +58,7 @@ def _tag(code: Quantization, num_elements: int) -> int:
 def sum_quantized(
     buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, *, votes: bool
 ) -> tuple[Values, Notes]:
-    """Decodes an allgathered buffer into the sum over ranks, in their order, and facts about ranks."""
+    """Decodes an allgathered buffer into the sum over ranks (or their vote), and the ranks' notes."""
     words = np.ascontiguousarray(buffer)
     length = quantized_words(code, num_elements, dtype)
     if words.dtype != np.int32 or words.shape != (size * length,):
@@ -86,7 +86,7 @@ def sum_quantized(
 
 
 def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Values:
-    """Writes the sign that most ranks have, times the sum of their units; 0 in a tie. Returns the units."""
+    """Writes to `out` most ranks' sign (0 in a tie) times the summed units; returns all ranks' units."""
     size, at, length = len(bodies), code.unit_words(out.size, out.dtype), code.length_of_group(out.size)
     units: Values = np.ascontiguousarray(bodies[:, :at]).view(out.dtype)
     # as the mean of units, size times
@@ -102,7 +102,7 @@ def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Valu
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer(Sparsifier):
-    """Every rank sends all elements in few bits (`quantization`); what that loses stays in its residual."""
+    """Base of algorithms that send all elements in a few bits each; rounding errors stay in the residual."""
 
     density_scope: ClassVar[Literal["per rank", "global"]] = "global"
     has_density: ClassVar[bool] = False
@@ -126,11 +126,11 @@ class Quantizer(Sparsifier):
     @property
     @abc.abstractmethod
     def quantization(self) -> Quantization:
-        """Says how elements become bits."""
+        """Returns the encoding: the number of levels, the norm and the length of groups."""
 
     @property
     def votes(self) -> bool:
-        """True if the sum has the signs that most ranks have."""
+        """True if each element of the sum gets the sign that most ranks have."""
         return False
 
     def key(self, info: BucketInfo, step: int) -> int:

@@ -32,7 +32,7 @@ def sum_at(
     *,
     ask_health: bool = True,
 ) -> Synchronization[SparseSum]:
-    """Sums everyone's values at indices that all ranks know, and clears them.
+    """Sums all ranks' accumulators at indices that all ranks know, and clears the accumulators there.
 
     Exact values take one allreduce. Rounded values must not be rounded again at every addition: each rank
     adds up one part of them (all-to-all), rounds the sum, keeps that error, and the parts are gathered: as
@@ -50,7 +50,7 @@ def sum_at(
 def sum_traffic(
     num_indices: int, info: BucketInfo, wire: WireFormat, *, ask_health: bool = True
 ) -> tuple[Traffic, ...]:
-    """Declares the cost of `sum_at`: values, and the note that a message's header would have carried."""
+    """Declares the cost of `sum_at`: the values, and each rank's note if `ask_health`."""
     if wire.exact:
         padded = wire.padded(num_indices)
         health = _NUMBERS_PER_RANK * info.size if ask_health else 0
@@ -121,7 +121,7 @@ def _sum_in_parts(
 def gather_parts(
     values: Values, parts: Sequence[Window], info: BucketInfo, wire: WireFormat
 ) -> Synchronization[tuple[Values, Values]]:
-    """Gathers a vector from the parts of all ranks; returns this rank's rounding error, too."""
+    """Allgathers a vector of which each rank has a part; returns it, and the rounding error of this part."""
     gathered = yield AllGather(wire.encode_values(values))
     whole, begin = np.empty(parts[-1][1], values.dtype), 0
     for start, stop in parts:

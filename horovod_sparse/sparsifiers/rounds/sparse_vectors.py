@@ -38,11 +38,11 @@ class SparseVector:
         return self.indices.size
 
     def __getitem__(self, some: Any) -> SparseVector:
-        """Returns the elements at some places of the vector: a slice, or a mask."""
+        """Returns the elements that a slice or a mask selects."""
         return SparseVector(self.indices[some], self.values[some])
 
     def __add__(self, other: SparseVector) -> SparseVector:
-        """Adds two vectors by index; their order does not matter to any bit."""
+        """Adds two vectors, values at equal indices; a + b and b + a have the same bits."""
         if not len(other):
             return self
         if not len(self):
@@ -51,7 +51,7 @@ class SparseVector:
         return SparseVector(*added_up(indices, np.concatenate([self.values, other.values]))[:2])
 
     def split_largest(self, k: int) -> tuple[SparseVector, SparseVector]:
-        """Splits off the k largest magnitudes. Ties go to the lowest index."""
+        """Returns the k elements of largest magnitude, and the rest; of equal ones the lowest indices."""
         if len(self) <= k:
             return self, self[:0]
         if k == 0:
@@ -68,7 +68,7 @@ class SparseVector:
         return self[slice(*np.searchsorted(self.indices, (start, stop)))]
 
     def rounded(self, wire: WireFormat) -> tuple[SparseVector, Values | None]:
-        """Rounds the values as receivers will see them; returns the rounding error, too, or None."""
+        """Returns the vector as the wire format rounds it, and the rounding errors (None if exact)."""
         values = wire.round(self.values)
         if values is self.values:
             return self, None
@@ -76,7 +76,7 @@ class SparseVector:
 
 
 def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
-    """Returns which of some ascending indices are not among some other ascending ones.
+    """Returns a mask of the indices that are not among `others`; both are ascending.
 
     Example:
         >>> missing_in(np.array([1, 3, 5], np.int32), np.array([3, 4], np.int32))
@@ -86,7 +86,7 @@ def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
 
 
 def shared_out(values: Values, num_parts: int, part: int) -> Values:
-    """Returns one of nearly equal parts of every value; the parts add up to it exactly."""
+    """Splits values into `num_parts` nearly equal addends, which add up exactly, and returns one of them."""
     if num_parts == 1:
         return values
     equal = values / values.dtype.type(num_parts)
@@ -98,7 +98,7 @@ def shared_out(values: Values, num_parts: int, part: int) -> Values:
 
 
 def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) -> SparseVector:
-    """Rounds a vector as receivers will see it; the error stays at this rank."""
+    """Rounds a vector's values to the wire format; adds the rounding errors to this rank's accumulator."""
     seen, error = vector.rounded(wire)
     if error is not None:
         accumulator.add(vector.indices, error)
@@ -106,7 +106,7 @@ def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) ->
 
 
 def discards_meet(step: int) -> bool:
-    """True in one of 16 steps, in which discards stay with the ranks that dropped them.
+    """True in one of 16 steps: elements dropped on the way then stay with the rank that dropped them.
 
     Discards that go back to where they came from never meet: where the gradients of two ranks cancel, as
     those of ranks with different data do in the end, both would choose that element for ever. The steps keep
@@ -118,7 +118,7 @@ def discards_meet(step: int) -> bool:
 def cut_and_pack(
     parts: Sequence[SparseVector], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> tuple[tuple[Words, ...], Values | None]:
-    """Returns messages of consecutive parts of a vector, each rounded by itself, and the rounding error."""
+    """Rounds and encodes each part of a vector as one message; returns messages and rounding errors."""
     messages, errors = [], []
     for part in parts:
         seen, error = part.rounded(wire)
@@ -130,7 +130,7 @@ def cut_and_pack(
 def reduce_in_regions(
     vector: SparseVector, regions: Sequence[Window], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[tuple[SparseVector, SparseSum, Values | None]]:
-    """Sums up all ranks' vectors, each rank in its own region, by one all-to-all."""
+    """Sends elements to the owners of their regions, in one all-to-all; returns this rank's region's sum."""
     messages, error = cut_and_pack([vector.cut(*region) for region in regions], report, info, wire)
     arrived = yield AllToAll(messages)
     gathered = unpack_sum(np.concatenate(arrived), info.size, wire, info.num_elements, info.value_dtype)
@@ -142,7 +142,7 @@ def reduce_in_regions(
 
 
 def split_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
-    """Declares the cost of `reduce_in_regions`: from nothing, if all is in the own region, to all."""
+    """Declares the cost of `reduce_in_regions`: least if all elements lie in this rank's own region."""
     words = [wire.message_words(number, info.num_elements, info.value_dtype) for number in (0, count)]
     others = info.size - 1
     # written plainly, elements cost the same in whichever message they are

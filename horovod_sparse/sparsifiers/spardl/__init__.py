@@ -22,7 +22,7 @@ _GATHER = ("auto", "allgather", "bruck")
 
 @dataclass(frozen=True, kw_only=True)
 class SparDL(Sparsifier):
-    """Blocks are summed up along a short path, and cut to their largest elements at every stop.
+    """Ranks sum up blocks in about log2 P rounds, and keep only a block's largest elements after each.
 
     P ranks in d teams of Q = P / d; the bucket in Q blocks. Per step:
 
@@ -76,7 +76,7 @@ class SparDL(Sparsifier):
             check_number(argument, value, "a time in seconds", "[0, 1e9]")
 
     def resolved(self, info: BucketInfo) -> SparDL:
-        """Decides the number of teams, which divides P, and the way between them."""
+        """Returns a copy that has decided the number of teams, which divides P, and the path between them."""
         size, teams, between, gather = info.size, self.teams, self.between, self.gather
         if teams == "auto":
             k = replace(self, schedule=None).num_selected(info, 0)  # that after a warm-up
@@ -99,7 +99,7 @@ class SparDL(Sparsifier):
         return SparDLState.first(int(self.resolved(info).teams))
 
     def layout(self, info: BucketInfo, num_selected: int, step: int) -> TeamLayout:
-        """Teams, blocks and quotas of a step, once teams are resolved."""
+        """Returns the teams, blocks and quotas of a step; `resolved` has decided the number of teams."""
         return TeamLayout(info.size, int(self.teams), info.num_elements, num_selected, step)
 
     def synchronize(
@@ -133,7 +133,7 @@ class SparDL(Sparsifier):
         return sum_, after
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Exact but for B-SAG, where it is between that of h = L / d and of h = L."""
+        """Declares exact bytes, but for B-SAG a range: from h = L / d elements of a block to h = L."""
         plan = self.resolved(info)
         layout = plan.layout(info, int(counts[info.rank]), step)
         return layout.traffic(info, self.wire, plan.between == "recursive", plan.gather == "bruck")

@@ -16,7 +16,7 @@ RESIDUAL_MODES = ("global", "partial", "local")
 
 
 class Ledger:
-    """Every change of a rank's accumulator in one step, so that it can be settled at the end.
+    """Records every change of a rank's accumulator in a step, to compute the residual at its end.
 
     While the step runs, what is selected leaves the accumulator, what arrives is added, and what is discarded
     remains, in the paper's words *local* (never sent), *end-procedure* (sent or received, at an index that is
@@ -38,17 +38,17 @@ class Ledger:
         return SparseVector(indices, values)
 
     def receive(self, vector: SparseVector) -> None:
-        """Adds what another rank of the team has sent."""
+        """Adds a vector from another rank to the accumulator."""
         self._changes.append((vector.indices, self._accumulator.take(vector.indices)))
         self._accumulator.add(vector.indices, vector.values)
 
     def discard(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> None:
-        """Adds this rank's share of discarded values, which `num_holders` ranks have, to the residual."""
+        """Adds dropped values to the residual, or a share of them if `num_holders` ranks drop the same."""
         if len(vector):
             self.receive(SparseVector(vector.indices, shared_out(vector.values, num_holders, holder)))
 
     def round(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> SparseVector:
-        """Rounds a vector as receivers will see it; keeps this rank's share of the error."""
+        """Rounds a vector to the wire format; keeps this rank's share of the errors in the residual."""
         seen, error = vector.rounded(self._wire)
         if error is not None:
             share = SparseVector(vector.indices, shared_out(error, num_holders, holder))
@@ -80,13 +80,13 @@ class Ledger:
             self._accumulator.add(error.indices[applied], error.values[applied])
 
     def _put(self, indices: Indices, values: Values) -> None:
-        """Writes saved values: subtracting what was added would not restore them exactly."""
+        """Writes earlier values back: subtracting what was added would not restore them exactly."""
         if indices.size:
             self._accumulator.put(indices, np.ascontiguousarray(values))
 
 
 class Phases:
-    """One step of one rank."""
+    """The collectives of a step of SparDL on one rank, in order."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Phases:
         self._team, self._position = layout.team_and_position(info.rank)
 
     def scatter_reduce(self) -> Synchronization[SparseVector]:
-        """Spar-Reduce-Scatter: this team's sum of this rank's block, its largest elements only.
+        """Spar-Reduce-Scatter: returns the largest elements of this team's sum of this rank's block.
 
         From the longest distance to the shortest one bag is sent and one received; every block is
         sparsified just before it is sent, all that arrived for it included. One message per step.
@@ -118,7 +118,7 @@ class Phases:
         return self._largest([position])
 
     def _largest(self, blocks: list[int]) -> SparseVector:
-        """Takes the quota of every block out of the accumulator; ascending."""
+        """Takes the largest elements of each block, `quota` of them, out of the accumulator."""
         chosen = [
             self._accumulator.largest(self._layout.quota(block), *self._layout.window(block))
             for block in sorted(blocks)
@@ -126,7 +126,7 @@ class Phases:
         return self.ledger.select(chosen[0] if len(chosen) == 1 else np.concatenate(chosen))
 
     def recursive_doubling(self, block: SparseVector) -> Synchronization[SparseVector]:
-        """R-SAG: the sum over teams of this rank's block, for 2**m teams.
+        """R-SAG: returns the sum over 2**m teams of this rank's block.
 
         Before stage t, 2**t teams hold the same sum. Both sides add the same two, so they keep and drop
         the same; each of the 2**(t + 1) teams that now agree keeps its share of what was dropped.
@@ -148,7 +148,7 @@ class Phases:
         return block
 
     def bruck(self, block: SparseVector, num_sent: int) -> Synchronization[tuple[SparseVector, int]]:
-        """B-SAG: the sum over any number of teams of the `num_sent` largest elements of each."""
+        """B-SAG: returns the sum over teams of the `num_sent` largest elements of each team's block."""
         layout, team = self._layout, self._team
         column = layout.column(self._position)
         block, dropped = block.split_largest(num_sent)
@@ -163,11 +163,11 @@ class Phases:
         return kept, len(total)
 
     def _ranks_with_notes(self, teams: range | list[int]) -> list[int]:
-        """Returns the ranks of these teams at this position; none if messages carry no notes."""
+        """Returns the ranks at this rank's position in the given teams; none if messages carry no notes."""
         return [self._layout.rank(team, self._position) for team in teams] if self._notes_travel else []
 
     def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """Gathers all blocks on all ranks, by Bruck's all-gather within every team."""
+        """Gathers all blocks of the sum on all ranks, by Bruck's all-gather within every team."""
         layout, mail = self._layout, self._mail
         block = self.ledger.round(block, layout.teams, self._team)
         team = [layout.rank(self._team, position) for position in range(layout.team_size)]

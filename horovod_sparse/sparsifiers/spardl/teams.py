@@ -15,7 +15,7 @@ from horovod_sparse.wire import WireFormat
 
 @dataclass(frozen=True)
 class TeamLayout:
-    """P ranks in d teams of Q = P / d neighbours; the bucket in Q blocks, in all teams alike."""
+    """Divides P ranks into d teams of Q = P / d neighbours, and the bucket into Q blocks."""
 
     size: int
     teams: int
@@ -25,30 +25,30 @@ class TeamLayout:
 
     @property
     def team_size(self) -> int:
-        """Q, ranks per team and blocks of the bucket."""
+        """Q, the number of ranks of a team and of blocks of the bucket."""
         return self.size // self.teams
 
     @property
     def num_stages(self) -> int:
-        """Rounds of Spar-Reduce-Scatter: ceil(log2 Q)."""
+        """The number of rounds of Spar-Reduce-Scatter: ceil(log2 Q)."""
         return ceil_log2(self.team_size)
 
     def team_and_position(self, rank: int) -> tuple[int, int]:
         return divmod(rank, self.team_size)
 
     def rank(self, team: int, position: int) -> int:
-        """Returns the rank at a place; positions count around the circle."""
+        """Returns the rank at a position of a team; positions beyond the team's end begin again at 0."""
         return team * self.team_size + position % self.team_size
 
     def column(self, position: int) -> list[int]:
-        """Returns the ranks at one position of all teams, which end with the same block."""
+        """Returns the ranks at the same position in all teams, which sum up the same block."""
         return [self.rank(team, position) for team in range(self.teams)]
 
     def window(self, block: int) -> Window:
         return part(self.num_elements, block, self.team_size)
 
     def quota(self, block: int) -> int:
-        """Elements that a block keeps: k / Q, in whole numbers that add up to k.
+        """Returns how many elements of a block are kept: about k / Q; the quotas of all blocks add up to k.
 
         ``floor((stop k + s) / n) - floor((start k + s) / n)``; the shift s moves by a block's length every
         step, and by one more where it would come back too early: in any n steps a block of m elements gets
@@ -62,7 +62,7 @@ class TeamLayout:
         return (stop * k + shift) // n - (start * k + shift) // n
 
     def bag(self, position: int, stage: int) -> list[int]:
-        """Returns the blocks that a position sends over the distance 2**stage: so many, or what is left."""
+        """Returns the blocks that the rank at a position sends to the rank 2**stage positions further."""
         first = 1 << stage
         stop = min(2 * first, self.team_size)
         return [(position + offset) % self.team_size for offset in range(first, stop)]
@@ -70,7 +70,7 @@ class TeamLayout:
     def traffic(
         self, info: BucketInfo, wire: WireFormat, recursive: bool, notes_travel: bool
     ) -> tuple[Traffic, ...]:
-        """Returns all rounds of a step for one rank."""
+        """Declares the cost of every round of a step for this rank."""
         team, position = self.team_and_position(info.rank)
         d, quota = self.teams, self.quota(position)
         # of a block, B-SAG may leave as few elements as one team gives
@@ -117,7 +117,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def spardl_cost(size: int, teams: int, between: str) -> tuple[int, float, float]:
-    """Rounds, and elements received as a share of k: Eqs. (4), (7) and (10) of the paper.
+    """Returns the number of rounds, and the least and most elements received over k: Eqs. (4), (7), (10).
 
     Example:
         >>> spardl_cost(14, 1, "recursive")
@@ -138,7 +138,7 @@ def spardl_cost(size: int, teams: int, between: str) -> tuple[int, float, float]
 def teams_by_cost(
     size: int, bytes_of_union: float, latency_seconds: float, seconds_per_byte: float, between: str = "auto"
 ) -> list[tuple[int, float]]:
-    """Every divisor d of P with its predicted time, the least first, the smaller of equals."""
+    """Returns every divisor d of P with its predicted seconds, the fastest first."""
 
     def seconds(teams: int) -> float:
         way = between
@@ -174,11 +174,11 @@ class SparDLState(SparsifierState):
         return cls(share=1.0 / teams, stride=_FIRST_STRIDE * (teams - 1) / teams)
 
     def num_sent(self, quota: int, teams: int) -> int:
-        """h: elements of a block that a rank sends to the other teams, from L / d to L."""
+        """Returns h, the number of a block's elements that other teams get: L / d to L (L: `quota`)."""
         return min(quota, max(-(-quota // teams), round(self.share * quota)))
 
     def with_adjusted_share(self, num_after: int, quota: int, teams: int) -> SparDLState:
-        """Returns the next state (Algorithm 2): sends more if the teams' union was below `quota`, else less.
+        """Returns the next state (Algorithm 2): a larger share if the teams' union was below `quota`.
 
         Twice in the right direction doubles the stride, the wrong direction turns and halves it. Shares
         instead of counts (h / L, stride / L) mean the same, and hold when the density changes.
