@@ -89,7 +89,7 @@ class AdamFeedback(Normalizing):
     after AdamW's decay the mean is subtracted: ``theta = theta (1 - eta weight_decay) - mean``. Moments
     behind plain error feedback meet every element as a spike that is 1 / density steps old: v becomes too
     large, and the first moment pushes on in an old direction. So v is of dense gradients,
-    ``v = beta2 v + (1 - beta2) g^2``, and there is no first moment: error feedback is one, with a memory of 1 / density steps.
+    ``beta2 v + (1 - beta2) g^2``, and error feedback (a memory of 1 / density steps) is the first moment.
 
     v is of this rank's gradient, in float32 or float64, after clipping and without the loss's scale; of the
     host's sum with two levels; of the sum of accumulated passes. A gradient that is not finite, or whose
