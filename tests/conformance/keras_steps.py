@@ -1,14 +1,13 @@
-"""Own steps and local steps of Keras' optimizers: those of Keras 3, and the new ones of Keras 2."""
+"""Own steps of Keras' optimizers: those of Keras 3, and the new ones of Keras 2."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import horovod_sparse.tensorflow as hvd_tf
 import horovod_sparse.tensorflow.keras as hvd
-from conformance.keras import CLOSE, EVERYTHING, NIGHT, SPARSE, descend, sgd, variable
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError
-from support.keras_models import fit, flat, keras, make_model, trained_densely
+from conformance.keras import CLOSE, NIGHT, descend, sgd, variable
+from horovod_sparse.errors import NonFiniteGradientError
+from support.keras_models import fit, flat, keras, make_model
 
 
 @pytest.mark.parametrize(("every", "delay"), [(1, 0), (5, 1), pytest.param(2, 0, marks=NIGHT)])
@@ -71,45 +70,3 @@ def test_a_gradient_that_is_not_finite_ends_an_own_step_on_all_ranks(every, rank
                 descend(optimizer, [weight], [gradients])
         assert (everywhere(weight.numpy()) == everywhere(weight.numpy())[0]).all()
     assert np.isfinite(weight.numpy()).all()
-
-
-def test_local_steps_of_one_dense_step_are_data_parallel_training(rank, size):
-    """Of one step, densely and by SGD, they are data-parallel training; sparsely replicas are equal again."""
-    dense, broadcast = make_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    fit(dense, sgd(), rank, size, callbacks=[broadcast, hvd.LocalSteps(every=1, compression=EVERYTHING)])
-    np.testing.assert_allclose(flat(dense), flat(trained_densely(sgd(), rank, size)), **CLOSE)
-
-
-def test_replicas_are_equal_after_every_exchange_of_local_steps(folder, rank, size):
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append(flat(self.model))
-
-    def model_of():
-        model = keras.Sequential([make_model(), keras.layers.BatchNormalization()])
-        model.build((None, 8))
-        return model
-
-    def local_steps(every=3):
-        return hvd.LocalSteps(every=every, compression="topk:density=0.1", check_every=1)
-
-    model, local = model_of(), local_steps()
-    fit(model, sgd(momentum=0.0), rank, size, epochs=1, callbacks=[local, Look()])
-    ranks = hvd_tf.allgather_object(seen)
-    assert [np.array_equal(*both) for both in zip(*ranks[:2], strict=True)] == 2 * [False, False, True]
-    assert (local.rounds.step, local.rounds.taken) == (3, 0)
-
-    saved = []
-    for epochs, folder_of in ((2, folder / "whole"), (1, folder), (2, folder)):  # the last goes on
-        again, resumed = model_of(), local_steps(every=4)  # an epoch ends in the midst of a round
-        saves = hvd.callbacks.CheckpointCallback(folder_of, local=resumed)
-        fit(again, sgd(momentum=0.0), rank, size, epochs=epochs, callbacks=[saves, resumed])
-        saved.append((saves.loaded_step, flat(again)))
-    assert [step for step, _ in saved] == [None, None, 1]
-    np.testing.assert_array_equal(saved[0][1], saved[2][1])
-    with pytest.raises(ArgumentError, match="6 trained variables that the fit before did not train"):
-        fit(again, sgd(), rank, size, callbacks=[local])
-    with pytest.raises(ArgumentError, match="DistributedOptimizer"):
-        fit(again, hvd.DistributedOptimizer(sgd(), compression=SPARSE), rank, size, callbacks=[resumed])

@@ -17,7 +17,6 @@ import horovod_sparse.tensorflow.keras.callbacks as callbacks  # noqa: F401
 import horovod_sparse.tensorflow.keras.elastic as elastic  # noqa: F401
 from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
-from horovod_sparse.tensorflow.keras.local_steps import LocalSteps as LocalSteps
 from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.keras.optimizer import (
     PartialDistributedOptimizer as PartialDistributedOptimizer,

@@ -15,7 +15,6 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow import state
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.functions import broadcast_variables
-from horovod_sparse.tensorflow.keras import local_steps
 from horovod_sparse.tensorflow.keras.distributed import is_keras3
 from horovod_sparse.tensorflow.tensors import as_variable, build, checked_variable, variables_of
 from horovod_sparse.tensorflow.waiting import Watch
@@ -25,8 +24,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Gives all ranks the model's and the optimizer's variables of one of them when training starts.
 
     What does not exist before the first batch follows after it, as in Horovod. Residuals and states of random
-    generators stay each rank's own. An optimizer that is not distributed is an error, unless `LocalSteps` is
-    among the callbacks or the model has a `train_step` of its own.
+    generators stay each rank's own. An optimizer that is not distributed is an error, unless the model has a
+    `train_step` of its own.
 
     Args:
         root_rank: whose variables they are.
@@ -55,7 +54,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and hvd.size() > 1 and type(model).train_step is tf.keras.Model.train_step:
-            _check_distributed(model, optimizer)
+            _check_distributed(optimizer)
         if not self.broadcast_done:
             if optimizer is not None and model.built:
                 build(optimizer, model.trainable_variables)
@@ -79,12 +78,11 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
                 broadcast_variables(new, self.root_rank)
 
 
-def _check_distributed(model: Any, optimizer: Any) -> None:
+def _check_distributed(optimizer: Any) -> None:
     """Refuses to train with an optimizer that reduces no gradients."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     reduces = "_horovod_sparse_keeper", *(() if is_keras3(inner) else ("_allreduce_grads",))
-    found = any(hasattr(one, name) for one in (optimizer, inner) for name in reduces)
-    if found or model in local_steps.models:
+    if any(hasattr(one, name) for one in (optimizer, inner) for name in reduces):
         return
     raise ArgumentError(
         "optimizer",
@@ -240,36 +238,29 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
         save_freq: "epoch", or a number of batches.
         keep: checkpoints that stay.
-        local: the `LocalSteps` behind this one, whose state is saved in place of a distributed optimizer's.
-            Then nothing may be broadcast once a checkpoint is there: weights differ within a round.
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        save_freq: str | int = "epoch",
-        keep: int = 2,
-        local: local_steps.LocalSteps | None = None,
+        self, directory: str | os.PathLike[str], save_freq: str | int = "epoch", keep: int = 2
     ) -> None:
         super().__init__()
         if save_freq != "epoch":
             check_count("save_freq", save_freq, "'epoch', or a number of batches of 1 or more")
         check_count("keep", keep)
-        self.directory, self.save_freq, self.keep, self._local = directory, save_freq, keep, local
+        self.directory, self.save_freq, self.keep = directory, save_freq, keep
         #: of the checkpoint that the training goes on from; None without one
         self.loaded_step: int | None = None
         self._num_batches, self._epoch = 0, tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Goes on from the newest checkpoint, if there is any on some rank."""
-        if not state.is_anything_there(self.directory, self._local or self.model.optimizer):
+        optimizer = self.model.optimizer
+        if not state.is_anything_there(self.directory, optimizer):
             return
         if not self.model.built:
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")
-        optimizer = self.model.optimizer
         build(optimizer, self.model.trainable_variables)
-        source, variables = self._local or optimizer, self._variables()
-        self.loaded_step = state.load(self.directory, source, variables=variables)
+        self.loaded_step = state.load(self.directory, optimizer, variables=self._variables())
         epoch = int(self._epoch.numpy())
         if hasattr(self.model, "_initial_epoch"):
             self.model._initial_epoch = epoch  # where Keras' BackupAndRestore puts it
@@ -296,8 +287,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
             self._save()
 
     def _save(self) -> None:
-        source = self._local or self.model.optimizer
-        state.save(self.directory, source, self.keep, variables=self._variables())
+        state.save(self.directory, self.model.optimizer, self.keep, variables=self._variables())
 
     def _variables(self) -> list[Any]:
         # with states of random generators, where they are variables: they are this rank's own

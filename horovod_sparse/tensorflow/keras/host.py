@@ -1,8 +1,7 @@
-"""Keeps Keras' variables on the host, and runs the thread that exchanges: for passes and for local steps."""
+"""Copies of Keras' variables on the host, and the thread that exchanges own steps."""
 
 from __future__ import annotations
 
-import operator
 import os
 import queue
 import re
@@ -22,44 +21,9 @@ from horovod_sparse.errors import DeadlineError, HorovodSparseError
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.tensors import LentArrays, as_variable, unique_names
-from horovod_sparse.tensorflow.training import VariablesEngine
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.topology import Topology
-from horovod_sparse.training.engine import Facts, PartSpec, Task
+from horovod_sparse.training.engine import Task
 from horovod_sparse.training.parts import Parameters
-
-
-class KerasEngine(VariablesEngine):
-    """An `Engine` over Horovod.
-
-    Args:
-        make: makes a part.
-        process_set: the ranks that exchange.
-        seconds: until a rank that others wait for ends in an error.
-    """
-
-    def __init__(
-        self, make: Callable[[PartSpec, Facts, tuple[int, int]], Any], process_set: Any, seconds: float | None
-    ) -> None:
-        super().__init__(process_set, "flat")
-        self.name, self.label, self._make = "horovod_sparse.tensorflow.keras", "horovod_sparse.keras", make
-        self.watch, self.exchanges = Watch(seconds, process_set), Exchanges(process_set, seconds)
-
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
-    ) -> list[Any]:
-        return [self._make(spec, facts, place) for spec in specs]
-
-
-class OverKeras:
-    """Mixed into a training: its exchanges run on the engine's thread."""
-
-    starter: Any = property(operator.attrgetter("engine.exchanges"))
-    process_set: Any = property(operator.attrgetter("engine.process_set"))
-
-    def agree(self: Any, **how: Any) -> None:
-        super().agree(**how)  # type: ignore[misc]
-        self.starter.label = self.label
 
 
 class Exchanges:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,11 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import refuse_graphs
-from horovod_sparse.tensorflow.keras.host import HostVariables, KerasEngine, OverKeras, by_name
+from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, by_name
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
-from horovod_sparse.tensorflow.training import facts_of
+from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
+from horovod_sparse.tensorflow.waiting import Watch
+from horovod_sparse.topology import Topology
 from horovod_sparse.training.agreement import HostEntry
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
@@ -43,7 +44,21 @@ class _Part(StepPart):
         self.bind(self.variables, moves_at_once)
 
 
-class KerasSteps(OverKeras, Steps):
+class _Engine(VariablesEngine):
+    """Makes the buckets of one optimizer's variables."""
+
+    def __init__(self, moves_at_once: bool, process_set: Any, seconds: float | None) -> None:
+        super().__init__(process_set, "flat")
+        self.name, self.label = "horovod_sparse.tensorflow.keras", "horovod_sparse.keras"
+        self.watch, self._moves_at_once = Watch(seconds, process_set), moves_at_once
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+    ) -> list[Any]:
+        return [_Part(self._moves_at_once, spec, facts, place) for spec in specs]
+
+
+class KerasSteps(Steps):
     """Binds one optimizer of Keras to passes over Horovod, in the place of a reduction of gradients.
 
     Second moments and velocities lie in the buckets. They are copied into Keras' own slots when an optimizer
@@ -51,7 +66,7 @@ class KerasSteps(OverKeras, Steps):
     """
 
     decision = None
-    engine: KerasEngine
+    engine: _Engine
 
     def __init__(
         self,
@@ -62,9 +77,9 @@ class KerasSteps(OverKeras, Steps):
         process_set: Any,
         groups: Any,
     ) -> None:
-        make = partial(_Part, schedule.moves_at_once)
-        engine = KerasEngine(make, process_set, settings.deadline_seconds)
-        super().__init__(engine, recipe, settings, schedule)
+        seconds = settings.deadline_seconds
+        super().__init__(_Engine(schedule.moves_at_once, process_set, seconds), recipe, settings, schedule)
+        self.process_set, self.starter = process_set, Exchanges(process_set, seconds)
         self.optimizer, self._groups = optimizer, groups
         #: of Keras; those of the first step under tf-keras
         self._variables: list[Any] = []
@@ -109,6 +124,10 @@ class KerasSteps(OverKeras, Steps):
         for one, value in zip(own, values, strict=True):
             one.assign(tf.ensure_shape(value, one.shape))
         return list(gradients), tf.ensure_shape(skipped, [])
+
+    def agree(self) -> None:
+        super().agree()
+        self.starter.label = self.label
 
     def _meet_variables(self, variables: Sequence[Any]) -> None:
         if not self._variables:
