@@ -230,7 +230,7 @@ def only_one(**named: Any) -> None:
 #: more, or "all". The first rank's counts.
 TENSOR_SELECTION_VARIABLE = "HOROVOD_SPARSE_TENSOR_SELECTION"
 #: At 1 Gbit/s an allreduce of so many float32 takes 4 ms, as long as three rounds of a sparsifier with its
-#: work (docs/performance.md): a smaller bucket gains nothing.
+#: work (docs/appendix/performance.md): a smaller bucket gains nothing.
 DENSE_BELOW = 1 << 16
 
 

@@ -65,14 +65,15 @@ PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
         ("bandwidth", "bandwidth", pictures.bandwidth),
         ("demo", "demo", demo.draw),
         ("sync_gloo", "sync_gloo", pictures.synchronization),
-        ("convergence", "convergence", pictures.accuracies),
+        ("densities", "lengths", pictures.densities),
+        ("late_or_rare", "passes", pictures.late_or_rare),
         ("time_to_dense", "slow_links", pictures.bits_over_seconds),
         ("papers/exdyna_density", "papers", papers.density),
-        ("papers/exdyna_threshold", "papers", papers.threshold),
         ("papers/micro_errors", "papers", papers.errors),
-        ("papers/dragonn_encoding", "papers", papers.encoding),
     )
-} | {"rooms": (rooms.rooms, rooms.picture)}
+}
+PICTURES["rooms"] = rooms.rooms, rooms.picture
+PICTURES["frontier"] = lambda: [measured("adamw"), measured("local_steps")], pictures.frontier
 
 
 def pages() -> dict[Path, str]:

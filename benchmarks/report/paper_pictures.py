@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.report.pictures import COLORS, GREY, MARKERS, panels, titled
+from benchmarks.report.pictures import COLORS, GREY, panels, titled
 
 #: ExDyna's density lies under MiCRO's
 _WIDTHS = {"exdyna": 3.0}
@@ -38,46 +38,9 @@ def density(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def threshold(result: dict[str, Any]) -> Figure:
-    """ExDyna, Fig. 10."""
-    figure, (axis,) = panels(1, width=5.5)
-    run, first = result["runs"]["exdyna"], result["warmup_steps"]
-    found = np.array(run["thresholds"][first:], float)
-    error = np.array(run["global_error"][first:], float)
-    steps = np.arange(first + 1, first + len(found) + 1)
-    axis.plot(
-        steps,
-        error * np.nansum(found) / np.nansum(error),
-        color=COLORS[1],
-        linewidth=3,
-        label="global error, scaled",
-    )
-    axis.plot(steps, found, color=COLORS[0], linewidth=1.2, label="threshold")
-    axis.axvline(result["drop_at"] + 1, color=GREY, linewidth=0.8, linestyle=":")
-    titled(axis, "Fig. 10: threshold and global error", xlabel=_STEP)
-    return figure
-
-
 def errors(result: dict[str, Any]) -> Figure:
     """MiCRO, Fig. 2."""
     figure, (axis,) = panels(1, width=5.5)
     _over_steps(axis, result, "global_error", ["micro (parts stay)", "topk", "hard_threshold"])
     titled(axis, "Fig. 2: mean L2 norm of what ranks hold back", yscale="log", xlabel=_STEP)
-    return figure
-
-
-def encoding(result: dict[str, Any]) -> Figure:
-    """DRAGONN, Figs. 1 and 5a."""
-    figure, (axis,) = panels(1, width=5.5)
-    for number, (name, times) in enumerate(result["encoding_ms"].items()):
-        sizes = [size / 2**20 for size in result["encoded_bytes"]]
-        axis.plot(sizes, times, marker=MARKERS[number], markersize=4, color=COLORS[number], label=name)
-    axis.set_xscale("log", base=2)
-    titled(
-        axis,
-        "Fig. 5a: fold and select 0.1 %, one core",
-        yscale="log",
-        xlabel="MiB of the gradient",
-        ylabel="ms",
-    )
     return figure

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.studies import convergence, slow_links
+from benchmarks.studies import lengths, local, passes, slow_links
+from benchmarks.studies.study import at_best_rate, behind
 
 #: told apart without color vision (Okabe and Ito), with markers beside
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -36,12 +38,6 @@ def titled(axis: Any, title: str, **labels: Any) -> None:
     axis.set(**labels)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8, frameon=False)
-
-
-def rows(axis: Any, names: list[str]) -> None:
-    """Names rows from the top."""
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.invert_yaxis()
 
 
 def beside(axis: Any, words: str, value: float, row: float, **style: Any) -> None:
@@ -91,41 +87,97 @@ def synchronization(result: Mapping[str, Any]) -> Figure:
         seconds, dense = found[name][0]
         end = 1e3 * max(seconds["high"] for seconds, _ in found[name])
         beside(axis, f"{dense / seconds['median']:.1f} x", end, row)
-    rows(axis, order)
+    axis.set_yticks(range(len(order)), order, fontsize=8)
+    axis.invert_yaxis()
     launch, millions = result["launches"][0], result["elements"] / 1e6
     title = f"{launch['ranks']} hosts, {launch['rate']}, {launch['network']}, {millions:g} million parameters"
     label = "milliseconds, median and quartiles; beside it: times faster than dense in the same launch"
-    titled(
-        axis,
-        f"{title}, density {result['density']}",
-        xscale="log",
-        xlabel=label,
-    )
+    titled(axis, f"{title}, density {result['density']}", xscale="log", xlabel=label)
     axis.set_xticks([20, 50, 100, 200, 500, 1000, 2000, 5000])
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.minorticks_off()
     return figure
 
 
-def accuracies(result: Mapping[str, Any]) -> Figure:
-    """Accuracy of every sparsifier, all seeds, and the band of one point below dense."""
-    facts = convergence.summary(dict(result))
-    order = [name for name in convergence.variants() if name in facts]
-    order = [name for name in order if convergence.dense_beside(name) == "none"]
-    figure, (axis,) = panels(1, height=0.3 * len(order) + 1.2)
-    dense = 100 * facts["none"]["mean"]
-    axis.axvspan(dense - 1.0, dense, color=COLORS[0], alpha=0.12, label="within 1 point of dense")
-    for row, variant in enumerate(order):
-        own = [run for name, run in result["runs"].items() if name.startswith(f"{variant}/")]
-        seeds = [100 * run["accuracy"] for run in own if not run.get("diverged")]
-        mean = float(np.mean(seeds))
-        if mean < dense - 3.0:  # far off: said, not drawn, so that the others can be told apart
-            beside(axis, f"{mean:.1f} %", dense - 3.0, row, color=COLORS[5])
-            continue
-        axis.plot(seeds, [row] * len(seeds), "o", color=GREY, markersize=4)
-        axis.plot([mean], [row], "|", color=COLORS[5], markersize=14, markeredgewidth=2)
-    rows(axis, order)
-    titled(axis, "", xlim=(dense - 3.0, dense + 1.5), xlabel="test accuracy, % (dots: seeds; bar: mean)")
+#: words in the picture -> rows of the two studies, some of many
+_EVERY_STEP = {"best, 1 %": "topk 1 %, adam", "best, 0.3 %, 2 bits": "topk 0.3 %, 2 bits, gaps, adam"}
+_EVERY_STEP |= {"AdamW behind top-k, 1 %": "topk 1 %, error", "float16": "fp16", "DeMo": "demo"}
+_EVERY_STEP |= {"1-bit Adam": "1-bit adam", "PowerSGD": "powersgd rank 4", "QSGD": "qsgd"}
+_RARE = {"DiLoCo": "DiLoCo, H = 30, dense", "5 steps late": "the same, 5 steps late"}
+_RARE |= {"SparseLoCo": "sparseloco, H = 30, by senders, outer rate 1.5"}
+
+
+def frontier(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Bits beside dense training's over bytes: of methods in every step, and of local steps."""
+    figure, (axis,) = panels(1, height=4.2)
+    groups = (
+        ("in every step: GPT of 0.48 M, 400 steps, 2 ranks", "P=2, ", "dense", _EVERY_STEP),
+        ("every 30 steps: GPT of 0.83 M, 3,000 steps, 4 ranks", "", next(iter(local.METHODS)), _RARE),
+    )
+    for number, ((label, start, dense, rows), result) in enumerate(zip(groups, found, strict=True)):
+        points = []
+        for words, row in rows.items():
+            bits = fmean(behind(result["runs"], start + row, start + dense, "training_bits"))
+            _, runs = at_best_rate(result["runs"], start + row) or (0.0, {})
+            points.append((4 * runs[0]["num_elements"] / runs[0]["bytes_per_step"], bits))
+            axis.annotate(words, points[-1], (6, 3), textcoords="offset points", fontsize=8)
+        axis.plot(*zip(*points, strict=True), MARKERS[number], color=COLORS[number], label=label)
+    axis.axhline(0.0, color=GREY, linewidth=0.8)
+    axis.set(xlabel="times fewer bytes than dense", ylabel="bits per byte minus dense; less is better")
+    titled(axis, "After equal steps, each at its best rate", xscale="log", xlim=(1, 3e4), ylim=(-0.25, 1.1))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.minorticks_off()
+    return figure
+
+
+def densities(result: Mapping[str, Any]) -> Figure:
+    """Bits beside dense training's over density, a line for each length, a panel for each task."""
+    drawn = []
+    for task, steps in lengths.CELLS:
+        dense, points = lengths.row(task, steps, 1.0), []
+        for density in sorted(lengths.DENSITIES):
+            name = lengths.row(task, steps, density)
+            training, held_out = (behind(result["runs"], name, dense, score) for score in lengths.SCORES)
+            points += [(100 * density, fmean(training), fmean(held_out))] if training else []
+        drawn += [(task, steps, points)] if points else []
+    tasks = list(dict.fromkeys(task for task, _, _ in drawn))
+    figure, axes = panels(len(tasks), width=max(5.5, 3.6 * len(tasks)), height=3.6)
+    for task, steps, points in drawn:
+        axis, color = axes[tasks.index(task)], COLORS[sorted({one[1] for one in drawn}).index(steps)]
+        percent = [one[0] for one in points]
+        axis.plot(percent, [one[1] for one in points], "o-", color=color, label=f"{steps:,} steps")
+        axis.plot(percent, [one[2] for one in points], "o--", color=color, markersize=3, linewidth=1)
+    for axis, task in zip(axes, tasks, strict=True):
+        axis.axhline(0.0, color=GREY, linewidth=0.8)
+        titled(axis, task, xscale="log", xlabel="density, %")
+        axis.xaxis.set_major_formatter("{x:g}")
+    axes[0].set_ylabel("bits per byte minus dense\n(dashed: held-out text)")
+    return figure
+
+
+def late_or_rare(result: Mapping[str, Any]) -> Figure:
+    """Exchanges that are late or rare, by the number of ranks; and momentum, by density."""
+    figure, axes = panels(3, width=10.5, height=3.4)
+
+    def scores(task: str, size: int, method: str, score: str) -> list[float]:
+        rate = passes.best_rate(dict(result), task, size, "dense")
+        return [result["runs"][passes.label(task, size, method, rate, seed)][score] for seed in passes.SEEDS]
+
+    sizes = [size for task, size in passes.CELLS if task == "gpt"]
+    for number, method in enumerate(name for name in passes.METHODS if name.startswith("1 %")):
+        more = [[scores("gpt", size, name, "training") for name in (method, "dense")] for size in sizes]
+        words, style = method.removeprefix("1 %, ").replace("1 %", "every=1"), f"{MARKERS[number]}-"
+        axes[0].plot(sizes, [fmean(a) - fmean(b) for a, b in more], style, color=COLORS[number], label=words)
+    axes[0].axhline(0.0, color=GREY, linewidth=0.8)
+    titled(axes[0], "GPT, AdamW, 1 %: bits minus dense", xlabel="ranks", xticks=sizes)
+    for axis, task, name in zip(axes[1:], ("cnn", "resnet"), ("CNN", "ResNet-20"), strict=True):
+        axis.axhline(fmean(scores(task, 2, "dense", "test")), color=GREY, label="dense")
+        for number, (late, shown) in enumerate({"": (25, 5, 1, 0.3), ", delay=1": (1, 0.3)}.items()):
+            means = [fmean(scores(task, 2, f"{density:g} %{late}", "test")) for density in shown]
+            words = late.removeprefix(", ") or "delay=0"
+            axis.plot(shown, means, f"{MARKERS[number]}-", color=COLORS[number], label=words)
+        titled(axis, f"{name}, momentum: accuracy", xscale="log", xlabel="density, %")
+        axis.xaxis.set_major_formatter("{x:g}")
     return figure
 
 

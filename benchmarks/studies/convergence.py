@@ -15,7 +15,7 @@ from benchmarks.studies.study import Result, Study, example, horovodrun, launche
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 DENSITY, SEEDS, SIZE = 0.01, (0, 1, 2), 2
-#: what makes no promise to converge at this density; docs/results.md says why
+#: what makes no promise to converge at this density; docs/algorithms.md says why
 UNPROMISING = ("hard_threshold", "randomk", "signsgd")
 #: other trainings, each with a dense one of its own: arguments by what follows the comma
 TRAININGS = {

@@ -118,13 +118,13 @@ def train(task_name: str, method: str, rate: float, seed: int) -> Result:
     }
 
 
-def _label(task: str, size: int, method: str, rate: float, seed: int) -> str:
+def label(task: str, size: int, method: str, rate: float, seed: int) -> str:
     return f"{task}, P={size}/{method}/rate {rate:g}/seed {seed}"
 
 
 def best_rate(result: Result, task: str, size: int, method: str) -> float:
     """The rate of the least training loss with the first seed; NaN: not all are measured."""
-    runs = [result.get("runs", {}).get(_label(task, size, method, rate, 0)) for rate in TASKS[task][1]]
+    runs = [result.get("runs", {}).get(label(task, size, method, rate, 0)) for rate in TASKS[task][1]]
     if None in runs:
         return math.nan
     losses = [run.get("training", math.inf) for run in runs]
@@ -141,7 +141,7 @@ def search(result: Result, method: str) -> tuple[list[float], float]:
     while True:
         near = [best, best + 1, best - 1]
         for power in near:
-            run = runs.get(_label("gpt", 4, method, first * 2**power, 0))
+            run = runs.get(label("gpt", 4, method, first * 2**power, 0))
             losses[power] = math.nan if run is None else float(run.get("training", math.inf))
         tried, better = [first * 2**power for power in losses], min(near, key=losses.__getitem__)
         if any(math.isnan(losses[power]) for power in near):
@@ -161,7 +161,7 @@ def names() -> list[str]:
 
     def ask(task: str, size: int, method: str, rates: Sequence[float], seeds: Sequence[int]) -> None:
         found.update(
-            (_label(task, size, method, rate, seed), None)
+            (label(task, size, method, rate, seed), None)
             for seed in seeds
             for rate in rates
             if not math.isnan(rate)
@@ -189,7 +189,7 @@ def measure(name: str) -> Result:
 
 
 def _mean(result: Result, task: str, size: int, method: str, rate: float) -> list[str] | None:
-    runs = [result.get("runs", {}).get(_label(task, size, method, rate, seed)) for seed in SEEDS]
+    runs = [result.get("runs", {}).get(label(task, size, method, rate, seed)) for seed in SEEDS]
     there = [run for run in runs if run is not None]
     if not there:
         return None

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name}: {case.step_seconds + added:.3g} s a step, {longer}")
     where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[options.optimizer]}"
     print(f"paste: {recommended_row(case, rows).paste}  # {where}")
-    print("accuracy: not predicted; docs/results.md has what was measured, in small trainings")
+    print("accuracy: not predicted; docs/report.md has what was measured, in small trainings")
     selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core, not measured on a GPU"
     print(
         f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "

@@ -151,7 +151,7 @@ def refuse_double_momentum(
         told = "moments meet" if has_moments else "momentum meets"
         _log.warning(
             "at density %g this optimizer's %s every element as a spike, and training is behind dense "
-            "training (numbers: docs/results.md). Compression.best(density=%g) leaves that to the feedback",
+            "training (numbers: docs/report.md). Compression.best(density=%g) leaves that to the feedback",
             *(recipe.sparsifier.density, told, recipe.sparsifier.density),
         )
     if scales and (momentum or has_moments):

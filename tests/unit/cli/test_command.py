@@ -103,7 +103,7 @@ def test_the_answer_has_code_to_paste_and_a_link(capsys):
     assert every.startswith("sparse, every=4: 0.102 s") and delay.startswith("sparse, delay=1: 0.1 s")
     assert dense == "dense: 0.154 s a step, 0.054 s (54 %) longer than the step alone"
     assert fp16.startswith("fp16: 0.13 s") and sparse.startswith("sparse: 0.103 s")
-    assert "docs/results.md" in accuracy and assumed.startswith("assumed: ")
+    assert "docs/report.md" in accuracy and assumed.startswith("assumed: ")
     line = paste.removeprefix("paste: ")
     compile(line, "paste", "exec")
     assert "torch.optim.SGD" in line and 'attach(model, "best:density=0.01", optimizer)' in line
