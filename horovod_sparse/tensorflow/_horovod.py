@@ -16,7 +16,7 @@ _start = object()
 
 
 def _counting_starts(init: Any) -> Any:
-    """Wraps `hvd.init` so that it replaces the object that `present_start` returns."""
+    """Wraps `hvd.init`, so that each call makes `present_start` return a new object."""
 
     @functools.wraps(init)
     def noted(*arguments: Any, **named: Any) -> None:
@@ -30,7 +30,7 @@ def _counting_starts(init: Any) -> Any:
 
 
 def present_start() -> object:
-    """Returns an object that every `hvd.init()` replaces: compare it with ``is`` to notice a restart."""
+    """Returns an object that every `hvd.init()` replaces; compare with ``is`` to notice a restart."""
     return _start
 
 
@@ -47,7 +47,7 @@ def takes_part(process_set: Any) -> bool:
 
 
 def is_elastic() -> bool:
-    """True if ranks may come and go, as Horovod's launcher says."""
+    """True in elastic training, as Horovod's launcher says in the environment."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 

@@ -21,7 +21,7 @@ from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_wi
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Arguments:
-    """The arguments of a tape or optimizer: Horovod's, and `options` for `Settings`."""
+    """The arguments of a tape or optimizer: Horovod's own, and `options` for `Settings`."""
 
     name: str | None = None
     use_locking: bool = False
@@ -44,7 +44,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], front_end: Callable[..., Any]) -> Arguments:
-        """Reads the arguments of a public function from its ``locals()``."""
+        """Makes `Arguments` of the ``locals()`` of a public function."""
         name = f"{front_end.__module__.rpartition('.')[0]}.{front_end.__name__}"
         beside = [one for one in _parameters(front_end) if one != "options"]
         for one in ("name", "device_dense", "device_sparse"):  # the second argument, by its place
@@ -59,7 +59,7 @@ class Arguments:
         return cls(settings=settings, **{name: given[name] for name in _NAMES if name in given})
 
     def taken_by(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Returns the arguments that a function takes, with options if it is one of ours."""
+        """Returns those arguments that a function accepts, as keyword arguments."""
         taken = {name: getattr(self, name) for name in _parameters(function) if name in _NAMES}
         options = taken.pop("options", {})
         return {**taken, **options}
@@ -69,13 +69,13 @@ class Arguments:
         return isinstance(self.compression, SparseCompressor)
 
     def parsed(self) -> Arguments:
-        """Replaces the text of a compression by the compression."""
+        """Returns a copy whose compression is an object, made from text if a text was given."""
         if not isinstance(self.compression, str):
             return self
         return dataclasses.replace(self, compression=Compression.parse(self.compression))
 
     def checked(self) -> Arguments:
-        """Checks values, and puts groups, by whichever name they came, into `groups` alone."""
+        """Raises on wrong values, and returns a copy with num_groups merged into `groups`."""
         if self.op == hvd.Adasum:
             raise UnsupportedError(
                 "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual "
@@ -99,12 +99,12 @@ class Arguments:
         return dataclasses.replace(self, groups=groups, num_groups=0)
 
     def refuse_sparsifier_options(self) -> None:
-        """Refuses options that a dense reduction has no use for; the compression is no sparsifier."""
+        """Raises if options for sparsifiers were given, but the compression is none."""
         given = {**self.options, "every": self.every, "delay": self.delay}
         refuse_without_sparsifier(given, self.compression)
 
     def synchronizer(self) -> GradientSynchronizer:
-        """Returns the compression's synchronizer, which its first call makes."""
+        """Returns the compression's synchronizer; the first call makes it."""
         bound: GradientSynchronizer = self.compression.bind(
             process_set=self.process_set,
             average=self.op == hvd.Average,
@@ -116,7 +116,7 @@ class Arguments:
         return bound
 
     def declared(self) -> dict[str, object]:
-        """Returns the arguments that ranks have to share, in words."""
+        """Returns the arguments that have to be equal on all ranks, as text."""
         return {
             "op": op_name(self.op),
             "gradient_predivide_factor": float(self.gradient_predivide_factor),
@@ -146,7 +146,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class Again:
-    """Wraps another optimizer in the same way, as Keras copies them: settings, and no state or residuals."""
+    """Wraps a new optimizer as an earlier one was wrapped, without its state: Keras copies optimizers."""
 
     def __init__(self, wrap: Callable[..., Any], arguments: Arguments) -> None:
         self._wrap, self._arguments = wrap, arguments
@@ -162,7 +162,7 @@ class Again:
 
 
 def variables_of_layers(local_layers: Any) -> list[Any]:
-    """Returns the variables of a layer, or of several."""
+    """Returns the variables of a layer, or of a list of layers."""
     several = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     layers = [layer for layer in several if layer is not None]
     if not all(hasattr(layer, "trainable_weights") and getattr(layer, "built", True) for layer in layers):

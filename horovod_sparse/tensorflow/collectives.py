@@ -41,7 +41,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 def known_to_elastic() -> Any:
-    """Names by which ``hvd.elastic.run`` knows Horovod's failures: it looks for words in the error's text."""
+    """Contains words by which ``hvd.elastic.run`` recognizes failures of Horovod in an error's text."""
     # the slash: no numbers are added to it, but to the names within, as if there were no scope
     return tf.name_scope(f"{ELASTIC_WORD}/")
 
@@ -68,7 +68,7 @@ def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]
 
 
 def empty_messages(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
-    """Returns the empty messages of a rank that has failed: no rank waits, and each one notices."""
+    """Returns a failed rank's empty message for a collective: other ranks receive it and do not wait."""
     splits = np.zeros(size, np.int32) if kind in (collectives.Exchange, collectives.AllToAll) else NO_SPLITS
     return np.empty(0, wire_dtype(kind, value_dtype)), splits
 
@@ -111,7 +111,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
 def carry_out(
     kind: type[Request], buffer: tf.Tensor, splits: tf.Tensor, name: str, process_set: Any
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Makes the asynchronous operation of a round."""
+    """Builds Horovod's operation for one collective."""
     common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
     with known_to_elastic():
         if kind is collectives.AllReduce:
@@ -124,7 +124,7 @@ def carry_out(
 
 
 def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **options: Any) -> Any:
-    """Sums or averages a gradient over ranks, without a sparsifier; options are of Horovod's allreduce."""
+    """Sums or averages a gradient over ranks, by Horovod's allreduce, without a sparsifier."""
     if gradient.dtype.is_complex:
         raise UnsupportedError(
             f"a gradient of {gradient.dtype.name}: Horovod sums real numbers. Keep real and imaginary parts "
@@ -144,7 +144,7 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **
 
 
 def marks_of(gradients: Sequence[Any], name: str, process_set: Any) -> tf.Tensor:
-    """Gathers from all ranks which gradients are not finite: one number each, by rank."""
+    """Returns which gradients of which ranks are not finite: a row of numbers for each rank."""
     values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
     marks = tf.cast(tf.stack([tf.reduce_any(~tf.math.is_finite(one)) for one in values]), tf.int32)
     with tf.device("/cpu:0"):
@@ -172,7 +172,7 @@ def carry_out_together(
     watch: Watch | None = None,
     graphs: dict[Any, Any] | None = None,
 ) -> Any:
-    """Runs a coroutine on all ranks; with `looks`, ranks that cannot make their optimizer are looked for.
+    """Runs a coroutine on all ranks, eagerly; with `looks`, raises if a rank could not make its optimizer.
 
     Eager operations of one kind share a name in TensorFlow's cache, so two threads cannot run them at a time.
     A thread that gives `graphs`, a dictionary to keep, has operations of its own.
@@ -204,7 +204,7 @@ def carry_out_together(
 
 
 def _in_graph(kind: type[Request], dtype: Any, name: str, process_set: Any) -> Any:
-    """Returns `carry_out` as a function of buffer and splits, in a graph of its own."""
+    """Returns `carry_out` as a traced function of buffer and splits."""
 
     def run(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return carry_out(kind, buffer, splits, name, process_set)
@@ -214,7 +214,7 @@ def _in_graph(kind: type[Request], dtype: Any, name: str, process_set: Any) -> A
 
 
 def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
-    """Runs a function that waits within TensorFlow in a thread, and calls `look` meanwhile."""
+    """Runs a function in a thread, and calls `look` repeatedly until it returns."""
     given: list[Any] = []
     failed: list[BaseException] = []
 
@@ -236,7 +236,7 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
 
 
 def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch: Watch | None = None) -> Any:
-    """Runs the coroutine that compares ranks before their first gradients; elastic ranks run it alone."""
+    """Runs the coroutine that compares ranks before the first gradients; elastic ranks run it alone."""
     if process_set.size() == 1 or is_elastic():
         return engine.carry_out(coroutine, answer_for_one_rank)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
@@ -244,7 +244,7 @@ def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch
 
 
 def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:
-    """Compares this dense rank's arguments with the others' before the first gradient: one may sparsify."""
+    """Compares this dense rank's arguments with other ranks' before the first gradient; some may sparsify."""
     if not takes_part(process_set):
         return
     given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
@@ -252,7 +252,7 @@ def compare_densely(compression: Any, process_set: Any, **arguments: object) -> 
 
 
 def ranks_of(process_set: Any) -> str:
-    """Returns a process set in words that are the same on all of its ranks."""
+    """Returns a text about a process set that is equal on all of its ranks."""
     return "all" if process_set is hvd.global_process_set else str(list(process_set.ranks))
 
 
@@ -261,6 +261,6 @@ def op_name(op: Any) -> str:
 
 
 def label_of(prefix: str, process_set: Any, variables: Sequence[Any]) -> str:
-    """Returns a name for collectives about these variables: see `next_label`."""
+    """Returns the prefix for names of collectives about these variables, equal on all ranks."""
     model = [(variable.shape, tf.as_dtype(variable.dtype).name) for variable in variables]
     return next_label(f"{prefix}.{process_set.process_set_id}", model)

@@ -21,7 +21,7 @@ from horovod_sparse.training.settings import Settings
 
 
 class SparseCompressor(WithState, hvd.compression.Compressor):
-    """A recipe, with the residuals and states of its variables. Made by `Compression.topk(...)` and the like.
+    """A recipe with its variables' residuals and states; made by `Compression.topk(...)` and others.
 
     Make it once, outside of the training loop and of `tf.function`, one for every tape or optimizer: a tape
     lives for one step, and residuals as long as the training. Stock Horovod's tapes and optimizers reduce
@@ -41,11 +41,11 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
 
     @property
     def synchronizer(self) -> GradientSynchronizer | None:
-        """The synchronizer that `bind` has made."""
+        """The synchronizer that `bind` made, or None."""
         return self._keeper.synchronizer
 
     def serve(self, optimizer: Any = None, recipe: Recipe | None = None) -> None:
-        """Serves an optimizer, with its recipe, or tapes; refuses both together, and a second optimizer.
+        """Reserves this compressor for one optimizer, or for tapes; raises if another one has it.
 
         They would share residuals and steps.
         """
@@ -70,7 +70,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         groups: Any = None,
         **options: Any,
     ) -> GradientSynchronizer:
-        """Returns the synchronizer for a tape or optimizer; later calls check their arguments."""
+        """Returns the synchronizer, made by the first call; raises if later calls pass other arguments."""
         settings = settings or Settings(**options)
         arguments = {
             "process_set": process_set or hvd.global_process_set,
@@ -94,11 +94,11 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         return synchronizer
 
     def checkpointed(self) -> CheckpointedState:
-        """Returns a state for ``tf.train.Checkpoint(model=..., residuals=compression.checkpointed())``."""
+        """Returns this compressor's state for ``tf.train.Checkpoint(residuals=...)``."""
         return CheckpointedState(self._keeper)
 
     def compress(self, tensor: tf.Tensor) -> Any:
-        """Refuses a sum of a single tensor, for which Horovod calls it."""
+        """Raises, since Horovod calls it to sum a single tensor, which needs `allreduce` of this package."""
         refuse_single_sum(self)
 
     def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
@@ -112,7 +112,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
 
 
 def _comparable(value: Any) -> Any:
-    """Returns a stand-in with a plain ==: of variables, whose == is elementwise, their identity."""
+    """Returns a value that == compares as a whole: for variables and arrays their identity."""
     if isinstance(value, (list, tuple)):
         return tuple(_comparable(item) for item in value)
     if value is None or isinstance(value, (bool, int, float, str)) or dataclasses.is_dataclass(value):
@@ -137,7 +137,7 @@ class Compression(
     help_text=_COMMON_ARGUMENTS,
     telling=construction_errors.telling,
 ):
-    """The choices for the argument `compression=`; a superset of `horovod.tensorflow.Compression`.
+    """The values for the argument `compression=`; a superset of `horovod.tensorflow.Compression`.
 
     ``Compression.topk(density=0.01)``, and likewise for every algorithm: ``help(Compression.exdyna)``
     lists arguments. ``Compression.none`` and ``Compression.fp16`` are Horovod's own.

@@ -28,7 +28,7 @@ _BATCH_BYTES = 1 << 20
 
 
 class Driver:
-    """Builds the operations that synchronize gradients, in the graph being traced; runs nothing."""
+    """Builds the TensorFlow operations that synchronize gradients, in the graph being traced."""
 
     def __init__(self, training: VariablesTraining) -> None:
         self._training, self._process_set, self.host = training, training.process_set, HostFunctions()
@@ -36,7 +36,7 @@ class Driver:
     def start(
         self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Builds the operations of all rounds; returns tensors that are computed when the rounds are done."""
+        """Builds the operations of all rounds; returns tensors that are ready after the last round."""
         tokens = []
         for batch in _join_small_parts(parts):
             given = [gradients[parts.index(part)] for part in batch]
@@ -47,7 +47,7 @@ class Driver:
         return tokens
 
     def _begin(self, task: Task, rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
-        """Folds the gradients of the task's part, and returns the messages of its first round."""
+        """Begins a part's step on the host: folds the gradients, and returns the first round's message."""
         here = self._training.rank_and_size
         task.legs.clear()
         with task.working():
@@ -61,7 +61,7 @@ class Driver:
     def _graph_rounds(
         self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Builds the rounds of tasks with the same kinds of requests: one host call between two rounds."""
+        """Builds the rounds of tasks as Horovod's operations, with one host function between two rounds."""
         kinds, sizes = tasks[0].kinds, [len(tensors) for tensors in gradients]
         inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
 
@@ -98,7 +98,7 @@ class Driver:
             return [held, *shaped(messages[:1], ([],))]
 
     def _host_rounds(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
-        """Builds one host function that carries out all rounds of a task, in the same order on all ranks.
+        """Builds one host function that runs all rounds of a task, in the same order on all ranks.
 
         In elastic training a function is traced once, and ranks come and go: `task.kinds` has as many rounds
         as there are when the graph runs.
@@ -128,7 +128,7 @@ def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _join_small_parts(parts: Sequence[Part]) -> list[list[Part]]:
-    """Groups small parts, in backward order, into batches of `_BATCH_BYTES`; a large part is a batch."""
+    """Groups parts smaller than `_BATCH_BYTES`, in backward order, so that they share operations."""
     batches: list[list[Part]] = []
     filling: dict[Any, list[Part]] = {}  # by the requests that they make
     for part in parts:

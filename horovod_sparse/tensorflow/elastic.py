@@ -18,7 +18,7 @@ run = stock.run
 
 
 class _VariableState:
-    """Saves, restores and broadcasts variables, also of Keras 3; Horovod handles all other attributes.
+    """Saves, restores and broadcasts variables (also of Keras 3) for Horovod's elastic training.
 
     Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
     ranks, and not when a state is made, which a worker that joins does alone.
@@ -29,7 +29,7 @@ class _VariableState:
         ObjectState.__init__(self, bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **attributes)
 
     def sync(self) -> None:
-        """Broadcasts rank 0's state to all ranks, and saves it."""
+        """Broadcasts rank 0's variables to all ranks, and saves them."""
         broadcast_variables(self._all_variables(), 0)
         self._save_model()
         ObjectState.sync(self)
@@ -46,7 +46,7 @@ class _VariableState:
 
 
 class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
-    """Holds a model and its optimizer for ``hvd.elastic.run``.
+    """The state of a model and its optimizer for ``hvd.elastic.run``.
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
     a worker that joins has as many as the others; states of random generators stay each rank's own, and
@@ -83,7 +83,7 @@ class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
 
 
 class TensorFlowState(_VariableState, stock.TensorFlowState):
-    """Holds variables for ``hvd.elastic.run``; those of Keras 3, too.
+    """The state of a list of variables for ``hvd.elastic.run``.
 
     Args:
         variables: to be kept.

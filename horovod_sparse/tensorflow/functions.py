@@ -16,7 +16,7 @@ from horovod_sparse.tensorflow.tensors import as_variable, is_comparable
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = hvd.global_process_set, inplace: bool = False
 ) -> Any:
-    """Gives all ranks the values that variables have on one of them.
+    """Copies the values of variables from one rank to all ranks.
 
     Departures from Horovod's, which a graph gets: variables of Keras 3 are taken, too, of all dtypes that
     are numbers; and they go by their order, not by their names, which Keras counts: a rank may have made

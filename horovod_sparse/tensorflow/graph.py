@@ -18,7 +18,7 @@ HOST = "/cpu:0"
 
 
 def refuse_graphs() -> None:
-    """Refuses graphs that no host function can work in: XLA's, and those of TensorFlow 1."""
+    """Raises in a graph that cannot call host functions: XLA's, or one of TensorFlow 1."""
     with tf.init_scope():  # out of a tf.function, but not out of a tf.Graph
         if not tf.executing_eagerly():
             raise UnsupportedError(
@@ -34,7 +34,7 @@ def refuse_graphs() -> None:
 
 
 def run_independently(operation: Any, kind: str) -> None:
-    """Takes an operation with side effects out of the order in which such run within `tf.function`."""
+    """Removes an operation from the order that `tf.function` gives to operations with side effects."""
     order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if order is not None:
         while operation.type != kind:
@@ -43,7 +43,7 @@ def run_independently(operation: Any, kind: str) -> None:
 
 
 class HostFunctions:
-    """Keeps host functions, which graphs know by weak references: TensorFlow keeps graphs for ever."""
+    """Keeps host functions alive; graphs refer to them weakly, since TensorFlow never frees graphs."""
 
     def __init__(self) -> None:
         self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -51,7 +51,7 @@ class HostFunctions:
     def run(
         self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Sequence[tf.DType]
     ) -> list[tf.Tensor]:
-        """Puts a host function into a graph, which calls it in every step as soon as its inputs are there.
+        """Adds a host function to a graph, which calls it in every step as soon as its inputs are ready.
 
         It waits for no operation before it, whatever `tf.function` says of side effects. Errors arrive as an
         `InvalidArgumentError`: one that is unknown is the training's end to ``hvd.elastic.run``.
@@ -83,7 +83,7 @@ class HostFunctions:
 
 
 class EagerCalls:
-    """Traces a function for each list of variables, and calls it from eager code."""
+    """Calls a function as a graph from eager code; traces it once for each list of variables."""
 
     def __init__(self, build: Callable[..., list[Any]]) -> None:
         self._build = build
@@ -111,7 +111,7 @@ class EagerCalls:
 
 
 def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the sums, which raise an error where a gradient goes through them.
+    """Returns the sums, and makes differentiating them raise an error.
 
     A number that comes out of the gradients stands between: they are not kept until the sums are there.
     """
@@ -154,7 +154,7 @@ def mark_synchronized(gradients: Sequence[Any]) -> None:
 
 
 def is_synchronized(gradient: Any, depth: int = 8) -> bool:
-    """True if a distributed tape has made the gradient; in a graph also if it was clipped or scaled since."""
+    """True if a distributed tape returned this gradient, even if it was then clipped or scaled in a graph."""
     if hasattr(gradient, _MARK):
         return True
     passed = depth > 0 and hasattr(gradient, "graph") and gradient.op.type in _PASSING
@@ -162,19 +162,19 @@ def is_synchronized(gradient: Any, depth: int = 8) -> bool:
 
 
 class Order:
-    """Puts operations behind those noted last, graph by graph, by name: a tensor would keep its graph."""
+    """Runs operations of a graph one after another, in the order in which they were built."""
 
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def behind(self) -> Any:
-        """Returns a context whose operations run after the last noted operation."""
+        """Returns a context whose new operations run after the last noted one."""
         graph = tf.compat.v1.get_default_graph()
         name = self._last.get(graph)
         return tf.control_dependencies([] if name is None else [graph.get_tensor_by_name(name)])
 
     def note(self, token: tf.Tensor) -> None:
-        """Makes later operations run after this one."""
+        """Notes an operation, after which the operations in the next `behind()` run."""
         self._last[tf.compat.v1.get_default_graph()] = token.name
 
 
@@ -184,7 +184,7 @@ WAITING = Order()
 
 
 class _Gate:
-    """Makes all later operations of a graph depend on an operation."""
+    """Makes all operations that are added to a graph later wait for one operation."""
 
     def __init__(self, operation: Any) -> None:
         self.control_inputs = [operation]
@@ -199,13 +199,13 @@ class _Gate:
 
 
 def gate(token: tf.Tensor) -> None:
-    """Makes later operations wait for a tensor, so that a step that ends in an error updates nothing."""
+    """Makes later operations wait for a tensor, so that a step that raises an error updates nothing."""
     _Gate(token.op)
 
 
 @contextlib.contextmanager
 def ungated() -> Iterator[None]:
-    """Exempts operations that update nothing from gates."""
+    """Returns a context whose operations do not wait for gates, because they update nothing."""
     graph: Any = tf.compat.v1.get_default_graph()
     every = graph._control_dependencies_stack
     graph._control_dependencies_stack = [one for one in every if not isinstance(one, _Gate)]

@@ -35,7 +35,7 @@ def measured_profile(
     *,
     num_steps: int = 5,
 ) -> Profile:
-    """Measures what ``merging="omgs"``, "optimal" and ``tensor_selection="cost"`` go by; all ranks call it.
+    """Measures times for ``merging="omgs"``, "optimal" and ``tensor_selection="cost"``; all ranks call it.
 
     Nothing is trained, but what `loss` itself changes (statistics of batches). The cluster takes about two
     seconds.

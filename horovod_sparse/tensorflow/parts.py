@@ -23,7 +23,7 @@ from horovod_sparse.training.engine import Facts, PartSpec
 
 
 def _collective(label: str, name: str, names: Sequence[str]) -> str:
-    """Names a part's collectives, alike on all ranks, and differently under another plan."""
+    """Returns the name of a part's collectives, equal on all ranks, different under another plan."""
     return f"{label}.{zlib.crc32(repr((name, names)).encode()):08x}"
 
 
@@ -52,13 +52,13 @@ class Part(common.BucketPart):
         self._outputs = LentArrays(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
-        """Returns the coroutine that folds these gradients and exchanges the selection."""
+        """Returns the coroutine of a step: folds these gradients, and exchanges the selections."""
         self.close()
         step = self.bucket.step(GradientParts(gradients), learning_rate, scale=self._scale)
         return step if self._topology is None else over_hosts(step, self._topology, self._rank)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
-        """Returns scale times the sum over ranks, dense, by variable, and settles the task."""
+        """Returns each variable's sum over ranks times `scale`, dense, and commits the step."""
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, indices = self._outputs.lend(), None if sum_.whole else sum_.indices
@@ -74,18 +74,18 @@ class Part(common.BucketPart):
         )
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Undoes the step's changes to the residual."""
+        """Rolls the step back: the selection returns to the residual."""
         self.bucket.abandon(drop=drop)
         self.task.settled = True
 
     def close(self) -> None:
-        """Undoes the last step if its sum was never applied, as another part of it failed."""
+        """Rolls the last step back if its sum was never applied, since another part failed."""
         if not self.task.settled:
             self.task.drop()
             self.abandon()
 
     def take_back(self, names: Collection[str]) -> None:
-        """Adds the last sum of variables that no rank applies back to the residuals, in equal shares."""
+        """Returns these variables' last sum, which no rank applies, to the residuals in equal shares."""
         # those that hold the same elements: with two levels the ranks of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
         first, last = self.bucket.shard

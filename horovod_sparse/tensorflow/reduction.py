@@ -12,7 +12,7 @@ from horovod_sparse.tensorflow.tensors import as_variable, checked_variable, sca
 
 
 class Reduction:
-    """Keeps local variables apart, and reduces the others' gradients. Keras does not look in here."""
+    """Reduces variables' gradients over ranks, except those of local variables."""
 
     def __init__(self, reducer: Any, scale_local: bool) -> None:
         self.reducer, self._scale_local = reducer, scale_local
@@ -21,7 +21,7 @@ class Reduction:
         self._name = ""
 
     def keep_local(self, argument: str, variable: Any) -> None:
-        """Leaves a variable's gradient to this rank; errors are about the argument that gave it."""
+        """Excludes a variable from the reduction; `argument` names where the user gave it, for errors."""
         self.local.add(checked_variable(argument, variable).ref())
 
     def is_local(self, variable: Any) -> bool:
@@ -30,7 +30,7 @@ class Reduction:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any, *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor | None]:
-        """Returns a gradient per variable, reduced or local, and whether all ranks skip the step."""
+        """Returns every variable's gradient (reduced, or local), and whether all ranks skip the step."""
         results, skipped = list(gradients), None
         shared = [i for i, variable in enumerate(variables) if not self.is_local(variable)]
         if shared:
@@ -51,7 +51,7 @@ class Reduction:
         scale: Any,
         skips: bool = True,
     ) -> list[Any]:
-        """Reduces gradients of a loss times the scale, a power of two.
+        """Reduces the gradients of a scaled loss; skips the step if a gradient is not finite.
 
         They are NaN on all ranks where one is not finite on some rank: by these a scaler skips the step.
         """
@@ -75,7 +75,7 @@ def reduced_once(
     gradients: Sequence[Any],
     variables: Sequence[Any],
 ) -> list[Any]:
-    """Reduces one gradient a variable, also where a tape is asked for it twice (of layers that share it)."""
+    """Calls `reduce` with one gradient per variable, even if a variable is listed twice."""
     first: dict[Any, int] = {}
     for i, variable in enumerate(variables):
         first.setdefault(variable.ref(), i)
@@ -86,7 +86,7 @@ def reduced_once(
 
 
 class GradientReduction:
-    """Reduces gradients in the place of Horovod's own function; Horovod takes it as `compression=`."""
+    """Replaces Horovod's own reduction of gradients; given to Horovod as `compression=`."""
 
     def __init__(self, synchronizer: Any) -> None:
         self.synchronizer = synchronizer

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StateKeeper:
-    """Saves and loads a training at any time: an entry is kept until the variables have their buckets."""
+    """Saves and loads a training's state at any time; keeps a loaded one until the buckets are made."""
 
     def __init__(self) -> None:
         #: a `GradientSynchronizer`, or `Steps` of Keras
@@ -42,7 +42,7 @@ class StateKeeper:
         self._load_when_planned()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's entry, arrays in the variables' shapes; empty before the first step."""
+        """Returns this rank's checkpoint entry; empty before the first step."""
         if self._loaded is not None:
             return dict(self._loaded)
         if self.synchronizer is None or not self.synchronizer.parts:
@@ -52,7 +52,7 @@ class StateKeeper:
         return entry
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Continues from an entry; from nothing, if it is empty. Cancels a step in progress first."""
+        """Loads a checkpoint entry, or resets the state if it is empty; cancels a step in progress first."""
         self.check(entry)
         self._loaded = entry or None
         if entry:
@@ -61,7 +61,7 @@ class StateKeeper:
             self.synchronizer.load(None)
 
     def check(self, entry: Any) -> None:
-        """Refuses an entry that does not fit, as far as that is known by now; changes nothing."""
+        """Raises if an entry does not fit, as far as variables are known by now; changes nothing."""
         if entry is None or (isinstance(entry, Mapping) and not entry):
             return
         _check(entry, getattr(self.synchronizer, "recipe", None))
@@ -69,7 +69,7 @@ class StateKeeper:
             checked_states(self.synchronizer, fitting(self.synchronizer, entry))
 
     def _knows_all(self, entry: Mapping[str, Any]) -> bool:
-        """True if buckets have come for all saved variables: one after the other, or at once with `Steps`."""
+        """True once buckets were made for all variables of the entry."""
         own = self.synchronizer
         whole = bool(getattr(own, "facts", None)) and hasattr(own, "schedule")
         return whole or (own is not None and len(own.facts) >= len(entry["variables"]))
@@ -81,7 +81,7 @@ class StateKeeper:
 
 
 class WithState:
-    """Gives users the state of a compressor, and of an optimizer that has one."""
+    """Mixin that gives users the state and telemetry of a compressor or optimizer."""
 
     _horovod_sparse_keeper: StateKeeper | None = None
 
@@ -91,7 +91,7 @@ class WithState:
 
     @property
     def telemetry(self) -> Telemetry:
-        """The last step and means; empty before the first."""
+        """Reports of the last step and means; empty before the first step."""
         return Telemetry() if self._bound is None else self._bound.telemetry
 
     @property
@@ -101,7 +101,7 @@ class WithState:
 
     @property
     def decision(self) -> Decision | None:
-        """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
+        """Why measured times led to this plan: predictions and the profile; None without them."""
         return None if self._bound is None else self._bound.decision
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,13 +109,13 @@ class WithState:
         return {} if self._horovod_sparse_keeper is None else self._horovod_sparse_keeper.state_dict()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Continues from what `state_dict` gave, also before the first step; from nothing, if it is empty."""
+        """Loads what `state_dict` returned, also before the first step; an empty entry resets the state."""
         if self._horovod_sparse_keeper is not None:
             self._horovod_sparse_keeper.load_state_dict(entry)
 
 
 class CheckpointedState(tf.train.experimental.PythonState):
-    """Puts residuals and sparsifier states into a checkpoint; they differ from rank to rank."""
+    """Lets ``tf.train.Checkpoint`` save residuals and sparsifier states, which differ between ranks."""
 
     def __init__(self, keeper: StateKeeper) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class CheckpointedState(tf.train.experimental.PythonState):
 
 
 def _check(entry: Any, recipe: Recipe | None) -> None:
-    """Checks an entry as far as it goes without variables."""
+    """Raises if an entry is damaged or of another algorithm; needs no variables."""
     advice = (
         "now {} is used: use the same algorithm, or load without the state of horovod_sparse to start with "
         "no residual"
@@ -143,7 +143,7 @@ def _check(entry: Any, recipe: Recipe | None) -> None:
 
 
 def fitting(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the entry by the names that its variables have here."""
+    """Returns the entry with its variables renamed as they are called here; raises for another model."""
     _check(entry, synchronizer.recipe)
     known = shapes_of(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
@@ -172,7 +172,7 @@ def fitting(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shapes_of(synchronizer: Any) -> dict[str, tuple[int, ...]]:
-    """Returns shapes of the variables that have a bucket, by name, in the order in which they came."""
+    """Returns the shapes of variables with buckets, by name, in the order of their first gradients."""
     return {name: tuple(variable.shape) for name, (_, variable) in synchronizer.facts.items()}
 
 
@@ -182,7 +182,7 @@ _NAME = "horovod_sparse.checkpoint"
 def save(
     directory: str | os.PathLike[str], source: Any, keep: int = 2, *, variables: Sequence[Any] = ()
 ) -> int:
-    """Saves what every rank needs to go on; all ranks call it together, between the same two steps.
+    """Saves a checkpoint; all ranks call it together, between the same two steps.
 
     With `variables` (``model.variables + optimizer.variables``) a checkpoint is all that `load` needs to go
     on bit for bit; without, save them first. Errors are those of `horovod_sparse.torch.save`.
@@ -214,7 +214,7 @@ def save(
 def load(
     directory: str | os.PathLike[str], source: Any, step: int | None = None, *, variables: Sequence[Any] = ()
 ) -> int:
-    """Resumes from the newest checkpoint that is complete on all ranks; all ranks call it together.
+    """Loads the newest checkpoint that is complete on all ranks; all ranks call it together.
 
     Other numbers of ranks, and errors: see `horovod_sparse.torch.load`.
 
@@ -251,13 +251,13 @@ def load(
 
 
 def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
-    """True if any rank sees a checkpoint; all ranks of the source ask together."""
+    """True on all ranks if any rank sees a checkpoint; all ranks call it together."""
     _, process_set = _keeper_of(source)
     return bool(carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME))
 
 
 def _keeper_of(source: Any) -> tuple[Any, Any]:
-    """Returns the `StateKeeper` with the state, and the ranks."""
+    """Returns the `StateKeeper` of an optimizer or compressor, and its process set."""
     keeper = getattr(source, "_horovod_sparse_keeper", None)
     if keeper is None:
         raise ArgumentError(

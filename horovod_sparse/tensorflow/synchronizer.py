@@ -31,7 +31,7 @@ Gradient = Any
 
 
 class GradientSynchronizer(VariablesTraining):
-    """Synchronizes gradients of variables that it knows by identity, eagerly and within `tf.function`.
+    """Synchronizes variables' gradients over ranks, eagerly and within `tf.function`.
 
     All of a step is host state that host functions look up when a graph runs: it outlives any number of
     graphs. The same variables are never synchronized twice at a time.
@@ -63,14 +63,14 @@ class GradientSynchronizer(VariablesTraining):
 
     @property
     def is_needed(self) -> bool:
-        """True if this rank takes part, even if it is the only one."""
+        """True if there are several ranks, or if one rank alone has to sparsify."""
         return takes_part(self.process_set)
 
     def _retire(self) -> None:
         self._eagerly = graph.EagerCalls(self._build)  # our own functions
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Saves as `Training.save` does; refuses to do so in the midst of a step."""
+        """Returns the checkpoint entry; raises in the middle of a step."""
         if self.under_way:
             raise UnsupportedError(
                 "residuals are saved between steps: a step is under way, or was interrupted"
@@ -78,13 +78,13 @@ class GradientSynchronizer(VariablesTraining):
         return super().save(**more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
-        """Loads as `Training.load` does, after a step in progress is cancelled."""
+        """Loads a checkpoint entry, after cancelling a step in progress."""
         for part in self.parts:
             part.close()
         super().load(entry)
 
     def agree(self) -> None:
-        """Agrees with all ranks where to go on, after every start of Horovod; a collective then.
+        """Makes all ranks agree on step, plan and states, after every start of Horovod.
 
         Who comes first to a bucket does so for all: a rank that traces for the first time before its buckets
         are in the graph, any other one in the first host function of its next step.
@@ -102,7 +102,7 @@ class GradientSynchronizer(VariablesTraining):
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> list[Gradient]:
-        """Returns the sums of `synchronize_or_skip`; they are zeros in a step that is skipped."""
+        """Returns the gradients' sums over ranks; zeros in a step that is skipped."""
         return self.synchronize_or_skip(gradients, variables, learning_rate)[0]
 
     @tf.autograph.experimental.do_not_convert
@@ -114,7 +114,7 @@ class GradientSynchronizer(VariablesTraining):
         *,
         scaled: bool = False,
     ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """Returns the sums (or averages) over ranks, and whether all ranks skip the step.
+        """Returns the gradients' sums (or averages) over ranks, and whether all ranks skip the step.
 
         With `scaled`, sums are NaN where a gradient is not finite on some rank, and nothing is raised.
         """
@@ -141,7 +141,7 @@ class GradientSynchronizer(VariablesTraining):
     def _build(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
     ) -> list[Any]:
-        """Makes the operations of one synchronization, in the graph that is being traced."""
+        """Builds the operations of one synchronization, in the graph being traced."""
         with graph.ungated():
             results, end, skipped = self._sum_in_graph(gradients, variables, rate, scaled)
         if end is not None:
@@ -151,7 +151,7 @@ class GradientSynchronizer(VariablesTraining):
     def _sum_in_graph(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
-        """Returns the sums, a tensor that is ready after them (None without parts), and whether to skip."""
+        """Builds all sums; returns them, a tensor that is ready afterwards, and whether to skip the step."""
         results, by_name, parts, tokens = self._start_rounds(gradients, variables, rate)
         check = self._replicas.check_of(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
@@ -205,7 +205,7 @@ class GradientSynchronizer(VariablesTraining):
     def _finish_step(
         self, parts: Sequence[Part], found: Sequence[BaseException], scaled: bool
     ) -> tuple[list[np.ndarray], Outcome]:
-        """Returns sums or averages by variable; zeros in a skipped step, NaN in one that has overflowed.
+        """Returns each variable's sum or average; zeros in a skipped step, NaN after an overflow.
 
         Raises the step's error, and the next step may follow. `found` are errors that all ranks have alike.
         """
@@ -233,7 +233,7 @@ class GradientSynchronizer(VariablesTraining):
     def _start_rounds(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
-        """Starts all rounds; returns gradients, positions by name of those in buckets, parts and tokens."""
+        """Builds all rounds; returns gradients, their positions by name, parts and final tensors."""
         if self.add(gradients, variables):
             if self.on_planned is not None:
                 self.on_planned()
@@ -271,7 +271,7 @@ class GradientSynchronizer(VariablesTraining):
 
 
 class Replicas:
-    """Compares variables with those of the other ranks, within the graph of a step."""
+    """Compares variables between ranks from time to time, in the graph of a step."""
 
     def __init__(self, training: VariablesTraining, host: graph.HostFunctions) -> None:
         self._training, self._host = training, host
@@ -279,7 +279,7 @@ class Replicas:
         self._checks: dict[frozenset[str], DriftCheck] = {}
 
     def check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
-        """Returns the drift check of these variables; None with one rank, or if checks are switched off."""
+        """Returns the `DriftCheck` for these variables; None with one rank, or without checks."""
         known = map(self._training.name_of, variables)
         names = frozenset(name for name in known if name is not None)
         check = self._checks.get(names)
@@ -291,14 +291,14 @@ class Replicas:
         return None if alone or not check.every else check
 
     def restart(self) -> None:
-        """Restarts comparisons after all ranks have agreed on a step."""
+        """Restarts the comparisons after all ranks have agreed on a step."""
         for check in self._checks.values():
             check.restart(self._training.step)
 
     def compared(
         self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any], also_equal: Sequence[Any]
     ) -> tf.Tensor:
-        """Compares variables where that is due, before they change again: they are read in the graph."""
+        """Compares variables between ranks where `due`, before the step updates them."""
         every = {self._training.name_of(one) or f"variable {i}": one for i, one in enumerate(variables)}
         every |= {f"variable {i} of the optimizer": one for i, one in enumerate(also_equal)}
         named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}

@@ -26,7 +26,7 @@ _SIZES = (1, 2, 3)
 
 
 class Task:
-    """Runs a synchronization in the rounds that were fixed when the graph was traced, in every step anew.
+    """Runs a coroutine in a graph's fixed rounds, anew in every step.
 
     None of its methods raises, or the others would wait for ever: the exception stands in `error`, and empty
     messages take the place of the rounds that are left.
@@ -59,11 +59,11 @@ class Task:
 
     @property
     def under_way(self) -> bool:
-        """True while the coroutine is unfinished, even if its step has failed."""
+        """True while the coroutine has not ended, even if its step has failed."""
         return self._coroutine is not None
 
     def current_wait(self, now: float) -> Wait | None:
-        """Returns since when this rank waits for a round, and for which; None if its graph has ended, too."""
+        """Returns how long this rank has waited for which round; None if it waits for none."""
         is_held = self._held is not None and self._held() is not None
         if self.settled or self.next_kind is None or not is_held or not self.legs:
             return None
@@ -71,7 +71,7 @@ class Task:
 
     @property
     def next_kind(self) -> type[Request] | None:
-        """Returns the next round's kind; None after the last. A failed task goes through all, too."""
+        """Returns the next round's kind of collective; None after the last round."""
         return self.kinds[self._round] if self._round < len(self.kinds) else None
 
     def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
@@ -80,13 +80,13 @@ class Task:
         return self._advance(None)
 
     def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
-        """Begins the task as failed, since it has no coroutine: it sends empty messages in all rounds."""
+        """Begins a step that has failed already: sends empty messages in all rounds."""
         self._reset(place)
         self.error = error
         return self._empty_messages()
 
     def resume(self, output: np.ndarray, splits: np.ndarray) -> Wire:
-        """Sends a collective's result to the coroutine; returns its next message, empty at the end."""
+        """Gives a collective's result to the coroutine; returns its next message, empty after the last."""
         self._round += 1
         if self._coroutine is None or self._request is None:
             return self._empty_messages()
@@ -155,7 +155,7 @@ class Task:
 
 
 def graph_lifetime_token(tasks: Iterable[Task]) -> np.ndarray:
-    """Returns an array that the running graph keeps alive; once it is freed, no task waits any more."""
+    """Returns an array that a running graph keeps alive, so that tasks notice when the graph has ended."""
     held = aligned_zeros(ALIGNMENT).view(np.int32)
     for task in tasks:
         task._held = weakref.ref(held)
@@ -163,7 +163,7 @@ def graph_lifetime_token(tasks: Iterable[Task]) -> np.ndarray:
 
 
 def idle_seconds(tasks: Sequence[Task], now: float) -> float:
-    """Returns how long this rank has only waited for collectives since the last one of them began."""
+    """Returns how long this rank has waited for collectives, without work, since the last task began."""
     since = max((task.legs[0][1] for task in tasks if task.legs), default=now)
     later = [leg for task in tasks for leg in task.legs if leg[1] > since]
     busy = sum(end - max(begin, since) for begin, end in later)
@@ -171,7 +171,7 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
 
 
 def has_open_rounds(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
-    """True if a graph cannot fix a bucket's rounds: in elastic training their number may change."""
+    """True if a bucket's number of rounds may change in elastic training, so that no graph can fix it."""
     if not is_elastic() or two_levels:
         return is_elastic()
     kinds = set()

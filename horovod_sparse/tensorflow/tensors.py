@@ -21,7 +21,7 @@ _NAMES = {dtype: dtype.name for dtype in (tf.float32, tf.float64, tf.float16, tf
 
 
 def dtype_name(dtype: tf.DType) -> str | None:
-    """Returns the name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another."""
+    """Returns the name of a dtype that gradients may have, or None for any other dtype."""
     return _NAMES.get(tf.as_dtype(dtype))
 
 
@@ -30,14 +30,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def as_variable(variable: Any) -> Any:
-    """Returns the `tf.Variable` in a variable of Keras 3; any other as it is."""
+    """Returns the `tf.Variable` within a Keras 3 variable, or the given `tf.Variable`."""
     if not hasattr(variable, "ref") and isinstance(getattr(variable, "value", None), tf.Variable):
         return variable.value
     return variable
 
 
 def checked_variable(argument: str, given: Any) -> Any:
-    """Returns the `tf.Variable` of a variable that a user gives; refuses anything else."""
+    """Returns the `tf.Variable` that a user gave; raises if it is none."""
     variable = as_variable(given)
     if not hasattr(variable, "ref"):
         raise ArgumentError(argument, given, "variables of TensorFlow or Keras")
@@ -45,14 +45,14 @@ def checked_variable(argument: str, given: Any) -> Any:
 
 
 def is_comparable(variable: Any) -> bool:
-    """True for a variable of numbers, which can be compared with that of other ranks."""
+    """True if a variable holds numbers, so that ranks can compare it."""
     if not hasattr(variable, "read_value"):
         return False
     return bool(variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Builds a Keras optimizer's variables, unless it has them."""
+    """Makes a Keras optimizer create its variables, unless it has."""
     if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
         optimizer._create_all_weights(variables)
     elif hasattr(optimizer, "build") and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
@@ -60,7 +60,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Returns slots, iterations and learning rate of an optimizer of Keras; residuals are not among them."""
+    """Returns a Keras optimizer's slots, iterations and learning rate, but no residuals."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
@@ -70,7 +70,7 @@ def as_dense(gradient: Any) -> Any:
 
 
 def as_rate(learning_rate: Any) -> tf.Tensor:
-    """Returns a learning rate as float64 [1] on the host, or [0] for None."""
+    """Returns a learning rate as a float64 tensor [1] on the host; [0] for None."""
     with tf.device("/cpu:0"):
         if learning_rate is None:
             return tf.zeros([0], tf.float64)
@@ -78,14 +78,14 @@ def as_rate(learning_rate: Any) -> tf.Tensor:
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
-    """Returns an optimizer's settings by name; a loss-scaling optimizer's are those of its inner one."""
+    """Returns a Keras optimizer's settings by name; within a loss-scaling optimizer, the inner one's."""
     with tf.init_scope():  # settings may be variables, and this be a graph
         settings: dict[str, Any] = getattr(optimizer, "inner_optimizer", optimizer).get_config()
         return settings
 
 
 def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[str]:
-    """Returns a name for every variable: its own, numbered where several share it.
+    """Returns a unique name for every variable: its own, with a number if several share it.
 
     Example:
         >>> unique_names([tf.Variable(0.0, name="w"), tf.Variable(0.0, name="w"), tf.Variable(0.0)])
@@ -105,13 +105,13 @@ def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[st
 
 
 def divided_by_ranks(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
-    """Divides a tensor by the number of ranks, which may change in elastic training."""
+    """Divides a tensor by the number of ranks in the graph, since elastic training may change it."""
     number = hvd.size_op(process_set_id=process_set.process_set_id) if is_elastic() else process_set.size()
     return tensor / tf.cast(number, tensor.dtype)
 
 
 def scaled_locally(gradient: Any, process_set: Any) -> Any:
-    """Divides a local gradient by the number of ranks, as the average of losses would."""
+    """Divides a local gradient by the number of ranks, as averaging the loss would."""
     return _changed(gradient, lambda values: divided_by_ranks(values, process_set))
 
 
@@ -129,7 +129,7 @@ def _changed(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
 
 
 def aligned_zeros(num_bytes: int) -> np.ndarray:
-    """Returns bytes [num_bytes] at an address from which TensorFlow takes memory without a copy."""
+    """Returns zero bytes at an address from which TensorFlow makes tensors without a copy."""
     raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
@@ -140,7 +140,7 @@ _NUM_KEPT = 2
 
 
 class LentArrays:
-    """Lends arrays [shape] of a dtype, whose memory it uses again when nobody holds them any more.
+    """Lends arrays of given shapes, and reuses their memory once nobody refers to them.
 
     TensorFlow takes an aligned array that a host function returns as a tensor's memory, without a copy.
     """
@@ -150,7 +150,7 @@ class LentArrays:
         self._memories: list[tuple[list[np.ndarray], list[weakref.ref[np.ndarray]]]] = []
 
     def lend(self) -> list[np.ndarray]:
-        """Returns arrays that hold anything."""
+        """Returns uninitialized arrays of these shapes."""
         free = (one for one in self._memories if not any(ref() is not None for ref in one[1]))
         arrays, lent = next(free, ([], []))
         if not arrays:

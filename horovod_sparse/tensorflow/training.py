@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class VariablesEngine:
-    """Implements `Engine` for the variables of one tape or optimizer."""
+    """The `Engine` (framework and collectives) for the variables of one tape or optimizer."""
 
     start_token = staticmethod(present_start)
 
@@ -54,7 +54,7 @@ class VariablesEngine:
         return Placement.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:
-        """Returns no facts: variables come with their first gradients."""
+        """Returns no facts, since variables become known with their first gradients."""
         return {}
 
     def make_parts(
@@ -76,7 +76,7 @@ class VariablesEngine:
         ]
 
     def move_to(self, topology: Topology | None) -> None:
-        """Does nothing: parts are made for their hosts."""
+        """Does nothing: new parts are made for the new hosts."""
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         given = self.process_set, f"{self.label}.start", topology
@@ -90,7 +90,7 @@ class VariablesEngine:
 
 
 class VariablesTraining(Training):
-    """A training whose variables get their buckets with their first gradient; graphs find parts by task."""
+    """A training that makes buckets when a variable has its first gradient."""
 
     engine: VariablesEngine
     parts: list[Part]
@@ -126,14 +126,14 @@ class VariablesTraining(Training):
 
     @property
     def under_way(self) -> bool:
-        """True between a step's begin and its end."""
+        """True between the begin and the end of a step."""
         return any(part.task.under_way for part in self.parts)
 
     def name_of(self, variable: Any) -> str | None:
         return self._names.get(variable.ref())
 
     def parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
-        """Returns the parts of these variables; refuses parts whose variables have slices now."""
+        """Returns the parts of these variables; raises if one's gradient has become `tf.IndexedSlices`."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
             if sparse := sorted(set(part.names).intersection(slices)):
@@ -144,7 +144,7 @@ class VariablesTraining(Training):
         return parts
 
     def part_of(self, task: Task) -> Part:
-        """Returns the part that a task belongs to now."""
+        """Returns the part to which a task belongs at present."""
         part = self._by_task.get(task)
         if part is None:
             raise UnsupportedError(
@@ -157,7 +157,7 @@ class VariablesTraining(Training):
     # variables that come
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-        """Makes buckets for variables that have their first gradient now; a collective, if it makes any."""
+        """Makes buckets for variables that have their first gradient; all ranks call it together."""
         if not self.engine.label:
             self.engine.label = label_of("horovod_sparse", self.process_set, variables)
         new = [
@@ -180,7 +180,7 @@ class VariablesTraining(Training):
         self._by_task |= {part.task: part for part in parts}
 
     def _agree_on_plan(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
-        """Compares models; returns variables by the first rank's names, and its plan for them."""
+        """Compares ranks' models; returns the variables by rank 0's names, and rank 0's plan."""
         rules, request = self.recipe.rules, self.request
         if not self.facts:
             yield from compared(self.declared())
@@ -213,7 +213,7 @@ class VariablesTraining(Training):
         return facts, (yield from plan_of_first_rank(plan, parameters))
 
     def _arguments_for(self, new: Sequence[Any]) -> dict[str, Any]:
-        """Returns the arguments of `make_plan`; its groups contain only variables of `new`."""
+        """Returns the arguments of `make_plan` for new variables."""
         groups = self._plan_arguments["groups"]
         if not isinstance(groups, list):
             return self._plan_arguments
@@ -224,7 +224,7 @@ class VariablesTraining(Training):
     # other plans
 
     def build(self, plan: Plan) -> None:
-        """Makes new parts; if plan and kinds of messages are the same, traced graphs stay valid."""
+        """Makes the parts of a plan; keeps traced graphs valid if plan and collectives have not changed."""
         former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
         goes_on = known and len(former) == len(self.parts) and all(map(_sends_alike, former, self.parts))
@@ -236,7 +236,7 @@ class VariablesTraining(Training):
             self._retire()
 
     def _retire(self) -> None:
-        """Called when the new plan invalidates functions that TensorFlow has traced."""
+        """Called when a new plan makes traced functions invalid."""
 
 
 #: attribute of a variable: telemetries of the last two trainings that it was in
@@ -244,7 +244,7 @@ _LIVES = "_horovod_sparse_telemetries"
 
 
 def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
-    """Warns if each step makes a new compressor, which loses the residual."""
+    """Logs a warning if each step makes a new compressor, which loses the residual."""
     lives = getattr(variable, _LIVES, ())
     if [life.num_steps for life in lives] == [1, 1]:
         warn_once(
@@ -260,7 +260,7 @@ def _sends_alike(former: Part, part: Part) -> bool:
 
 
 def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
-    """Returns facts and variable, by name, in the model's order."""
+    """Returns each variable with its facts, by name, in the model's order."""
     facts = {}
     for name, variable in zip(names, variables, strict=True):
         num_elements, dtype = tf.TensorShape(variable.shape).num_elements(), dtype_name(variable.dtype)
@@ -276,7 +276,7 @@ def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRul
 
 
 def is_sparsifiable(gradient: Any, variable: Any) -> bool:
-    """True if a bucket can take a gradient: floating point, dense, not empty, and of a variable."""
+    """True if a gradient can be sparsified: a dense, non-empty float tensor of a variable."""
     return (
         gradient is not None
         and not isinstance(gradient, tf.IndexedSlices)

@@ -43,7 +43,7 @@ _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Watch:
-    """Looks after the `tasks` of an owner, who gets an error as `last_error`, and after eager collectives."""
+    """Watches how long tasks and eager collectives wait for other ranks; raises `DeadlineError`."""
 
     def __init__(self, deadline_seconds: float | None, process_set: Any, owner: Any = None) -> None:
         def rank_and_members() -> tuple[int, list[int]]:
@@ -57,7 +57,7 @@ class Watch:
         self._error: DeadlineError | None = None
 
     def arm(self) -> None:
-        """Puts the assertion into the graph that is being traced; `disarm` has to follow, in the same one."""
+        """Adds an assertion to the graph being traced, by which it can be made to fail while it runs."""
         if self.deadline.seconds == math.inf:
             return
         _thread.look_after(self)
@@ -73,7 +73,7 @@ class Watch:
             run_independently(passes, "Assert")
 
     def disarm(self, end: tf.Tensor) -> None:
-        """Lets the assertion pass when a tensor is there."""
+        """Makes the assertion of `arm` pass once the tensor `end` is ready."""
         if self.deadline.seconds == math.inf:
             return
         with tf.device(HOST), tf.control_dependencies([end]):
@@ -82,7 +82,7 @@ class Watch:
             run_independently(passed, "QueueEnqueueV2")
 
     def fail_graph(self, error: DeadlineError) -> None:
-        """Makes the running graph fail with an error, by its assertion."""
+        """Makes the running graph raise an error, by its assertion."""
         self._error = error
         if (owner := self._owner_or_none()) is not None:
             owner.last_error = error
@@ -92,7 +92,7 @@ class Watch:
 
     @contextlib.contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """Watches collectives that this thread runs eagerly in this context."""
+        """Returns a context in which eager collectives of this thread are watched."""
         self._error, wait = None, (time.perf_counter(), name)
         self._eager.append(wait)
         _thread.look_after(self)
@@ -109,7 +109,7 @@ class Watch:
         return None if self._owner is None else self._owner()
 
     def look(self, now: float) -> DeadlineError | None:
-        """Returns an error if something has waited for too long."""
+        """Returns a `DeadlineError` if a collective has waited too long, else None."""
         if not hvd.is_initialized():
             return None
         waits: list[Wait] = [(now - begun, name, 0) for begun, name in self._eager]
@@ -127,7 +127,7 @@ class Watch:
         return None
 
     def forget(self) -> None:
-        """Drops what nobody has read: the graphs that it was for have ended with Horovod."""
+        """Removes errors that no graph has read, since Horovod's end has ended the graphs."""
         while self._queue is not None and int(self._queue.size()):
             self._queue.dequeue()
 
@@ -139,7 +139,7 @@ class Watch:
 
 
 class _WatchThread:
-    """Looks at all watches of this process in a thread, which the first watch starts."""
+    """A thread that checks all watches of this process; the first watch starts it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,7 +160,7 @@ class _WatchThread:
             time.sleep(self._look_at_all())
 
     def _look_at_all(self) -> float:
-        """Looks at all watches; returns the seconds until the next look."""
+        """Checks all watches; returns the seconds until the next check."""
         with self._lock:
             watches = list(self._watches)
         for watch in watches:

@@ -69,7 +69,7 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
     **options: Unpack[PlannedOptions],
 ) -> Any:
-    """Wraps a tape so that gradients are synchronized over ranks, sparsely; eagerly and within `tf.function`.
+    """Wraps a tape, so that its gradients are synchronized over ranks, sparsely.
 
     Arguments, order and meaning are those of ``horovod.tensorflow.DistributedGradientTape``; with a
     `compression` that is no sparsifier its tape is returned. With one, all that
@@ -120,7 +120,7 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
     **options: Unpack[PlannedOptions],
 ) -> Any:
-    """As `DistributedGradientTape`, but the gradients of some layers stay local.
+    """Wraps a tape as `DistributedGradientTape` does, but keeps the gradients of some layers local.
 
     Args:
         local_layers: a layer, or several. All other arguments are those of `DistributedGradientTape`.
@@ -151,7 +151,7 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     **options: Unpack[PlannedOptions],
 ) -> Any:
-    """Wraps an optimizer; arguments and order are those of ``horovod.tensorflow.DistributedOptimizer``.
+    """Wraps an optimizer; takes the arguments of ``horovod.tensorflow.DistributedOptimizer``, in order.
 
     Optimizers of Keras go to `horovod_sparse.tensorflow.keras.DistributedOptimizer`, with `op` and `groups`,
     which Horovod drops on that way; those of TensorFlow 1 (`tf.compat.v1.train.Optimizer`) to Horovod's own.
@@ -174,7 +174,7 @@ _create = _horovod_keras.create_distributed_optimizer
 
 @functools.wraps(_create)
 def _create_optimizer(keras: Any, **given: Any) -> Any:
-    """Makes our optimizer of Keras if Horovod is given a sparsifier: Horovod's ignores Keras 3."""
+    """Called by Horovod to wrap a Keras optimizer; uses this package's wrapper for a sparsifier."""
     if isinstance(given.get("compression"), SparseCompressor):
         return DistributedOptimizer(**given)
     return _create(keras=keras, **given)
@@ -184,19 +184,19 @@ _horovod_keras.create_distributed_optimizer = _create_optimizer
 
 
 class _Methods(tf.GradientTape):
-    """Methods that are copied into a class made for each tape, as Horovod does it."""
+    """Methods that are copied into the class of each distributed tape."""
 
     #: bool [], after `gradient`: whether all ranks are to skip the step; None unless `on_nonfinite` asks
     skipped: tf.Tensor | None = None
 
     @property
     def telemetry(self: Any) -> Telemetry:
-        """The last step, and means."""
+        """Reports of the last step, and means."""
         return self._reduction.reducer.telemetry
 
     @tf.autograph.experimental.do_not_convert
     def register_local_source(self: Any, source: Any) -> None:
-        """Keeps a variable's gradient local: it is not synchronized."""
+        """Excludes a variable, whose gradient then stays local."""
         self._reduction.keep_local("source", source)
 
     @tf.autograph.experimental.do_not_convert
@@ -210,7 +210,7 @@ class _Methods(tf.GradientTape):
         learning_rate: Any = None,
         loss_scale: Any = None,
     ) -> Any:
-        """Returns gradients, synchronized over ranks.
+        """Computes gradients, and returns them synchronized over ranks.
 
         Args:
             target, sources, output_gradients, unconnected_gradients: see `tf.GradientTape.gradient`.
@@ -257,7 +257,7 @@ class _Methods(tf.GradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Returns pairs (variable, gradient), those of local variables apart."""
+        """Returns two lists of (variable, gradient): those of local variables, and all others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         local: list[tuple[Any, Any]] = []
         shared: list[tuple[Any, Any]] = []
@@ -271,7 +271,7 @@ _compared_under: dict[Any, object] = {}
 
 
 def _comparing_arguments(tape: Any, arguments: Arguments) -> Any:
-    """Makes a tape of Horovod's own compare its arguments over ranks before its first reduction."""
+    """Makes one of Horovod's own tapes compare its arguments over ranks before its first reduction."""
     reduce = tape._allreduce_grads
 
     @tf.autograph.experimental.do_not_convert
@@ -292,7 +292,7 @@ _COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "_
 
 
 def _distributed(gradtape: tf.GradientTape, synchronizer: GradientSynchronizer, scale_local: bool) -> Any:
-    """Returns a tape of a class derived from that of the user's tape, which goes on recording."""
+    """Changes a tape's class to one that synchronizes gradients; the tape keeps its recording."""
     user: Any = gradtape
     cls: Any = type(type(user).__name__, (type(user),), dict(_COPIED))
     tape = cls(user._persistent, user._watch_accessed_variables)

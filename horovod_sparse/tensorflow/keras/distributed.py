@@ -22,7 +22,7 @@ from horovod_sparse.tensorflow.tensors import as_dense, as_variable, build, time
 
 
 def is_keras3(optimizer: Any) -> bool:
-    """True for an optimizer of Keras 3: tf-keras has no `stateless_apply`."""
+    """True for an optimizer of Keras 3, False for one of tf-keras."""
     return hasattr(optimizer, "stateless_apply")
 
 
@@ -34,7 +34,7 @@ def wrap(
     name: str | None,
     again: Again,
 ) -> Any:
-    """Gives the optimizer a derived class of the same name: its model can be loaded without this package."""
+    """Replaces an optimizer's class by one of the same name that synchronizes before each update."""
     if tf.keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
             f"Keras runs on {tf.keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
@@ -76,7 +76,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
 
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
-            """Makes another optimizer with the same settings, distributed alike, with no residual."""
+            """Makes an optimizer from settings, and wraps it alike, without residuals."""
             return again.from_config(own, config, **arguments)
 
         def __reduce__(self) -> Any:
@@ -183,7 +183,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
 
 
 def _variables_to_compare(reference: weakref.ref[Any]) -> list[Any]:
-    """Returns the optimizer's variables, equal on all ranks; none if it has slots of local variables."""
+    """Returns the optimizer's variables that are equal on all ranks; none if some variables are local."""
     optimizer = reference()
     if optimizer is None or optimizer._horovod_sparse_reduction.local:
         return []
@@ -199,7 +199,7 @@ _Saveable: Any = next(
 
 
 class SavedState(CheckpointedState, _Saveable):
-    """Saved beside the optimizer's variables (`BackupAndRestore`, ``model.save``), not among them."""
+    """Lets Keras save residuals with an optimizer, though they are not among its variables."""
 
     def _obj_type(self) -> str:
         # Keras knows no others than its own; of this one it expects nothing
@@ -209,7 +209,7 @@ class SavedState(CheckpointedState, _Saveable):
         store[_KEY] = np.frombuffer(self.serialize(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """Called by Keras. If the file is of a dense run, the residual begins at zero."""
+        """Called by Keras; if the file has no residual (a dense run saved it), the residual becomes zero."""
         if _KEY in store.keys():  # noqa: SIM118 (Keras' stores are no mappings)
             self.deserialize(np.asarray(store[_KEY]).tobytes())
         else:
@@ -217,7 +217,7 @@ class SavedState(CheckpointedState, _Saveable):
 
 
 class Accumulation:
-    """Adds up the gradients of several passes; every last one is reduced and applied."""
+    """Adds up the gradients of several passes, and applies their sum in the last of these."""
 
     def __init__(self, passes: int, average: bool, sparse_as_dense: bool) -> None:
         self.passes, self._average, self._sparse_as_dense = passes, average, sparse_as_dense
@@ -265,7 +265,7 @@ class Accumulation:
 
 
 class DenseReducer:
-    """Sums or averages whole gradients. It needs no groups: Horovod fuses small tensors by itself."""
+    """Sums or averages whole gradients over ranks, by Horovod's allreduce."""
 
     def __init__(self, arguments: Arguments) -> None:
         self.process_set, self._sparse_as_dense = arguments.process_set, arguments.sparse_as_dense
@@ -287,7 +287,7 @@ class DenseReducer:
     def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], _rate: Any = None, *, scaled: bool = False
     ) -> tuple[list[Any], None]:
-        """Reduces gradients densely; None stays None. It never skips: NaN of one rank becomes NaN on all."""
+        """Returns the gradients averaged or summed over ranks; NaN on one rank becomes NaN on all."""
         refuse_graphs()
         if not self.is_needed:
             return list(gradients), None

@@ -12,7 +12,7 @@ from horovod_sparse.tensorflow.elastic import run as run
 
 
 class KerasState(TensorFlowKerasState):
-    """Holds a model and its optimizer: `TensorFlowKerasState`, without `backend`."""
+    """Another name of `TensorFlowKerasState`, without its argument `backend`."""
 
     def __init__(self, model: Any, optimizer: Any = None, **attributes: Any) -> None:
         super().__init__(model, optimizer, backend=tf.keras.backend, **attributes)

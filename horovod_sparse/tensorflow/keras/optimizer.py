@@ -46,7 +46,7 @@ def DistributedOptimizer(
     delay: int = 0,
     **options: Unpack[PlannedOptions],
 ) -> Any:
-    """Wraps a Keras optimizer so that gradients are synchronized over ranks, sparsely.
+    """Wraps a Keras optimizer, so that it synchronizes gradients over ranks, sparsely.
 
     Arguments, order and meaning are those of ``horovod.tensorflow.keras.DistributedOptimizer``. Works with
     Keras 3 and with new and legacy optimizers of tf-keras, in `fit` and in custom loops: `apply_gradients`
@@ -156,7 +156,7 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
     **more: Any,
 ) -> Any:
-    """As `DistributedOptimizer`, but the gradients of some layers stay local.
+    """Wraps an optimizer as `DistributedOptimizer` does, but keeps the gradients of some layers local.
 
     Arguments and order are those of ``horovod.keras.PartialDistributedOptimizer``.
 
@@ -180,7 +180,7 @@ def load_model(
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
-    """Loads a saved model, compiled, and wraps its optimizer, whose state is kept.
+    """Loads a saved, compiled model, and wraps its optimizer, which keeps its state.
 
     A ``.keras`` file of Keras 3 has the residuals of the rank that saved it; others start at zero. From a
     SavedModel folder of tf-keras Keras restores the weights, and no state of the optimizer.
