@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.waiting import Watch
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
-    """Gives all ranks the model's and the optimizer's variables of one of them when training starts.
+    """Copies one rank's model and optimizer variables to all ranks when training begins.
 
     What does not exist before the first batch follows after it, as in Horovod. Residuals and states of random
     generators stay each rank's own. An optimizer that is not distributed is an error, unless the model has a
@@ -48,7 +48,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
                 self.register_local_var(variable)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leaves a variable alone."""
+        """Excludes a variable from the broadcast."""
         self._done.add(checked_variable("local_variables", variable).ref())
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -79,7 +79,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
 
 def _check_distributed(optimizer: Any) -> None:
-    """Refuses to train with an optimizer that reduces no gradients."""
+    """Raises if the optimizer that is to train the model reduces no gradients."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     reduces = "_horovod_sparse_keeper", *(() if is_keras3(inner) else ("_allreduce_grads",))
     if any(hasattr(one, name) for one in (optimizer, inner) for name in reduces):
@@ -93,7 +93,7 @@ def _check_distributed(optimizer: Any) -> None:
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):
-    """Averages metrics over ranks, on a device, at the end of every epoch; each over those that have it.
+    """Averages metrics over the ranks that have them, at the end of every epoch.
 
     Callbacks behind it that use metrics (`ReduceLROnPlateau`, `ModelCheckpoint`) act alike on all ranks.
     """
@@ -115,7 +115,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
 
 class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
-    """`keras.callbacks.ModelCheckpoint` with ``save_best_only``, written by rank 0 alone; arguments are its.
+    """`keras.callbacks.ModelCheckpoint` with ``save_best_only``, which writes on rank 0 alone.
 
     Put `MetricAverageCallback` before it, if `monitor` is a metric that ranks measure separately.
     """
@@ -139,7 +139,7 @@ class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
 
 
 class _Rates:
-    """Reads and sets the learning rate for Horovod's two callbacks, which know no optimizer of Keras 3.
+    """Reads and sets an optimizer's learning rate for Horovod's callbacks, which do not know Keras 3.
 
     Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
     multiplied by ``rate / rate_before`` when the rate changes. Horovod changes the momentum for one step
@@ -198,7 +198,7 @@ class LearningRateWarmupCallback(_Rates, stock.LearningRateWarmupCallback):
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """Returns the variables of a momentum, which hold past learning rates."""
+    """Returns a momentum optimizer's velocity variables, which contain past learning rates."""
     if not getattr(optimizer, "momentum", None):
         return []
     for name in ("momentums", "_momentums"):
@@ -211,7 +211,7 @@ def _velocities(optimizer: Any) -> list[Any]:
 
 
 class TelemetryCallback(tf.keras.callbacks.Callback):
-    """Adds telemetry of an epoch's last step to the epoch's logs: see `Telemetry.scalars`.
+    """Adds the telemetry of each epoch's last step to the epoch's logs.
 
     So `History` has it, and callbacks behind this one: `TensorBoard`, `CSVLogger`, those of W&B and MLflow.
     """
@@ -227,7 +227,7 @@ class TelemetryCallback(tf.keras.callbacks.Callback):
 
 
 class CheckpointCallback(tf.keras.callbacks.Callback):
-    """Saves the training on all ranks together, and resumes from the newest checkpoint when it begins.
+    """Saves checkpoints on all ranks together, and resumes from the newest when training begins.
 
     Weights, the optimizer's variables, residuals and the epoch, of every rank, which take equally many
     batches. `fit` begins with the epoch after the last completed one; a checkpoint from the midst of an epoch
@@ -253,7 +253,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         self._num_batches, self._epoch = 0, tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Goes on from the newest checkpoint, if there is any on some rank."""
+        """Loads the newest checkpoint, if any rank sees one."""
         optimizer = self.model.optimizer
         if not state.is_anything_there(self.directory, optimizer):
             return
@@ -296,7 +296,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
 
 
 class _Resumed:
-    """Tells tf-keras' `fit` where to begin, as its own BackupAndRestore does."""
+    """Makes tf-keras' `fit` begin at the epoch of the checkpoint, as BackupAndRestore does."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch

@@ -27,7 +27,7 @@ from horovod_sparse.training.parts import Parameters
 
 
 class Exchanges:
-    """Implements `Starter`: a thread carries coroutines out one after the other, in their order.
+    """Runs coroutines one after another in a thread, in the order in which they were started.
 
     Collectives are Horovod's own; an exchange with a delay travels behind the next pass.
     """
@@ -55,7 +55,7 @@ class Exchanges:
         return task
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Waits for tasks; raises deadlines' and Horovod's errors: algorithms' errors stay in their tasks."""
+        """Waits for tasks; raises Horovod's errors and deadlines, and leaves others in their tasks."""
         for task in tasks:
             began = time.perf_counter()
             with self._ended:
@@ -86,7 +86,7 @@ def _carry_out(task: Task, coroutine: Synchronization[Any], ended: threading.Con
 
 
 class HostVariables(Parameters):
-    """Gives copies of variables' values while a pass is open, else the variables' own values."""
+    """Holds copies of variables' values during a pass; outside of a pass reads the variables."""
 
     def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
         super().__init__(places)
@@ -96,13 +96,13 @@ class HostVariables(Parameters):
         self._is_open = False
 
     def open(self, values: Sequence[np.ndarray]) -> None:
-        """Begins a pass with the variables' values, which are copied."""
+        """Begins a pass: copies the given values of the variables."""
         self._values, self._is_open = self._copies.lend(), True
         for copy, value in zip(self._values, values, strict=True):
             copy[...] = value
 
     def close(self, *, write: bool = False) -> list[np.ndarray]:
-        """Ends a pass; returns the values, and writes them into the variables if asked."""
+        """Ends a pass: returns the changed values; `write` also assigns them to the variables."""
         values, self._is_open = self._values, False
         if write:
             self.after_write()
@@ -120,7 +120,7 @@ class HostVariables(Parameters):
 
 
 def by_name(variables: Sequence[Any]) -> dict[str, Any]:
-    """Returns variables by names without the numbers that Keras counts in a process."""
+    """Returns variables by name, without the numbers that Keras adds in each process."""
     paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
     names = unique_names([SimpleNamespace(name=path) for path in paths])
     return {name: as_variable(one) for name, one in zip(names, variables, strict=True)}

@@ -33,7 +33,7 @@ from horovod_sparse.training.steps import Steps
 
 
 class _Part(StepPart):
-    """A bucket of variables."""
+    """A bucket of variables that own steps move."""
 
     def __init__(self, moves_at_once: bool, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
         variables, dtype = [facts[name][1] for name in spec.names], facts[spec.names[0]][0].dtype
@@ -59,7 +59,7 @@ class _Engine(VariablesEngine):
 
 
 class KerasSteps(Steps):
-    """Binds one optimizer of Keras to passes over Horovod, in the place of a reduction of gradients.
+    """Runs passes (own steps and their exchange) for one Keras optimizer, over Horovod.
 
     Second moments and velocities lie in the buckets. They are copied into Keras' own slots when an optimizer
     is saved, and back when one is loaded, which may be a plain one.
@@ -99,7 +99,7 @@ class KerasSteps(Steps):
     def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any, *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor]:
-        """Carries out a pass, in a graph or eagerly; returns the gradients, and whether all ranks skip it."""
+        """Runs a pass and assigns the variables; returns the gradients, and whether all ranks skipped it."""
         refuse_graphs()
         self._meet_variables(variables)
         own = [as_variable(one) for one in self._variables]
@@ -138,7 +138,7 @@ class KerasSteps(Steps):
     def run(
         self, gradients: Mapping[int, np.ndarray], values: Sequence[np.ndarray], rate: float, scaled: bool
     ) -> list[Any]:
-        """Carries out a pass on the host: returns whether it is skipped, and the variables' new values.
+        """Runs a pass on the host; returns whether it was skipped, and the new values of the variables.
 
         Where a loss is scaled, no rank enters a pass in which a gradient of some rank is not finite.
         """
@@ -173,7 +173,7 @@ class KerasSteps(Steps):
         return [np.bool_(skipped), *(new[name] for name in self.facts)]
 
     def meet(self) -> None:
-        """Makes the buckets, where there are none, and puts a loaded state into them."""
+        """Makes the buckets at the first pass, and loads a saved state into them."""
         if self.facts:
             return
         facts, groups = self._first_facts(), self._groups
@@ -201,7 +201,7 @@ class KerasSteps(Steps):
         }
 
     def finish(self) -> None:
-        """Ends a training: all ranks call it, and have equal variables afterwards."""
+        """Ends a training, so that all ranks have equal variables; all ranks call it."""
         self._meet_variables(())
         self.meet()
         super().finish()
@@ -215,12 +215,12 @@ class KerasSteps(Steps):
     # Keras' own slots
 
     def _slots(self) -> dict[str, Any]:
-        """Returns Keras' slots of second moment or velocity, by the variable's name."""
+        """Returns the Keras optimizer's own variables for second moment or velocity, by variable name."""
         slots = getattr(self.optimizer, self._rule.keras_moment, None) or []
         return dict(zip(self.facts, map(as_variable, slots), strict=False)) if self.facts else {}
 
     def give_slots(self) -> None:
-        """Copies second moments and velocities into Keras' slots; Keras' first moment becomes zeros."""
+        """Copies second moments or velocities to the Keras optimizer's variables; sets first moments to 0."""
         slots = self._slots()
         for companion in self.held()[0][1:] if slots else ():
             for name, values in companion.items():
@@ -231,7 +231,7 @@ class KerasSteps(Steps):
                 one.assign(tf.zeros_like(one))
 
     def take_slots(self) -> None:
-        """Resumes from the step count and moments in the Keras optimizer's own variables."""
+        """Reads step count and moments from the Keras optimizer's own variables."""
         with tf.init_scope():  # a graph counts iterations in any order with the pass
             self._began = int(np.asarray(self.optimizer.iterations))
         self._load_slots()
@@ -244,19 +244,19 @@ class KerasSteps(Steps):
             self.step, self._agreed_under = steps // self.schedule.every, None
 
     def rescale(self, factor: float) -> None:
-        """Multiplies velocities, which hold past learning rates."""
+        """Multiplies the velocities (which contain learning rates) after the learning rate was changed."""
         for part in self.parts if self._rule.keras_moment == "momentums" else ():
             residual, *velocities = (np.array(one) for one in part.bucket.held())
             part.bucket.load([residual, *(one * factor for one in velocities)])
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Saves as `Training.save` does, and copies moments to the Keras optimizer's variables."""
+        """Returns the checkpoint entry, and copies moments to the Keras optimizer's variables."""
         self.give_slots()
         return super().save(**more)
 
 
 def _host(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) -> Any:
-    """Returns the host function of a graph, which TensorFlow keeps for ever and the training not."""
+    """Returns a graph's host function, which refers to the training weakly: TensorFlow never frees it."""
 
     def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
         own = steps()
@@ -281,12 +281,12 @@ _REFUSED = {
 
 
 def own_class(kind: Any) -> Any:
-    """Returns the user's class behind one whose step is an exchange."""
+    """Returns the user's optimizer class from which `wrap` derived this one."""
     return vars(kind).get("_horovod_sparse_base", kind)
 
 
 def no_local_variables() -> UnsupportedError:
-    """Refuses variables that are each rank's own: no feedback sees their gradients."""
+    """Returns the error for local variables, whose gradients own steps cannot handle."""
     return UnsupportedError(
         "local variables cannot be combined with a feedback that makes the optimizer's steps: give "
         "feedback='error', or the local variables an optimizer of their own"
@@ -294,7 +294,7 @@ def no_local_variables() -> UnsupportedError:
 
 
 def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
-    """Returns a recipe with the rule of an optimizer of Keras; refuses what the rule does not follow."""
+    """Returns the recipe with the Keras optimizer's rule; raises on settings that the rule ignores."""
     kind = type(optimizer)
     rules: dict[Any, Any] = {
         getattr(tf.keras.optimizers, name): rule for rule in RULES for name in rule.keras
@@ -312,7 +312,7 @@ def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
 
 
 def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
-    """Returns the passes of an optimizer, which leaves its variables to them from now on."""
+    """Returns the passes of an optimizer, and makes it leave the update of variables to them."""
     recipe, settings = recipe_for(optimizer, arguments.compression.recipe), arguments.settings
     for name in ("merging", "tensor_selection", "profile"):
         if (given := getattr(settings, name)) is not None:
@@ -332,17 +332,17 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
 
 
 def _without_update(base: Any) -> Any:
-    """Returns Keras' class without its update of variables; it still counts, averages, constrains."""
+    """Returns a subclass of Keras' optimizer class that does not update variables itself."""
 
     class Still(base):
         _horovod_sparse_base = base
         _horovod_sparse_steps: KerasSteps | None = None
 
         def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
-            """Does nothing: the pass has moved the variable."""
+            """Does nothing, since the pass has updated the variable."""
 
         def _apply_weight_decay(self, variables: Any) -> None:
-            """Does nothing: the exchanged step applies weight decay."""
+            """Does nothing, since the exchanged step includes weight decay."""
 
         apply_weight_decay = _apply_weight_decay
 
