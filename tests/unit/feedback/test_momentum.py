@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.arrays import FoldRule, GradientParts, HostAccumulator
+from horovod_sparse.arrays import FoldRule, HostAccumulator
 from horovod_sparse.errors import NonFiniteGradientError
 from horovod_sparse.feedback import AdamFeedback, ErrorFeedback, Progress, Recipe, recipe
 from horovod_sparse.simulation import SimulatedCluster
@@ -123,22 +123,6 @@ def test_messages_of_every_sparsifier_tell_how_alike_gradients_are(case: Case, h
     for (name, mean, own), (other, *leans) in zip(*found, strict=True):
         assert name == other and (mean, own) == pytest.approx(leans, rel=1e-6)
         assert 0.5 < mean / own < 0.99
-
-
-def test_a_step_that_is_given_up_leaves_no_trace() -> None:
-    good, bad, last = drawn(3, _N).astype(np.float32)
-    clusters = [SimulatedCluster(recipe("topk", density=0.1, feedback="adam"), _N, 1) for _ in range(2)]
-    for cluster in clusters:
-        cluster.step([GradientParts([good])], 0.1)
-    (bucket,) = clusters[0].buckets
-    clusters[0].synchronize([GradientParts([bad])], 0.1)
-    bucket.abandon(drop=True)
-    for cluster in clusters:
-        cluster.step([GradientParts([last])], 0.1)
-    for mine, theirs in zip(*(cluster.buckets for cluster in clusters), strict=True):
-        assert mine.progress == theirs.progress and mine.progress.age == 2
-        assert np.abs(mine.accumulator.companions[0] - theirs.accumulator.companions[0]).max() < 1e-6
-        np.testing.assert_allclose(mine.accumulator.values(), theirs.accumulator.values(), atol=1e-5)
 
 
 def test_moments_are_averaged_at_another_number_of_ranks() -> None:

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse import kernels
-from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.kernels.host import scatter, select
 from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
 from support import reference
-from support.drawing import FLOATS, KINDS, SEEDS, make
+from support.drawing import FLOATS, SEEDS, make
 from support.gradients import DTYPES, as_gradient
 from support.sampling import rows_by
 
@@ -20,15 +19,6 @@ from support.sampling import rows_by
 def same_bits(left, right):
     """Bit for bit, but for the sign of 0 (what is not finite leaves -0 where 0 would be added)."""
     return left.dtype == right.dtype and np.array_equal(left, right)
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_every_half_number(name):
-    bits = np.arange(2**16, dtype=np.uint16)
-    given = bits if name == "bfloat16" else bits.view(np.float16)
-    expected, accumulator = reference.fold(np.zeros(2**16, np.float32), given), HostAccumulator(2**16, name)
-    assert accumulator.fold(given.copy()).num_nonfinite == expected.nonfinite.size
-    assert same_bits(accumulator.values(), expected.values)
 
 
 def indices_for(n, k, seed):
@@ -142,16 +132,6 @@ def test_blocks_of_which_a_sample_tells_nothing():
         scaled = (values.reshape(-1, 7, 64) * np.array(factors, np.float32)[:, None]).reshape(-1)
         found = select.largest(scaled, maxima_of(scaled, 64), 8000, 0, scaled.size, Layout(scaled.size))
         np.testing.assert_array_equal(found, reference.largest(scaled, 8000, 0, scaled.size))
-
-
-@rows_by("kind,k,dtype", KINDS, [1, 300, 3000, 20_000, 100_000], FLOATS)
-def test_top_k_of_torch(kind, k, dtype):
-    values = make(kind, 200_003, 11, dtype)
-    got = select.largest(values, maxima_of(values, 64), k, 0, values.size, Layout(values.size, 64))
-    expected = torch.topk(torch.from_numpy(values).abs(), k, sorted=True).values.numpy()
-    assert np.unique(got).size == k
-    assert (np.diff(got) > 0).all()
-    np.testing.assert_array_equal(np.sort(np.abs(values[got]))[::-1], expected)
 
 
 def test_a_threshold_between_two_float32():

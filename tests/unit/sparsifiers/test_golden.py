@@ -16,7 +16,6 @@ import pytest
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Recipe, parse_recipe, recipe
 from horovod_sparse.simulation import SimulatedCluster
-from horovod_sparse.thresholds import Sketch
 from support.cases import CASES, case_id
 from support.gradients import dyadic
 from support.laws import Scenario, random_gradients, run
@@ -134,32 +133,6 @@ def test_sums_are_those_of_the_recorded_run(name: str) -> None:
         assert indices == wanted
         for one, other in zip(numbers, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def floats(*values: float) -> np.ndarray:
-    return np.array(values, np.float32)
-
-
-def test_telemetry_of_exdyna() -> None:
-    # n = 8, P = 2, density 0.5: k = 4. Blocks of one element, parts [0, 4) and [4, 8).
-    cluster = SimulatedCluster(recipe("exdyna", density=0.5, rebalance="none", threshold=Sketch()), 8, 2)
-    # Rank 0: (9, 8, 7, 1, 6, 5, 0, 0): the fourth largest is 6; in its part [0, 4) 9, 8, 7 pass: 3.
-    # Rank 1: (9, 8, 7, 6, 5, 1, 1, 0): the fourth largest is 6; in its part [4, 8) nothing passes: 0.
-    gradients = [floats(9, 8, 7, 1, 6, 5, 0, 0), floats(9, 8, 7, 6, 5, 1, 1, 0)]
-    sum_ = cluster.synchronize(gradients)[0]
-    assert sum_.counts.tolist() == [3, 0]
-    # Eq. (5): f = P * max / sum = 2 * 3 / 3 = 2.  Eq. (6): |k - k'| / n = |4 - 3| / 8.
-    assert sum_.facts == {"threshold": 6.0, "imbalance": 2.0, "density_error": 0.125}
-    last = cluster.buckets[0].last
-    assert (last.num_target, last.num_selected, last.num_received) == (4, 3, 3)
-    # Eq. (1): the first step began with empty residuals.
-    assert last.global_error == 0.0
-    # Held back: rank 0 (0, 0, 0, 1, 6, 5, 0, 0), norm sqrt(62); rank 1 (0, 0, 0, 6, 5, 1, 1, 0), sqrt(63).
-    norms = [bucket.last.residual_norm for bucket in cluster.buckets]
-    assert norms == pytest.approx([62**0.5, 63**0.5], rel=1e-6)
-    # So the next step begins with a global error of their mean; a rank tells its norm to 8 bits.
-    cluster.synchronize([np.zeros(8, np.float32), np.zeros(8, np.float32)])
-    assert cluster.buckets[1].last.global_error == pytest.approx((62**0.5 + 63**0.5) / 2, rel=2**-8)
 
 
 @pytest.mark.parametrize("blocks", [(5, -5, 0), (0, 6, -6)])

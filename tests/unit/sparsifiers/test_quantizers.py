@@ -21,48 +21,18 @@ def exactly(values: list[float], dtype: Any = np.float32) -> np.ndarray:
     return np.array(values, dtype)
 
 
-def norm_of(values: np.ndarray, kind: str) -> float:
-    """Of one group; by its largest magnitude, so that no square is too large or too small."""
-    magnitudes = np.abs(values.astype(np.float64))
-    top = float(magnitudes.max())
-    parts = magnitudes / (top or 1.0)
-    return top * float({"mean": parts.mean(), "max": 1.0, "l2": np.linalg.norm(parts)}[kind])
-
-
-def written(values: np.ndarray, code: Quantization, key: int) -> tuple[np.ndarray, np.ndarray]:
-    """The words of values, and what they stand for, which is all that is not held back."""
-    words, sent = np.full(code.num_words(values.size, values.dtype), -1, np.int32), np.empty_like(values)
-    rest = encode(values, code, key, words)
-    decode_sum(words[None], code, sent)
-    np.testing.assert_array_equal(rest, values - sent)
-    return words, sent
-
-
-def check_numbers(values: np.ndarray, sent: np.ndarray, code: Quantization) -> None:
-    """Signs times whole numbers of units, each one of the two that lie beside the element."""
-    assert (np.signbit(sent) == (values < 0))[sent != 0].all()
-    length = code.group or values.size
-    for start in range(0, values.size, length):
-        group, own = values[start : start + length], np.abs(sent[start : start + length].astype(np.float64))
-        unit = norm_of(group, code.norm) / max(1, code.levels)
-        if not code.levels:
-            np.testing.assert_allclose(own, unit, rtol=1e-6)
-        elif unit > np.finfo(values.dtype).tiny * 8:  # all of what is smaller stays
-            numbers = own / unit
-            np.testing.assert_allclose(numbers, np.rint(numbers), rtol=1e-6)
-            between = np.abs(group.astype(np.float64)) / unit
-            assert (np.abs(numbers - between) <= 1 + 1e-4).all() and numbers.max() < code.levels + 0.5
-
-
-@rows_by("scale,norm", [1e-320, 1e-300, 1e-30, 1e30, 1e300, 1e308], ["mean", "max", "l2"], each=18)
-def test_no_norm_overflows_or_vanishes(scale: float, norm: str) -> None:
-    values = np.array([0.5, -1.0, 0.25, 0.0] * 9) * scale
-    for levels in (0, 7) if norm != "mean" else (0,):
-        code = Quantization(levels, 0, norm)
-        words, sent = written(values, code, 5)
-        assert np.isfinite(words[:2].view(np.float64)).all()
-        if 1e-300 <= scale < 1e308:
-            check_numbers(values, sent, code)
+@rows_by("exponent,code", [-900, -100, 100, 1018], [(0, 0, "mean"), (7, 0, "max"), (7, 0, "l2")], each=3)
+def test_no_norm_overflows_or_vanishes(exponent: int, code: tuple[int, int, str]) -> None:
+    """Values that are all scaled by a power of two are sent in the same bits, but for the unit."""
+    how, found = Quantization(*code), []
+    for values in (plain := np.array([0.5, -1.0, 0.25, 0.0, 0.75] * 9), np.ldexp(plain, exponent)):
+        words, sent = np.full(how.num_words(45, values.dtype), -1, np.int32), np.empty_like(values)
+        rest = encode(values, how, 5, words)
+        decode_sum(words[None], how, sent)
+        np.testing.assert_array_equal(rest, values - sent)
+        found.append((words[2:], sent))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_array_equal(np.ldexp(found[0][1], exponent), found[1][1])
 
 
 def test_a_majority_over_groups_has_a_mean_of_its_own_in_each() -> None:

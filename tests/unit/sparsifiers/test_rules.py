@@ -14,7 +14,6 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, SparsifierState
 from horovod_sparse.sparsifiers.dgc import DGC
-from horovod_sparse.sparsifiers.exdyna import partition
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold, HardThresholdState
 from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
@@ -143,14 +142,8 @@ def test_the_sketch_by_hand() -> None:
     # nothing selected says nothing
     state = Sketch().steer(0, 100, state)
     assert state.correction == pytest.approx(1.0)
-    # weight of the share: 0.5 * 30 / (30 + 10) = 0.375; 31 ** 0.375 * 101 ** 0.625 - 1 = 63.9
-    # (of the 120 hits 100 count, the order asked for)
-    half = Sketch(memory=0.5)
-    assert half.num_to_send(120, 100, ThresholdState(threshold=1.0, share=0.3, correction=1.0)) == 64
-    # no more hits count than the order asked for: 100 (many magnitudes are equal)
-    assert half.num_to_send(10**6, 100, ThresholdState(threshold=1.0, share=0.3)) == 64
-    # a window that gave nothing has only its hits to go by
-    assert half.num_to_send(7, 100, ThresholdState(threshold=1.0, share=0.0)) == 7
+    # and c stays within [1 / limit, limit]
+    assert Sketch(limit=2.0).steer(1, 100, ThresholdState()).correction == 2.0
 
 
 class Sampled(HostAccumulator):
@@ -199,15 +192,3 @@ def test_a_threshold_that_is_left_out_is_told_once(caplog: Any) -> None:
         for _ in range(2):  # 1 / (2 sqrt(k)), k = 4 of 16
             assert HardThreshold(density=0.25).threshold_for(info, HardThresholdState()) == 0.25
     assert caplog.text.count("guessed once") == 1 and "threshold=" in caplog.text
-
-
-def test_exdynas_algorithm_2_by_hand() -> None:
-    # n = 1024 * 97 = 99 328, n_b = 1024: temp = 97, sz_blk = 97 - 97 % 32 = 96. At 96 elements per block
-    # 99 328 // 96 = 1034 blocks fit and 64 elements are left over. P = 4: quotient 258, remainder 2.
-    parts = partition(99_328, 4)
-    assert parts.block_length == 96
-    assert parts.num_blocks.tolist() == [259, 259, 258, 258]
-    # part 1 begins behind 259 blocks; the last ends with the bucket, 64 elements behind its last block
-    windows = [parts.window(part, 99_328) for part in (0, 1, 3)]
-    assert windows == [(0, 259 * 96), (259 * 96, 518 * 96), (776 * 96, 99_328)]
-    assert partition(1024 * 120, 4).block_length == 96  # 120 - 120 % 32

@@ -88,23 +88,6 @@ def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, mo
         np.testing.assert_array_equal(found, (whole * scale)[start:stop])
 
 
-def test_gradients_that_are_missing_or_lie_otherwise_are_replaced():
-    made = parameters()
-    gradient = filled(made)
-    made[0].grad = None
-    made[2].grad = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
-    made[3].grad = made[3].grad.contiguous()
-    gradient.take_gradients()
-    given = gradient.foldable(1.0).joined(np.dtype(np.float32))
-    np.testing.assert_array_equal(given[:24], [*[0] * 20, 20, 0, 2, 0])
-    np.testing.assert_array_equal(given[24:], np.arange(24, gradient.bucket.info.num_elements))
-    values = np.arange(gradient.bucket.info.num_elements, dtype=np.float32)
-    gradient.scatter(None, values)
-    for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.places, strict=True):
-        assert parameter.grad.stride() == like.stride()
-        np.testing.assert_array_equal(parameter.grad.as_strided((stop - start,), (1,)), values[start:stop])
-
-
 EDITS = {
     "in place": lambda p: p.grad.add_(1.0),
     "clipping": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1),

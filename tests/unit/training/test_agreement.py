@@ -116,22 +116,6 @@ def test_all_settings_that_differ_are_named_on_all_ranks() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("bias", "told"),
-    [
-        (ParameterFacts("bias", 3), "3 elements of float32, shape []"),
-        (ParameterFacts("bias", 2, shape=(2, 1)), "2 elements of float32, shape [2, 1]"),
-        (ParameterFacts("bias", 2, "bfloat16"), "2 elements of bfloat16"),
-        (ParameterFacts("offset", 2), "not given; trained parameter offset differs: ranks [0, 1] have"),
-    ],
-)
-def test_another_model_is_refused_on_all_ranks(bias, told) -> None:
-    text = refused([compared({}, FACTS), compared({}, FACTS), compared({}, (FACTS[0], bias))])
-    here = "trained parameter bias differs: ranks [0, 1] have 2 elements of float32, shape [], group 0"
-    assert text.startswith(f"{here}, density 0.0, ranks [2] {told}")
-    assert text.endswith("; give all ranks the same (what is trained, too)")
-
-
 def test_ranks_of_another_protocol_are_refused() -> None:
     version = f"{__version__} (protocol {PROTOCOL})"
     assert declaration(parse_recipe("topk"), "engine", op="Sum") == {

@@ -4,7 +4,9 @@ Messages and entries of checkpoints, whose damage has a form, have tests of thei
 """
 
 import contextlib
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,20 +37,21 @@ def changed(draw: st.DrawFn, *texts: str) -> str:
     return text
 
 
-@given(changed(*RECIPES))
-def test_a_recipe(text: str) -> None:
+def read_profile(text: str) -> None:
+    found = Profile.from_json(text)
+    assert Profile.from_json(found.to_json()).digest() == found.digest()
+
+
+@pytest.mark.parametrize(
+    ("read", "texts"),
+    [
+        (recipe_of, RECIPES),
+        (read_profile, [PROFILE.to_json()]),
+        (lambda text: from_bytes(text.encode("latin-1")), [FILE]),
+    ],
+    ids=["recipe", "profile", "checkpoint"],
+)
+@given(data=st.data())
+def test_damaged_text_is_an_error_by_name_or_something_sound(read: Any, texts: list[str], data: Any) -> None:
     with contextlib.suppress(HorovodSparseError):
-        recipe_of(text)
-
-
-@given(changed(PROFILE.to_json()))
-def test_a_profile(text: str) -> None:
-    with contextlib.suppress(HorovodSparseError):
-        found = Profile.from_json(text)
-        assert Profile.from_json(found.to_json()).digest() == found.digest()
-
-
-@given(changed(FILE))
-def test_a_file_of_a_checkpoint(text: str) -> None:
-    with contextlib.suppress(HorovodSparseError):
-        from_bytes(text.encode("latin-1"))
+        read(data.draw(changed(*texts)))
