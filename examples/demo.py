@@ -222,7 +222,7 @@ def draw(result: dict[str, Any]) -> Figure:
     curves.grid(alpha=0.3)
     curves.legend(fontsize=8)
     bars.set_yticks(range(len(result["runs"])), list(result["runs"]), fontsize=8)
-    bars.set(xlabel="a pass, ms: predicted (pale), measured", xlim=(0, bars.get_xlim()[1] * 1.5))
+    bars.set(xlabel="a step, ms: predicted (pale), measured", xlim=(0, bars.get_xlim()[1] * 1.5))
     bars.invert_yaxis()
     figure.suptitle(f"A GPT of {result['num_elements'] / 1e6:.2f} million parameters, {result['network']}")
     return figure

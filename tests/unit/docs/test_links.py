@@ -62,7 +62,7 @@ def test_names_in_the_text_exist() -> None:
         if page.name != "CHANGELOG.md"
         for name in re.findall(r"`(horovod_sparse(?:\.\w+)+)`", without_code(page))
     }
-    assert len(names) >= 5
+    assert len(names) >= 3
     for name in sorted(names):
         if ".tensorflow" in name:
             pytest.importorskip("tensorflow")
@@ -219,7 +219,7 @@ OTHERWISE = {
     # the fixed number below which a bucket stays dense
     "merging.md": {"65,536"},
     # losses that its script prints; sizes of models
-    "README.md": {"0.72", "0.77", "0.48", "0.83"},
+    "README.md": {"0.72", "0.77", "0.12", "0.48", "0.83", "3,000", "25.6"},
 }
 
 
