@@ -44,7 +44,7 @@ def attach(
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     **options: Unpack[WaitingOptions],
 ) -> GradientSynchronizer | Synchronized:
-    """Synchronizes a model sparsely from now on. All ranks do it, in the same way.
+    """Makes a model's training synchronize sparsely from now on; all ranks call it alike.
 
     With "best", or the feedback "adam", "rmsprop" or "sgd", ranks exchange their own steps in
     ``optimizer.step()``, and gradients stay as they are: see `horovod_sparse.training.steps`. With any other

@@ -37,7 +37,7 @@ _LEAST_ROOM = 1024
 
 @dataclass
 class _Channel:
-    """Counts the messages from one rank to another, and bounds the length of the next; both ends agree on it.
+    """Numbers the messages from one rank to another, and bounds the next one's length, at both ends alike.
 
     Tags are made of `number`. `room` words are received before the message's length is known; a longer
     message is sent in two parts.
@@ -47,17 +47,17 @@ class _Channel:
     room: int = _LEAST_ROOM
 
     def next_tag(self) -> int:
-        """Returns the tag of the next message; a second part is sent under this tag plus 1."""
+        """Returns the tag for the next message; a second part of it has this tag plus 1."""
         self.number += 1
         return 2 * self.number % _NUM_TAGS
 
     def expect_after(self, length: int) -> None:
-        """Sets `room` to 1.5 times a message's length; room shrinks slowly, since buckets differ."""
+        """Sets the next message's expected length to 1.5 times this one's, or a little below the last."""
         self.room = max(_LEAST_ROOM, length + length // 2, self.room - self.room // 8)
 
 
 class Carrier:
-    """Carries out requests, one after the other; all ranks of a group give the same kinds in the same order.
+    """Carries out collectives over torch.distributed, one after another, in the same order on all ranks.
 
     Messages of k elements are on the host, so they travel through a Gloo group of their own, whatever the
     model's own group is: torch.distributed tells collectives of a group apart by their order alone, and
@@ -83,13 +83,13 @@ class Carrier:
         self._to = [_Channel() for _ in range(self.size)]
 
     def __call__(self, request: Request) -> Any:
-        """Carries out a request, waits for it and returns the answer."""
+        """Carries out a collective, and returns its result."""
         with self._naming_lost_rank("another rank"):
             return self._carry_out(request)
 
     @contextlib.contextmanager
     def _naming_lost_rank(self, who: str) -> Iterator[None]:
-        """Names the lost rank and its collective in the error: Gloo's names an address only."""
+        """Returns a context in which Gloo's error, an address only, becomes one that names the lost rank."""
         try:
             yield
         except RuntimeError as error:
@@ -113,7 +113,7 @@ class Carrier:
         return carry_out(by_exchanges(request, self.rank, self.size), self)
 
     def _carry_out_within(self, request: Request) -> Any:
-        """Carries out a request among the ranks of a host, or of a column, by messages between them."""
+        """Carries out a collective within a host or a column, by messages."""
         if self.topology is None:
             raise errors.CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
         if isinstance(request, ReduceScatter) and isinstance(request.buffer, torch.Tensor):
@@ -148,7 +148,7 @@ class Carrier:
         )
 
     def _exchange(self, sends: Mapping[int, np.ndarray], sources: Iterable[int]) -> dict[int, np.ndarray]:
-        """Exchanges messages of int32 words, of any length, with other ranks."""
+        """Sends messages to some ranks, and returns those of `sources`; their lengths may differ."""
         coming, own = [], self._word()
         for rank in sources:
             if rank != self.rank:
@@ -182,7 +182,7 @@ class Carrier:
         return received
 
     def _begin(self, words: np.ndarray, rank: int) -> list[tuple[torch.Tensor, Any]]:
-        """Starts to send a message; each part of it, and its work."""
+        """Begins to send a message; returns its parts and their handles."""
         channel = self._to[rank]
         tag, room, whole = channel.next_tag(), channel.room, readable_tensor(words)
         channel.expect_after(words.size)
@@ -200,7 +200,7 @@ _num_made: Counter[str] = Counter()
 
 
 def _host_group(group: dist.ProcessGroup) -> Any:
-    """Makes a Gloo group of the same ranks, which this process alone knows.
+    """Makes a Gloo group of the same ranks, which torch.distributed does not list.
 
     `dist.new_group` would want ranks that do not take part, too; or names that it makes of the number of
     groups that a rank has, which may differ.
@@ -216,7 +216,7 @@ def _host_group(group: dist.ProcessGroup) -> Any:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> Any:
-    """Returns how long a group waits for its ranks; None for PyTorch's default."""
+    """Returns how long a group waits for its ranks, or None for PyTorch's default."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
@@ -235,7 +235,7 @@ _END_SECONDS = 2.0
 
 
 class _Shared:
-    """State that the thread shares with its owner; it does not hold the owner, which would never be freed."""
+    """State of a communicator's thread, which holds no reference to the communicator itself."""
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
@@ -247,12 +247,12 @@ class _Shared:
         self._carried: tuple[float, float | None] = 0.0, None
 
     def carried_seconds(self) -> float:
-        """Returns the seconds spent in collectives."""
+        """Returns the seconds that the thread has spent in collectives."""
         seconds, began = self._carried
         return seconds if began is None else seconds + time.perf_counter() - began
 
     def carry(self, request: Request) -> Any:
-        """Carries out a request, and counts its time as communication; the thread's other time is work."""
+        """Carries out a collective, and adds its time to `carried_seconds`."""
         before, began = self._carried[0], time.perf_counter()
         self._carried = before, began
         self.working.release()
@@ -267,7 +267,7 @@ class _Shared:
 
 
 class Communicator:
-    """Starts coroutines in the order of DistributedDataParallel's hooks, which all ranks share.
+    """Runs coroutines in a thread, in the order of their start, which all ranks share.
 
     torch.distributed matches collectives by their order, and its messages can only be waited for. So a
     thread carries out everything in that order, folds and selections included, while backward goes on.
@@ -292,13 +292,13 @@ class Communicator:
         self._shared.carrier.topology = topology
 
     def run(self, name: str, coroutine: Synchronization[Any]) -> Any:
-        """Runs a coroutine to its end; returns what it returns and raises what it raises."""
+        """Runs a coroutine to its end, and returns its result or raises its error."""
         task = self.start(name, coroutine)
         self.wait([task])
         return task.value()
 
     def wait(self, tasks: Iterable[Task]) -> None:
-        """Waits until tasks are done. Errors that all ranks have stay in their tasks; others are raised."""
+        """Waits for tasks; errors that all ranks share stay in their tasks, others are raised."""
         awaited, shared, since = list(tasks), self._shared, time.perf_counter()
         carried = shared.carried_seconds()
         while (pending := self._pending(awaited)) is not None:
@@ -318,7 +318,7 @@ class Communicator:
             raise shared.failure
 
     def _pending(self, tasks: Iterable[Task]) -> Task | None:
-        """Waits for a moment; returns the first task that is not done then."""
+        """Waits a moment, and returns the first task that is not done yet, or None."""
         with self._shared.changed:
             if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _LOOK_SECONDS):
                 return None
@@ -326,7 +326,7 @@ class Communicator:
 
 
 def _end(shared: _Shared, thread: threading.Thread) -> None:
-    """Ends the thread, before the process does: no group may be freed while the interpreter ends."""
+    """Ends the thread before the interpreter does, since a group must not be freed later."""
     shared.waiting.put(None)
     if thread is not threading.current_thread():
         thread.join(_END_SECONDS)

@@ -39,7 +39,7 @@ _errors: MutableMapping[dist.ProcessGroup, ConstructionErrors] = weakref.WeakKey
 
 
 class GroupStore:
-    """Puts values into a process group's store or gets them, as `deadline.launcher_store` does."""
+    """Writes and reads values in a process group's store, like `deadline.launcher_store`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         store = dist.distributed_c10d._get_process_group_store(group)
@@ -65,7 +65,7 @@ def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
 
 @contextlib.contextmanager
 def sending_errors(model: Any, given: Any) -> Iterator[None]:
-    """Sends an error that is raised within this context to the model's other ranks."""
+    """Returns a context that publishes an error raised in it to the model's other ranks."""
     if getattr(given, "ndim", 0) == 1:  # a mesh
         given = given.get_group()
     group = given if isinstance(given, dist.ProcessGroup) else getattr(model, "process_group", None)
@@ -81,7 +81,7 @@ def sending_errors(model: Any, given: Any) -> Iterator[None]:
 
 
 def say_attached(group: dist.ProcessGroup | None) -> None:
-    """Tells the other ranks that this one has attached once more."""
+    """Publishes that this rank has called `attach` once more."""
     if dist.is_initialized():
         group = group or dist.group.WORLD
         GroupStore(group)("attached", f"{_attached[group.group_name]}.{dist.get_rank(group)}", b"yes")
@@ -89,7 +89,7 @@ def say_attached(group: dist.ProcessGroup | None) -> None:
 
 
 def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadline:
-    """Waits until all ranks begin the first step; returns the deadline of later collectives.
+    """Waits until all ranks begin their first step; returns the deadline for later collectives.
 
     An error of a rank that could not attach is raised; the deadline's says which ranks have not come.
     """
@@ -124,7 +124,7 @@ _START = object()
 
 
 class DistributedEngine:
-    """An `Engine` for the parameters of a model that are trained, by their names in it."""
+    """The `Engine` for a model's trained parameters over torch.distributed."""
 
     name = "horovod_sparse.ddp"
 
@@ -152,11 +152,11 @@ class DistributedEngine:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Returns the ranks that exchange; there are none before torch.distributed has started."""
+        """The ranks that exchange; raises before torch.distributed is initialized."""
         return dist.group.WORLD if self._group is None else self._group
 
     def running(self) -> Communicator:
-        """Returns the communicator; the first call waits for all ranks' first step, and makes it."""
+        """The communicator; made at first use, which waits for all ranks' first step."""
         if self.communicator is None:
             deadline = await_first_step(self.group, self._deadline_seconds)
             self.communicator = Communicator(Carrier(self.group), deadline)
@@ -166,7 +166,7 @@ class DistributedEngine:
         return dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def ranks(self) -> Placement:
-        """Returns the place that torchrun has given to this process."""
+        """Returns this process's `Placement`, from torchrun's environment."""
         rank, size = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("GROUP_RANK", socket.gethostname())
         local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))

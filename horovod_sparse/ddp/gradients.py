@@ -35,7 +35,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
-    """Exchanges a model's gradients; see `attach`, which returns it, for its arguments."""
+    """Synchronizes a model's gradients over torch.distributed; `attach` returns it."""
 
     compares_first = True
 
@@ -89,14 +89,14 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return {**super().declared(), "plan": plan, "find_unused_parameters": str(self._tells)}
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Buckets in the order of backward; parameters that a rule sends whole stay dense."""
+        """Returns buckets in the order of backward; parameters that a rule sends whole stay dense."""
         parameters = [fact for fact, _ in facts.values()]
         sparse = [fact for fact in parameters if fact.density != 1.0]
         dense = [fact.name for fact in parameters if fact.density == 1.0]
         return Plan(fixed_bytes(sparse, self._bucket_bytes).buckets if sparse else (), tuple(dense))
 
     def meet(self) -> None:
-        """Makes the first parts, or later parts for parameters that are new."""
+        """Makes the first parts, and parts for parameters that were added since."""
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
@@ -115,7 +115,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     # a pass of DistributedDataParallel
 
     def expect_pass(self, first: torch.Tensor | None = None) -> None:
-        """Registers the end of a backward pass that has begun; `first` has its gradient already."""
+        """Registers a callback for the end of the backward pass in progress."""
         if self._ending() is not None:
             return
         if self.under_way:
@@ -130,7 +130,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _begin_pass(self, first: torch.Tensor) -> None:
-        """Called with the first gradient of a pass that ends with an exchange."""
+        """Called with the first gradient of a backward pass whose gradients are exchanged."""
         self.expect_pass(first)
         if self.under_way:
             return
@@ -212,7 +212,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return (optimizer, together), {name: one for name, one in named.items() if name != "closure"}
 
     def _synchronize_for_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Called before a loss scaler looks at gradients: all ranks' scalers find the same."""
+        """Called before a loss scaler looks at gradients, so that all ranks' scalers see the same."""
         self.loss_scale.expect(scaler)
         self.synchronize()
         self.for_scaler = self.overflow is None  # else it skips the step
@@ -251,7 +251,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     # checkpoints
 
     def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
-        """Saves the residual with the optimizer, as any trainer saves it."""
+        """Hook of the optimizer's `state_dict`: adds this rank's residual."""
         if self.under_way:
             _log.warning("the optimizer is saved without its residual, since a backward pass has failed")
         else:
@@ -262,7 +262,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self.load_state_dict(saved[ENTRY])
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and states: tensors, numbers and strings alone; every rank saves its own.
+        """Returns this rank's residuals and states, as tensors, numbers and strings.
 
         The entry is that of an optimizer of `horovod_sparse.torch` (``state_dict()["horovod_sparse"]``): each
         loads the other's, if parameters have the same names.
@@ -287,7 +287,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
 
 class _ForwardHooks:
-    """Silences a DistributedDataParallel: it asks in each forward pass whether gradients are to be exchanged.
+    """Forward hooks that keep a DistributedDataParallel from exchanging gradients itself.
 
     A copy of a model, or a model that was pickled, has hooks that do nothing.
     """

@@ -31,7 +31,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class OverGroup:
-    """Mixin: runs a training's collectives over torch.distributed."""
+    """Mixin of a training whose collectives run over torch.distributed."""
 
     engine: DistributedEngine
 
@@ -64,7 +64,7 @@ class OverGroup:
 
 
 class Synchronized(OverGroup, Binding):  # type: ignore[misc]
-    """Binds an optimizer to passes over torch.distributed; `attach` returns it."""
+    """Exchanges an optimizer's own steps over torch.distributed; `attach` returns it."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         self.silenced.close()
 
     def before_load(self) -> None:
-        """Undoes moves in the parameters before a load replaces them."""
+        """Undoes this rank's moves before a load replaces the parameters."""
         if self.is_agreed:
             self.roll_back()
 
@@ -101,7 +101,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
 
 class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
-    """Lets every rank train alone, and averages the ranks' displacements every so many steps.
+    """Local steps over torch.distributed: ranks train alone, and average displacements now and then.
 
         model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -160,7 +160,7 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
 
 
 def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Finds each DistributedDataParallel in a model, or around it: trainers hand out the inner module."""
+    """Returns all DistributedDataParallel in or around a model: trainers pass the inner module."""
     within = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     if within or not dist.is_initialized():
         return within
@@ -172,7 +172,7 @@ def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
 
 
 def refuse_join(model: Any, *_: Any) -> None:
-    """Refuses `join()` before a forward pass: sparse sums need a message of every rank."""
+    """Raises if a forward pass runs within `join()`, since sparse sums need every rank's message."""
     if model._join_config.enable:
         raise UnsupportedError(
             "DistributedDataParallel.join() fills in for ranks in dense sums alone: give every rank as "
@@ -181,14 +181,14 @@ def refuse_join(model: Any, *_: Any) -> None:
 
 
 def refuse_hooks(model: DistributedDataParallel) -> None:
-    """Refuses a model whose gradients another communication hook synchronizes."""
+    """Raises if another communication hook synchronizes the model's gradients."""
     if model._comm_hooks:
         words = "the model has a communication hook, which synchronizes gradients: give one without"
         raise UnsupportedError(words)
 
 
 def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> contextlib.ExitStack:
-    """Keeps gradients on their ranks, until the returned stack is closed."""
+    """Disables the wrappers' own exchange of gradients, until the returned stack is closed."""
     undo = contextlib.ExitStack()
     for one in wrappers:
         refuse_hooks(one)
@@ -204,7 +204,7 @@ def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> contextli
 
 
 def skip_first_dense_sum(model: Any) -> None:
-    """Stops a static graph's dense sum, which would follow its first backward pass."""
+    """Prevents the dense sum that DistributedDataParallel makes after a static graph's first pass."""
     if model.static_graph:
         model._static_graph_delay_allreduce_enqueued = True
 
@@ -212,7 +212,7 @@ def skip_first_dense_sum(model: Any) -> None:
 def group_of(
     model: torch.nn.Module, wrapped: Sequence[DistributedDataParallel], replicas: Any, name: str = "replicas"
 ) -> dist.ProcessGroup | None:
-    """Returns the ranks with the same parameters: those given, or those of a DistributedDataParallel."""
+    """Returns the ranks with the same parameters: `replicas`, or those of a DistributedDataParallel."""
     sharded = [one for one in model.parameters() if hasattr(one, "device_mesh")]
     if wrapped and replicas is not None:
         raise ArgumentError(name, replicas, "None with DistributedDataParallel: it has a group")

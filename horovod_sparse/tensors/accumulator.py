@@ -33,7 +33,7 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """Returns the fastest kernels for a device: Triton's for CUDA where it is installed, else PyTorch's."""
+    """Returns the fastest kernels for a device: Triton's on CUDA if it is installed, else PyTorch's."""
     return _triton() if device.type == "cuda" else plain_kernels
 
 
@@ -57,12 +57,12 @@ def _triton() -> ModuleType:
 
 
 def accumulating(dtype: Any) -> torch.dtype:
-    """Returns what `gradients.accumulating` does, as a dtype of PyTorch."""
+    """Returns the dtype of PyTorch in which gradients accumulate: float64 for float64, else float32."""
     return torch.float64 if gradients.accumulating(dtype) is np.float64 else torch.float32
 
 
 class TorchAccumulator(Accumulator):
-    """An accumulator in a tensor: arrays of n elements never leave the device.
+    """An accumulator on a tensor's device; arrays of n elements never leave the device.
 
     Arguments are those of `HostAccumulator`; `kernels` are other bodies than the device's (measurements,
     tests).
@@ -99,7 +99,7 @@ class TorchAccumulator(Accumulator):
 
 
 class TensorKernels(Kernels):
-    """Kernels on PyTorch tensors; `where` and sums of squares stay on the device, so the host seldom waits.
+    """Kernels on PyTorch tensors; indices and sums stay on the device, so that the host seldom waits.
 
     A threshold will find about as many elements as are `expected`; `bodies` are `plain_kernels`, or a module
     with its functions.
@@ -269,7 +269,7 @@ class TensorKernels(Kernels):
 
 
 def clipped(gradient: Tensor, clip_norm: float) -> Tensor:
-    """Returns ``min(1, clip_norm / norm) * gradient``, the norm being of finite elements. Never waits."""
+    """Returns ``min(1, clip_norm / norm) * gradient``, norm being of finite elements. Never waits."""
     if gradient.numel() == 0:
         return gradient
     finite = torch.nan_to_num(gradient.double(), nan=0.0, posinf=0.0, neginf=0.0)

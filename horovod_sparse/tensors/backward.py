@@ -40,7 +40,7 @@ def _remove(handles: Iterable[Any]) -> None:
 
 
 class GradientTraining(Training):
-    """Starts every bucket with its last gradient; only `synchronize` waits.
+    """Starts each bucket's exchange when backward computes its last gradient; `synchronize` waits for all.
 
     Attributes:
         optimizer: of the parameters; None where nobody has given one.
@@ -92,11 +92,11 @@ class GradientTraining(Training):
 
     @property
     def divisor(self) -> float:
-        """Returns the number that a sum over ranks is divided by."""
+        """The number by which a sum over ranks is divided."""
         return self.size
 
     def join_any_new_parameters(self) -> None:
-        """Adds parts for parameters that were added to the optimizer."""
+        """Makes parts for parameters that were added to the optimizer."""
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
             self.join_new_parameters()
 
@@ -104,14 +104,14 @@ class GradientTraining(Training):
     compares_first = False
 
     def compare_models(self) -> None:
-        """Compares the ranks' models, if `check_every` is not 0; all ranks call it together."""
+        """Compares all ranks' models unless `check_every` is 0; all ranks call it together."""
         if self.drift.every:
             parameters = {name: one for name, (_, one) in self.facts.items()}
             entries = layout.shared_entries(parameters, self.optimizer) if self.size > 1 else ()
             self._carry_out(self.drift.run(self.step, entries))
 
     def cancel_collectives(self, *, alike: bool) -> None:
-        """Cancels the driver's collectives of a step; `alike`: all ranks cancel it after the same rounds."""
+        """Cancels a step's collectives in flight; `alike`: all ranks cancel it after the same rounds."""
 
     #: raises a better error in place of one, if there is any
     raise_explained: Callable[[BaseException], None] = staticmethod(lambda error: None)
@@ -119,7 +119,7 @@ class GradientTraining(Training):
     # gradients
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Registers `on_gradient` as a hook of these parameters, once each."""
+        """Registers `on_gradient` as a hook of each of these parameters."""
         new = [one for one in parameters if one not in self._watched]
         self._watched |= set(new)
         # bound to a weak reference: PyTorch's garbage collection does not see what hooks refer to
@@ -140,7 +140,7 @@ class GradientTraining(Training):
             self._part_of |= dict.fromkeys(part.given, part)
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Counts a gradient, and starts its bucket if that is complete. Never waits for other ranks."""
+        """Hook: counts a computed gradient, and starts its bucket if it was the last of the bucket."""
         with self._hooks:
             part, complete = self._part_of[parameter], self._count(parameter)
             ready = complete and part.num_missing == 0 and self.starts_early
@@ -161,7 +161,7 @@ class GradientTraining(Training):
                 warmup.arrived(part.name_of(parameter), entered, left)
 
     def _count(self, parameter: torch.Tensor) -> bool:
-        """Counts a backward pass of a parameter; returns True after the step's last one."""
+        """Counts a gradient of a parameter; returns True after the last backward pass of the step."""
         part, delays, gradient = self._part_of[parameter], self.delays, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(
@@ -189,7 +189,7 @@ class GradientTraining(Training):
         return delays[parameter] == 0
 
     def _begin(self) -> None:
-        """Begins a step; called before its first gradient."""
+        """Begins a step, before its first gradient."""
         for part in self.parts:
             if any((one.dtype, one.device) != (part.kind, part.device) for one in part.given):
                 part.check_kinds()
@@ -204,7 +204,7 @@ class GradientTraining(Training):
     # sums over ranks
 
     def synchronize(self) -> None:
-        """Waits for all buckets, and puts their sums in place of the gradients.
+        """Waits for all buckets, and overwrites the gradients with their sums over ranks.
 
         Every error is raised on all ranks alike, and the whole step is cancelled. Where a loss scaler looks
         for them, or with `on_nonfinite="skip"`, gradients that are not finite raise nothing.
@@ -251,13 +251,13 @@ class GradientTraining(Training):
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
 
     def _wait_for_failures(self) -> list[BaseException]:
-        """Waits for all started buckets; returns their errors."""
+        """Waits for all started buckets, and returns their errors."""
         tasks = [part.task for part in self.parts if part.task is not None]
         self.starter.wait(tasks)
         return [task.error for task in tasks if task.error is not None]
 
     def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
-        """Cancels the step on all ranks; raises the reason, unless it is skipped or a scaler sees it."""
+        """Cancels the step on all ranks, and raises its error unless the step is skipped."""
         verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop
         if verdict.outcome is Outcome.OVERFLOW:
@@ -277,7 +277,7 @@ class GradientTraining(Training):
         raise error
 
     def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
-        """Rolls the step back: gradients become zeros, selections return to residuals."""
+        """Rolls the step back: gradients become 0, and selections return to the residual."""
         self.cancel_collectives(alike=alike)
         for part in self.parts:
             if part.task is not None:
@@ -287,7 +287,7 @@ class GradientTraining(Training):
         self.make_ready()
 
     def finish_pending(self, *, drop: bool = False) -> None:
-        """Finishes the collectives of a step in progress, and cancels that step; all ranks must call it.
+        """Completes the collectives of a step in progress, and cancels the step; all ranks call it.
 
         If the collectives have failed there is nothing to wait for.
         """
@@ -305,10 +305,10 @@ class GradientTraining(Training):
             self.cancel_step(drop=drop, alike=alike)
 
     def settle(self) -> None:
-        """Does nothing, since each step waits for its own exchange; trainers' callbacks call it."""
+        """Does nothing, since every step waits for its exchange; trainers' callbacks call it."""
 
     def make_ready(self) -> None:
-        """Prepares for the first gradient of the next step."""
+        """Resets counters for the next step."""
         for part in self.parts:
             part.task, part.num_missing = None, len(part.names)
         for parameter in self.delays:
@@ -316,7 +316,7 @@ class GradientTraining(Training):
         self.under_way, self._deferred_parts, self.num_started = False, [], 0
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Returns this rank's entry, of tensors, numbers and strings alone (for ``weights_only=True``)."""
+        """Returns this rank's entry of tensors, numbers and strings, which ``weights_only=True`` accepts."""
         if any(part.task is not None for part in self.parts):  # passes may be accumulated
             raise errors.UnsupportedError(
                 "a training is saved between steps: call optimizer.step() or optimizer.synchronize() first"

@@ -38,12 +38,12 @@ _MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
 def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
-    """Returns copies of the states of parameters that have been trained."""
+    """Returns copies of the optimizer's states of those parameters that have been trained."""
     return {one: dict(state) for one, state in states.items() if set(state) & {*_MOMENTS, RESIDUAL}}
 
 
 def without_own(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns copies of the optimizer's states without residuals, which an exact entry saves itself."""
+    """Returns copies of the optimizer's states without residuals, which the exact entry contains."""
     own = RESIDUAL, LEANS
     return {
         key: {name: one for name, one in state.items() if name not in own} for key, state in states.items()
@@ -51,7 +51,7 @@ def without_own(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, 
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Returns the optimizer of PyTorch within a wrapper: Accelerate's, torchft's, ZeRO's."""
+    """Returns PyTorch's optimizer within a wrapper (of Accelerate, torchft or ZeRO)."""
     for name in ("optimizer", "optim"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
@@ -60,7 +60,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 class Binding(Steps):
-    """Binds one optimizer to the passes of a training; made by `attach` and `DistributedOptimizer`.
+    """Makes an optimizer's `step()` run a pass; `attach` and `DistributedOptimizer` make it.
 
     Attributes:
         optimizer: the user's own.
@@ -117,7 +117,7 @@ class Binding(Steps):
         optimizer._step_supports_amp_scaling = True
 
     def detach(self) -> None:
-        """Leaves the optimizer to PyTorch, with second moments or velocity."""
+        """Returns the optimizer to PyTorch, with its second moments or velocities."""
         for handle in self._handles:
             handle.remove()
         self.roll_back()
@@ -126,7 +126,7 @@ class Binding(Steps):
             self.optimizer.__dict__.pop(name, None)
 
     def state_for_copy(self) -> dict[str, Any]:
-        """Returns what a copy of the optimizer has: enough for PyTorch's own step, and for `attach`."""
+        """Returns the state for a copy of the optimizer, which PyTorch can step and `attach` can bind."""
         self._before_saving(None)
         state = self._standalone_states(_with_moments(self.optimizer.state))
         return {**type(self.optimizer).__getstate__(self.optimizer), "state": defaultdict(dict, state)}
@@ -138,14 +138,14 @@ class Binding(Steps):
 
     @torch._disable_dynamo
     def _step_pre_hook(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Replaces the step's closure by `_take_gradients`, which the optimizer calls after all pre-hooks."""
+        """Hook before `optimizer.step`: replaces its closure by one that moves the gradients away."""
         given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         others = {name: one for name, one in named.items() if name != "closure"}
         return (arguments[0], partial(self._take_gradients, given)), others
 
     @torch._disable_dynamo
     def _take_gradients(self, closure: Callable[[], Any] | None) -> Any:
-        """Runs the closure, and moves the gradients from the parameters to `_gradients`."""
+        """Calls the user's closure, then moves the parameters' gradients to `_gradients`."""
         loss = None if closure is None else closure()
         # read here: hooks may change gradients until now
         self._scaler_found = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
@@ -185,7 +185,7 @@ class Binding(Steps):
     # the optimizer's own state
 
     def _add_parts(self, parts: Sequence[StepBucket]) -> None:
-        """Puts views of the residual, and of second moment or velocity, into the optimizer's state."""
+        """Puts views of residual and moments into the optimizer's state, for new parts."""
         for part in parts:
             memory = part.bucket.accumulator.memory()
             names = RESIDUAL, self._rule.moment
@@ -210,7 +210,7 @@ class Binding(Steps):
     def _standalone_states(
         self, states: Mapping[Any, Mapping[str, Any]], keys: Mapping[torch.Tensor, Any] | None = None
     ) -> dict[Any, dict[str, Any]]:
-        """Returns copies of the states in the form that PyTorch's own optimizer loads.
+        """Returns copies of the optimizer's states in the form that PyTorch's own optimizer loads.
 
         The first moment is zeros, and second moments are as old as their own parameter. The residual is that
         of common parameters, which has what this rank has moved: who loads it takes moves back.
@@ -237,7 +237,7 @@ class Binding(Steps):
         self._uncast = saved
 
     def _after_loading(self, _: Any) -> None:
-        """Reads second moments and residuals from the state that the optimizer has just loaded."""
+        """Hook after the optimizer loaded a state: reads second moments and residuals from it."""
         saved, self._uncast = self._uncast, {}
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         of_parameter = dict(zip(self._trained(), numbers, strict=True))
@@ -280,7 +280,7 @@ class Binding(Steps):
     # this rank's exact state
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's exact entry of a checkpoint, at any moment between two steps: every rank saves its own.
+        """Returns this rank's exact checkpoint entry, at any time between two steps.
 
         It holds residuals, moments, sparsifiers' states, and the rank's own moves with what is in flight.
         Save the model's parameters of this very rank beside it.
@@ -302,7 +302,7 @@ class Binding(Steps):
         self.ages.update(known | (entry or {}).get("ages", {}))
 
     def meet(self) -> None:
-        """Makes the first parts, and parts for parameters added since."""
+        """Makes the first parts, and parts for parameters that were added since."""
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.first_plan_of(facts))
@@ -312,7 +312,7 @@ class Binding(Steps):
             self.join_new_parameters()
 
     def _prepare_parts(self) -> None:
-        """Sets every part's hyperparameters and gradients for this pass."""
+        """Gives every part this pass's gradients and hyperparameters."""
         for part in self.parts:
             settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)

@@ -23,7 +23,7 @@ _BITS = "horovod_sparse.bits"
 def save(
     directory: str | os.PathLike[str], training: Any, keep: int = 2, *, model: torch.nn.Module | None = None
 ) -> int:
-    """Saves what every rank needs to resume; all ranks call it together, between the same two steps.
+    """Saves a checkpoint of all ranks; all ranks call it together, between the same two steps.
 
     A checkpoint is complete or is not there, whatever happens while it is written. It holds numbers, strings
     and arrays, nothing that is run or unpickled. With `model` it is all that `load` needs to go on bit for
@@ -103,7 +103,7 @@ def load(
     *,
     model: torch.nn.Module | None = None,
 ) -> int:
-    """Goes on from the newest checkpoint that is complete on all ranks; all ranks call it together.
+    """Loads the newest checkpoint that is complete on all ranks; all ranks call it together.
 
     At the number of ranks that saved it the training goes on bit for bit. At another one residuals are
     distributed so that their mean over ranks stays, and sparsifiers start anew; ranks need to see others'
@@ -171,7 +171,7 @@ def _training_of(given: Any) -> Any:
 
 
 def _kept_in(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the states of the optimizer and the model."""
+    """Returns the optimizer's and the model's states in a checkpoint entry."""
     kept = _to_tensors(entry.get("training"))
     if not isinstance(kept, dict):
         raise StateMismatchError("the checkpoint is not one of PyTorch: it has no optimizer")
@@ -193,7 +193,7 @@ def _check_model(model: torch.nn.Module, saved: Any) -> None:
 
 
 def _to_arrays(state: Any) -> Any:
-    """Replaces the tensors of a nested state by NumPy arrays."""
+    """Returns a nested state with NumPy arrays in place of tensors."""
 
     def plain(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -209,7 +209,7 @@ def _to_arrays(state: Any) -> Any:
 
 
 def _to_tensors(state: Any) -> Any:
-    """Inverts `_to_arrays`."""
+    """Returns a nested state with tensors in place of NumPy arrays."""
 
     def live(value: Any) -> Any:
         if isinstance(value, dict):

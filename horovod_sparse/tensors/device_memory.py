@@ -25,7 +25,7 @@ from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
 
 @functools.cache
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Returns the memory of a device; raises if it lacks float64 or copies to the host."""
+    """Returns the `DeviceMemory` of a device; raises if it lacks float64 or copies to the host."""
     torch.zeros(1, dtype=torch.float64, device=device).sqrt().cpu()
     return DeviceMemory(device)
 
@@ -72,7 +72,7 @@ class DeviceMemory(GradientMemory):
 
 
 class WholeTensor(WholeGradient):
-    """Implements `WholeGradient` for a device: the tensor is sent from there, and its sum stays there."""
+    """A `WholeGradient` on a device: `Dense` sends the tensor from there, and its sum stays there."""
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
         self._gradient = gradient
@@ -107,7 +107,7 @@ class WholeTensor(WholeGradient):
 
 
 def _stand_apart(indices: NDArray[np.int32]) -> bool:
-    """True if the indices are seen to be unique: ascending stretches that do not overlap."""
+    """True if it is certain that no index is repeated: the ascending runs do not overlap."""
     ends = np.flatnonzero(indices[1:] <= indices[:-1])
     firsts = indices[np.concatenate([[0], ends + 1])]
     lasts = indices[np.concatenate([ends, [indices.size - 1]])]
@@ -118,7 +118,7 @@ def _stand_apart(indices: NDArray[np.int32]) -> bool:
 def apply_scaled_sum(
     dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: ModuleType | None = None
 ) -> int:
-    """Does on zeros on a device what `kernels.apply_scaled_sum` does on the host, bit for bit.
+    """Overwrites zeros on a device with ``scale * sum``; gives the same bits as the host's function.
 
     No two threads add to one element.
     """

@@ -28,7 +28,7 @@ _DRAIN_SECONDS = 1.0
 
 
 class Driver:
-    """Starts coroutines, parks them while their collectives are in flight, and resumes them; in one thread.
+    """Runs coroutines in one thread: starts their collectives, and resumes them when results arrive.
 
     Nothing blocks but `wait`, which resumes every parked coroutine that can go on: so ranks may start tasks,
     and wait for them, in different orders.
@@ -52,14 +52,14 @@ class Driver:
         self._failure: BaseException | None = None
 
     def start_request(self, request: Request, name: str) -> Handle:
-        """Starts a collective, and does not wait; ranks start the same ones by name, in any order."""
+        """Starts a collective and returns at once; ranks match collectives by their names."""
         raise NotImplementedError
 
     def forget_messages(self) -> None:
-        """Drops messages in flight between two ranks."""
+        """Drops messages in flight between pairs of ranks."""
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Runs a coroutine to its first request and starts that; does not wait.
+        """Runs a coroutine up to its first collective, starts that, and returns at once.
 
         After a failure that the next `wait` is to raise nothing is started: the task has ended with it.
         """
@@ -80,7 +80,7 @@ class Driver:
         return task
 
     def advance(self, patience: int | None = None) -> bool:
-        """Resumes what can go on, and says whether anything could; never waits, leaves failures to `wait`.
+        """Resumes every coroutine whose collective has completed; returns whether there was one.
 
         With `patience` it looks at so many in vain.
         """
@@ -105,7 +105,7 @@ class Driver:
         return moved
 
     def wait(self, tasks: Iterable[Task] | None = None, meanwhile: Callable[[], None] | None = None) -> None:
-        """Waits until tasks are done, and resumes every parked one; `Task.value` raises their errors."""
+        """Waits until tasks are done, resuming all coroutines meanwhile; `Task.value` raises errors."""
         awaited = None if tasks is None else list(tasks)
         self.advance()
         idle_since, looking = time.perf_counter(), 0.0
@@ -145,7 +145,7 @@ class Driver:
                     raise
 
     def clear(self, *, forget: bool = True) -> None:
-        """Cancels every unfinished task, without waiting for other ranks (after a failure, or a reset).
+        """Cancels all unfinished tasks, without waiting for other ranks (after a failure or a reset).
 
         Tasks get the failure as their error, or one that says so. With `forget` messages of MPI are dropped,
         too; without, other ranks may still receive them.
@@ -158,7 +158,7 @@ class Driver:
             self.forget_messages()
 
     def _take_result(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
-        """Resumes the coroutine with its collective's result."""
+        """Gives a collective's result to its coroutine."""
         try:
             answer = handle.result()
         except self._kind_of_failure as error:
@@ -170,7 +170,7 @@ class Driver:
             self._resume(task, coroutine, answer)
 
     def _resume(self, task: Task, coroutine: Synchronization[Any], answer: Any) -> None:
-        """Runs a coroutine to its next request and starts that."""
+        """Runs a coroutine up to its next collective, and starts that."""
         try:
             request = coroutine.send(answer)
             while self._size() == 1:
@@ -196,7 +196,7 @@ class Driver:
         task.finished, task.done = time.perf_counter(), True
 
     def _fail(self, error: BaseException) -> None:
-        """Drops everything in flight after Horovod failed, so that a new start may use the names."""
+        """Drops everything in flight after Horovod has failed, so that names can be used again."""
         self._failure = error
         deadline = time.perf_counter() + _DRAIN_SECONDS
         for _, _, handle in list(self.parked.values()):
@@ -212,7 +212,7 @@ class Driver:
 
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """Keeps torch.compile from tracing our hooks, where a compiled function calls `backward`."""
+    """Prevents torch.compile from tracing this package's hooks in a compiled `backward`."""
     rules = importlib.import_module("torch._dynamo.trace_rules")  # there is no public way for whole packages
     for package in ("horovod_sparse", "numba", "llvmlite"):
         rules.add(package)

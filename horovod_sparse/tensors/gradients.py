@@ -38,7 +38,7 @@ HOST_DEVICES = frozenset({"cpu"})
 
 
 def host_view(tensor: torch.Tensor) -> np.ndarray:
-    """Views a CPU tensor's memory as an array of its shape and strides; bfloat16 as bits in uint16."""
+    """Returns a CPU tensor's memory as a NumPy array; bfloat16 as its bits in uint16."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return np.asarray(tensor.view(torch.int16).numpy().view(np.uint16))
@@ -46,21 +46,21 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
 
 
 class GradientMemory:
-    """Makes accumulators on the host, and reads and writes gradients there; see `DeviceMemory`, too."""
+    """Makes accumulators in host memory, and reads and writes gradients there."""
 
     #: arguments of `TwoLevelBucket`, whose defaults are for arrays
     summing: ClassVar[Mapping[str, Any]] = {}
 
     def accumulator(self, info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
-        """Returns residual and companions of a bucket, zeros; with `whole` all is sent, and none kept."""
+        """Returns a bucket's accumulator with zeros; with `whole` one for `Dense`, without a residual."""
         return host_accumulator(info, recipe, whole=whole)
 
     def streams(self) -> CudaStreams | None:
-        """Keeps the work on one bucket in order; None where that is the order in which it is asked for."""
+        """Returns what orders a bucket's work on CUDA streams; None on the host."""
         return None
 
     def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> Any:
-        """Returns flat gradients over the loss's scale, as the accumulator folds them, and leaves them."""
+        """Returns the gradients divided by the loss scale, for an accumulator to fold."""
         if loss_scale != 1.0:
             gradients = [layout.unscaled(gradient, loss_scale) for gradient in gradients]
         return GradientParts([host_view(gradient) for gradient in gradients])
@@ -73,7 +73,7 @@ class GradientMemory:
         values: Any,
         scale: float,
     ) -> int:
-        """Puts scale times a sum in place of flat gradients; returns how many different elements it has.
+        """Overwrites gradients with `scale` times a sum; returns how many different indices it has.
 
         Args:
             gradients: one behind the other.
@@ -107,7 +107,7 @@ def gradient_memory(device: torch.device, parameter_name: str) -> GradientMemory
 
 
 class ParameterBucket(BucketPart):
-    """A bucket whose elements are its tensors' own, each in the order of its memory.
+    """A bucket whose elements are its tensors' elements, each tensor in the order of its memory.
 
     Attributes:
         given: the parameters, of one dtype and device.
@@ -150,7 +150,7 @@ class ParameterBucket(BucketPart):
 
 
 class GradientBucket(ParameterBucket):
-    """A bucket whose gradients are exchanged. On the host none is copied, and each stays autograd's tensor.
+    """A bucket whose gradients are exchanged; on the host it reads and writes them without a copy.
 
     Attributes:
         tells_absent: whether ranks tell each other which parameters have a gradient. If not, a trained
@@ -200,7 +200,7 @@ class GradientBucket(ParameterBucket):
     def start(
         self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, refused: bool = False
     ) -> None:
-        """Takes the gradients and starts their synchronization; `turn` says in its name of which step."""
+        """Takes the gradients and starts their exchange; `turn` makes its name differ from other steps'."""
         if self.streams is not None:
             self.streams.wait_for_writers()  # before gradients are copied or divided by the loss's scale
         self.take_gradients()
@@ -222,7 +222,7 @@ class GradientBucket(ParameterBucket):
         self.task = driver.start(name, step)
 
     def check_kinds(self) -> None:
-        """Refuses parameters of another type, or on another device, than their bucket."""
+        """Raises if a parameter's dtype or device is not its bucket's."""
         for name, one in zip(self.names, self.given, strict=True):
             if (one.dtype, one.device) != (self.kind, self.device):
                 raise UnsupportedError(
@@ -231,7 +231,7 @@ class GradientBucket(ParameterBucket):
                 )
 
     def take_gradients(self) -> None:
-        """Reads the gradients to be exchanged; they may not be changed afterwards."""
+        """Records the gradients to exchange, which must not change until the exchange is done."""
         self.check_kinds()
         gradients = [parameter.grad for parameter in self.given]
         self.absent = self.unused = [
@@ -260,11 +260,11 @@ class GradientBucket(ParameterBucket):
             one.index_add_(0, where, torch.from_numpy(values[here]).to(self.device, self.kind), alpha=-1.0)
 
     def foldable(self, loss_scale: float) -> Any:
-        """Returns all gradients over the loss's scale, as an accumulator folds them."""
+        """Returns all gradients divided by the loss scale, for an accumulator to fold."""
         return self.memory.foldable(self._flat, loss_scale)
 
     def edited_names(self) -> list[str]:
-        """Returns the names of the parameters whose gradients were changed since `take_gradients`."""
+        """Returns the names of parameters whose gradients have changed since `take_gradients`."""
         changed = []
         for number, (gradient, version, probed) in enumerate(self._taken):
             now = self.given[number].grad
@@ -278,7 +278,7 @@ class GradientBucket(ParameterBucket):
         return changed
 
     def apply(self) -> BucketReport:
-        """Overwrites the gradients with the scaled sum over ranks; called once the task has its result."""
+        """Overwrites the gradients with the scaled sum over ranks, once the exchange is done."""
         assert self.task is not None  # begun by `start`
         total, scale = self.task.result, self.scale * self._loss_scale
         started = time.perf_counter()
@@ -296,7 +296,7 @@ class GradientBucket(ParameterBucket):
         return BucketReport(*given, self.task.waited_seconds, took)
 
     def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
-        """Overwrites the gradients with a sum times a scale; returns how many different indices the sum has.
+        """Overwrites the gradients with a sum times `scale`; returns how many different indices it has.
 
         Indices are None where the values are those of all elements, in their order.
         """
@@ -317,7 +317,7 @@ class GradientBucket(ParameterBucket):
         return num_union
 
     def _target(self, number: int) -> torch.Tensor | None:
-        """Returns a parameter's gradient in its layout's order, to write to; None if it has another form."""
+        """Returns a parameter's gradient in the bucket's order, to write to; None if its layout differs."""
         gradient, like = self.given[number].grad, self.layouts[number]
         if gradient is None or (own := self._local_gradient(gradient)).is_sparse:
             return None
@@ -339,7 +339,7 @@ class GradientBucket(ParameterBucket):
         parameter.grad = shaped
 
     def _first_of_sum(self) -> float | None:
-        """Returns the gradient at the last sum's first index; None without a sum, or off the CPU."""
+        """Returns the gradient's element at the last sum's first index; None if there is none on the CPU."""
         if self.last_sum is None or not len(self.last_sum[0]):
             return None
         position = int(self.last_sum[0][0])
@@ -350,15 +350,15 @@ class GradientBucket(ParameterBucket):
         return float(own[position - self.places[number][0]])
 
     def remember_sum(self) -> None:
-        """Remembers one element of the last sum, for `has_last_sum` to compare."""
+        """Stores one element of the gradients after the sum, which `has_last_sum` compares."""
         self._remembered = self._first_of_sum()
 
     def has_last_sum(self) -> bool:
-        """True if the remembered element is unchanged: versions do not count changes by ``.data``."""
+        """True if that element has not changed; version counters do not see changes by ``.data``."""
         return self._first_of_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls the step back."""
+        """Rolls the step back: the selection returns to the residual."""
         if self.streams is not None:
             self.streams.wait_for_coroutine()
         self.bucket.abandon(drop=drop)
@@ -376,14 +376,14 @@ class GradientBucket(ParameterBucket):
 
 
 def _flat_view(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient's elements in the order of a layout; a view if it has that order."""
+    """Returns a gradient's elements in the order of `like`'s memory, without a copy if possible."""
     if own.numel() > 1 and own.stride() != like.stride():
         return flat(own, like.stride())
     return own.as_strided((own.numel(),), (1,), own.storage_offset())
 
 
 def _probed(values: torch.Tensor) -> torch.Tensor | None:
-    """Returns the bits of some elements; None on a device, where reading would block the host."""
+    """Returns the bits of a few elements; None on a device, where reading them would block the host."""
     if values.device.type != "cpu":
         return None
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]

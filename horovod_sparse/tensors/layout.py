@@ -19,30 +19,30 @@ _NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """Returns the whole tensor, or this rank's shard of a sharded one."""
+    """Returns this rank's shard of a sharded tensor (DTensor), or the given tensor."""
     own: torch.Tensor = tensor.detach()
     return own.to_local() if hasattr(own, "to_local") else own
 
 
 def dtype_name(tensor: torch.Tensor) -> str | None:
-    """Name of a dtype that gradients may have, as in `BucketInfo.dtype`; None for another."""
+    """Returns the name of a dtype that gradients may have, or None for any other dtype."""
     return _NAMES.get(tensor.dtype)
 
 
 def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
-    """Divides a gradient by the scale of its loss, half types in float32; a scale of 1 copies nothing."""
+    """Returns a gradient divided by its loss scale; half types become float32."""
     if loss_scale == 1.0:
         return gradient.detach()
     return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * (1.0 / loss_scale)
 
 
 def on_host(saved: Any) -> Any:
-    """Copies all tensors in a checkpoint's nested values to the CPU."""
+    """Returns a nested checkpoint with all tensors copied to the CPU."""
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), saved)
 
 
 def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of an array that has the tensor's shape, and its order in memory where that has no gaps.
+    """Returns strides of a gapless array with the tensor's shape and its order of elements in memory.
 
     A gradient is added to a buffer fastest when both are walked in the same order (channels_last).
     """
@@ -57,7 +57,7 @@ def memory_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def flat(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
-    """Returns a tensor, flat, in the order of its memory or of `strides`; a view if no copy is needed."""
+    """Returns a tensor's elements in the order of its memory (or of `strides`), as a view if possible."""
     own = local(tensor)
     strides = memory_strides(own) if strides is None else tuple(strides)
     if own.numel() > 1 and own.stride() != strides:
@@ -66,18 +66,18 @@ def flat(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Te
 
 
 def view_into(buffer: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Views a parameter's part of a flat buffer in its shape."""
+    """Returns a parameter's part of a flat buffer, as a view in the parameter's shape."""
     return buffer.as_strided(parameter.shape, memory_strides(parameter), start)
 
 
 def readable_tensor(array: np.ndarray) -> torch.Tensor:
-    """Views an array as a tensor, to be read only; copies it if it is read-only, or not contiguous."""
+    """Returns a tensor that shares a NumPy array's memory if possible; for reading only."""
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Returns the entry for one rank of another number of ranks, and keeps the mean residual exactly.
+    """Returns the entry for a rank at a new number of ranks; the mean residual stays exactly.
 
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
     r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new
@@ -112,7 +112,7 @@ _NUMBER_BYTES = 64
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as an entry of a check; see `Entry`. Its digest is the same on any device."""
+    """A tensor as an `Entry`, which ranks compare; its checksums are the same on any device."""
 
     name: str
     tensor: torch.Tensor
@@ -132,7 +132,7 @@ class TensorEntry:
 
 
 def device_word_sums(values: torch.Tensor) -> NDArray[np.uint64]:
-    """Computes the checksums `word_sums` on a device; copies only these sums to the host."""
+    """Computes `word_sums` of a tensor on its device, and copies only the sums to the host."""
     if values.storage_offset() % 8:  # words have to begin at their multiples
         values = values.clone()
     whole = values.numel() // _ROW_BYTES * _ROW_BYTES
@@ -146,7 +146,7 @@ def shared_entries(
     *,
     with_state: bool = True,
 ) -> list[Entry]:
-    """Returns entries that have to be equal on all ranks: settings first, which may explain the others."""
+    """Returns entries for what has to be equal on all ranks: settings, parameters, optimizer state."""
     entries: list[Entry] = []
     shared = set(map(id, parameters.values()))
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
@@ -161,7 +161,7 @@ def shared_entries(
 
 
 def _nested_entries(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
-    """Yields the numbers and tensors of a state, or of a group's options."""
+    """Yields entries for the numbers and tensors of an optimizer's state or parameter group."""
     for key in sorted(held, key=str):
         yield from _entries(words.format(key), held[key])
 

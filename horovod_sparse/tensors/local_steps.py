@@ -29,7 +29,7 @@ _have_local_steps: Any = WeakTensorKeyDictionary()
 
 
 class Displacement(local_steps.Displacement):
-    """See `local_steps.Displacement`.
+    """How far a bucket's parameters (tensors) have moved since the last exchange.
 
     Half types are kept in float32: a round often moves a parameter by less than their rounding.
     """
@@ -138,17 +138,17 @@ class LocalBucket(ParameterBucket):
 
 
 def _unexchanged_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns names and parameters of a model that no LocalSteps exchanges."""
+    """Returns names and parameters of a model that no `LocalSteps` exchanges."""
     return [(name, one) for name, one in parameters_of(model) if one not in _have_local_steps]
 
 
 def _digest(tensor: torch.Tensor, by_version: bool) -> bytes:
-    """Returns a digest of a tensor's version, or of its contents."""
+    """Returns a tensor's version number, or a hash of its contents, to notice changes."""
     return str(tensor._version).encode() if by_version else TensorEntry("", local(tensor)).sums().tobytes()
 
 
 class LocalBinding(local_steps.LocalTraining):
-    """Binds one optimizer's steps to local steps; see `LocalSteps` of the front ends."""
+    """Makes an optimizer's `step()` count as a local step, after some of which ranks exchange."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class LocalBinding(local_steps.LocalTraining):
         return super()._begin_exchange(finishing=finishing)
 
     def finish(self) -> None:
-        """Ends a training: exchanges until all ranks have called it, at whatever step each is.
+        """Ends a training: exchanges until all ranks have called it, after equally many steps or not.
 
         Ranks that have skipped steps, or have had fewer batches, are met by the others' exchanges.
         """
@@ -245,7 +245,7 @@ class LocalBinding(local_steps.LocalTraining):
 
     @torch.no_grad()
     def _heal(self) -> None:
-        """Clears moments that are not finite: with them no later step would be."""
+        """Clears the optimizer's moments that are NaN or Inf, since no later step would be finite."""
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -254,7 +254,7 @@ class LocalBinding(local_steps.LocalTraining):
     # checkpoints
 
     def before_load(self) -> None:
-        """Notes the parameters before the model loads a state in the midst of a training."""
+        """Notes the parameters before the model loads a state, to find out whether it changed them."""
         if self._has_begun and not self._is_restored and self._before_load is None:
             self._land(0)
             self._before_load = self._digests()
@@ -274,7 +274,7 @@ class LocalBinding(local_steps.LocalTraining):
             self._note_unexchanged()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's entry: common parameters, residuals, and where in its round it is.
+        """Returns this rank's checkpoint entry: common parameters, residuals, steps since the last exchange.
 
         Each rank saves its own, beside its optimizer's state and its model's, which differ from rank to rank
         within a round. All save between the same two steps, and this first: with a delay it waits for the
@@ -284,7 +284,7 @@ class LocalBinding(local_steps.LocalTraining):
         return self.save()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
-        """Goes on from an entry; ranks agree in the next step.
+        """Loads a saved entry; ranks agree in the next step.
 
         Args:
             entry: of this rank, from `state_dict`; None to begin with the parameters as they are then.
@@ -299,7 +299,7 @@ class LocalBinding(local_steps.LocalTraining):
 
 
 def stepping_optimizer(optimizer: Any, module: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer whose `step` moves a model's parameters: that within a wrapper, or within SAM."""
+    """Returns the optimizer whose `step` changes the parameters: the one within a wrapper, or within SAM."""
     optimizer = unwrapped(getattr(optimizer, "base_optimizer", optimizer))
     others = "_allreduce_delay", "_horovod_sparse", "_synchronize_for_scaler"
     if not isinstance(optimizer, torch.optim.Optimizer) or any(hasattr(optimizer, one) for one in others):

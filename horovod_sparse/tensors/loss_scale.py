@@ -20,7 +20,7 @@ import torch
 
 
 class _Pass:
-    """A backward pass of a scaled loss: PyTorch holds its `end` until the pass has ended, or has failed."""
+    """A backward pass of a scaled loss; PyTorch drops its callback when the pass ends or fails."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
@@ -35,7 +35,7 @@ scaled_passes: list[weakref.ref[_Pass]] = []
 
 
 def watch_scalers() -> None:
-    """Wraps `scale` and `unscale_` of GradScaler, once, so that backward passes find their scaler."""
+    """Wraps `scale` and `unscale_` of GradScaler once, so that hooks know each pass's scaler."""
     kind = torch.amp.GradScaler
     if hasattr(kind.scale, "horovod_sparse"):
         return
@@ -58,13 +58,13 @@ def watch_scalers() -> None:
 
 
 def scaled_by() -> torch.amp.GradScaler | None:
-    """Returns the scaler of the current backward pass's loss; None if that loss is not scaled."""
+    """Returns the scaler of the loss of the current backward pass; None if that loss is not scaled."""
     alive = [one.scaler for one in (reference() for reference in scaled_passes) if one is not None]
     return alive[-1] if alive else None
 
 
 class ScaleOfStep:
-    """The scale of the gradients of one step, however many backward passes it has."""
+    """The loss scale of one step's gradients, whose backward passes may be several."""
 
     def __init__(self) -> None:
         #: of the step under way, or of the last one; None where losses are not scaled
@@ -72,16 +72,16 @@ class ScaleOfStep:
         self.value = 1.0
 
     def read(self) -> None:
-        """Reads the loss scale, once a step, at its first gradient: the scale may be on a GPU."""
+        """Reads the loss scale at a step's first gradient; only once, since it may be on a GPU."""
         self.scaler = scaled_by()
         self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def expect(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Sets the scaler of a step for which this rank has no gradient: all ranks step alike."""
+        """Sets the scaler for a step in which this rank has no gradient."""
         self.scaler, self.value = scaler, 1.0
 
     def read_expected(self) -> None:
-        """Reads the scale for a step without gradients, from the expected scaler or the last step's."""
+        """Reads the loss scale of a step without gradients, from the expected (or the last step's) scaler."""
         if self.scaler is not None:
             self.value = float(self.scaler.get_scale())
 
@@ -99,7 +99,7 @@ def _mark_scaled(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
 
 
 def _begin(scaler: torch.amp.GradScaler) -> None:
-    """Registers a scaled loss's backward pass as it begins, before any parameter's hook."""
+    """Notes that the backward pass of a scaled loss begins, before any parameter's hook runs."""
     begun = _Pass(scaler)
     scaled_passes.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)

@@ -22,7 +22,7 @@ def bucket_memory(device: torch.device) -> BucketMemory:
 
 
 class DeviceBucketMemory(BucketMemory):
-    """Makes the accumulators and gradients that a calibration times; every method waits for the device."""
+    """Makes the accumulators and gradients that a calibration times on a device; each method waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, DeviceMemory(device)
@@ -54,7 +54,7 @@ class DeviceBucketMemory(BucketMemory):
 
 
 class EventStamps(HostStamps):
-    """Events of a GPU: a hook runs when its gradient's kernel has been queued, the event when it is done."""
+    """Takes times by CUDA events, since hooks run before the GPU has computed the gradient."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
@@ -71,7 +71,7 @@ class EventStamps(HostStamps):
 
 
 def stamps_for(devices: Iterable[str]) -> HostStamps:
-    """Returns events where all gradients are on one GPU; the host's clock otherwise."""
+    """Returns CUDA events if all gradients are on one GPU, else the host's clock."""
     distinct = {torch.device(name) for name in devices}
     if len(distinct) == 1 and (device := distinct.pop()).type == "cuda":
         return EventStamps(device)

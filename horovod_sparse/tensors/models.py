@@ -29,7 +29,7 @@ _ADVICE = (
 def new_facts(
     optimizer: Any, known: Facts, names: Mapping[torch.Tensor, str], rules: ParameterRules
 ) -> Facts:
-    """Returns the parameters that an optimizer trains and `known` has not, in the order of their names.
+    """Returns the optimizer's parameters that are not in `known`, with their facts, in order of names.
 
     Without an optimizer these are all that `names` has and that want a gradient.
     """
@@ -65,7 +65,7 @@ def new_facts(
 
 
 def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
-    """Returns an entry of a checkpoint, all tensors on the host, if it fits a training; changes nothing."""
+    """Returns a checkpoint entry with tensors on the host; raises if it does not fit the training."""
     try:
         entry = on_host(entry)
     except RecursionError as error:
@@ -80,7 +80,7 @@ def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
 
 
 def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Refuses an optimizer's own state, of other parameter groups, before anything is loaded."""
+    """Raises if a saved optimizer state has other parameter groups, before anything is loaded."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     numbers: list[Any] = []
     lacking: set[str] = set()
@@ -108,7 +108,7 @@ _followers: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def claim(owner: Any, parameters: Iterable[torch.Tensor], spared: type[Any] | tuple[()] = ()) -> None:
-    """Makes `owner` the parameters' only owner; retires former owners that are not of type `spared`."""
+    """Makes `owner` the only owner of these parameters; retires earlier owners."""
     taken = list(parameters)
     former = {_owners.pop(one)() for one in taken if one in _owners}
     for one in former - {None, owner}:
@@ -133,7 +133,7 @@ def _before_loading(module: torch.nn.Module, *_: Any) -> None:
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns a model's parameters that an optimizer trains, by name; all of them without an optimizer."""
+    """Returns, by name, a model's parameters that an optimizer trains (without an optimizer all)."""
     parameters = parameters_of(inner_of(model))
     if optimizer is None:
         return {_plain(name): one for name, one in parameters}
@@ -152,7 +152,7 @@ def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) 
 
 
 def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Returns a model's parameters: FSDP2 shows whole ones after a forward pass without a backward pass."""
+    """Yields a model's parameters, also if FSDP2 shows unsharded ones after a forward pass."""
     for one in model.modules():
         if hasattr(one, "reshard"):
             one.reshard()
@@ -160,19 +160,19 @@ def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def inner_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module that torch.compile and DistributedDataParallel have wrapped."""
+    """Returns the module within torch.compile's and DistributedDataParallel's wrappers."""
     inner: torch.nn.Module = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
 def _plain(name: str) -> str:
-    """Removes from a parameter's name what wrappers put before it."""
+    """Returns a parameter's name without the prefixes of wrappers."""
     parts = name.split(".")
     return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 class ModelBuffers:
-    """A model's float buffers and integer counters, which ranks average: implements `Averaged`."""
+    """A model's float buffers and integer counters, which exchanges average over ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

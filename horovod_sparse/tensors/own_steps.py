@@ -20,14 +20,14 @@ from horovod_sparse.training.parts import Parameters, folded, scaled
 
 
 def moved_parameters(tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> HostParameters:
-    """Returns a bucket's parameters, which are of one type and device."""
+    """Returns the `Parameters` of a bucket's tensors, which have one dtype and device."""
     first = local(tensors[0])
     plain = first.device.type in HOST_DEVICES and first.dtype in (torch.float32, torch.float64)
     return (HostParameters if plain else TensorParameters)(tensors, places)
 
 
 class HostParameters(Parameters):
-    """Parameters of float32 or float64 on the host: kernels change them."""
+    """Parameters of float32 or float64 in host memory, which compiled kernels change."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
         for own in map(local, tensors):
@@ -56,7 +56,7 @@ class HostParameters(Parameters):
         return self._memory
 
     def _as_array(self, memory: torch.Tensor) -> Any:
-        """Returns flat memory as the array that moves change: NumPy's, or a tensor on a device."""
+        """Returns flat memory as the kind of array that moves change: NumPy's here."""
         return host_view(memory)
 
     def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
@@ -66,7 +66,7 @@ class HostParameters(Parameters):
 
 
 class TensorParameters(HostParameters):
-    """Parameters on a device, or of a half type: PyTorch changes them."""
+    """Parameters on a device, or of a half type, which PyTorch changes."""
 
     def _as_array(self, memory: torch.Tensor) -> torch.Tensor:
         return memory
@@ -141,7 +141,7 @@ def _subtract(array: torch.Tensor, where: Any, step: Any) -> None:
 
 
 class StepBucket(ParameterBucket, StepPart):
-    """A bucket of tensors whose steps are folded, selected and applied."""
+    """A bucket of tensors of which each rank folds, selects and applies its own steps."""
 
     def __init__(
         self, spec: PartSpec, facts: Facts, place: tuple[int, int], moves_at_once: bool, ages: dict[str, int]
@@ -157,7 +157,7 @@ class StepBucket(ParameterBucket, StepPart):
         self.bind(moved_parameters(self.given, self.places), moves_at_once)
 
     def gradient(self) -> Any:
-        """Returns gradients or steps for the accumulator to fold; first raises young parameters' moments."""
+        """Returns gradients (or whole steps) to fold, after correcting moments of parameters used late."""
         self._young = []
         self._counted = sorted(set(range(len(self.names))) - set(self.absent))
         for number in self._counted:
@@ -173,7 +173,7 @@ class StepBucket(ParameterBucket, StepPart):
         return GradientParts(list(map(host_view, self._steps())))
 
     def _whole(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns momentum and gradient of the parameters that move, in their shape."""
+        """Yields momentum and gradient of each parameter with a gradient, in its shape."""
         for number in self._counted:
             momentum = self.parameter_view(number, self.bucket.accumulator.companions[0])
             gradient = self.gradients[number]
@@ -190,7 +190,7 @@ class StepBucket(ParameterBucket, StepPart):
                 yield torch.zeros_like(self._flat_memory(number)[0])
 
     def _raise_moment(self, number: int, own: int) -> None:
-        """Raises a parameter's second moment before the fold, whose bias correction is for the bucket's age.
+        """Raises a late parameter's second moment, so that the bucket's bias correction is right for it.
 
         ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is
         that for the parameter's own. The fold adds (1 - b) g^2; this adds what is missing.
@@ -227,11 +227,11 @@ class StepBucket(ParameterBucket, StepPart):
         self._young, self._counted = [], []
 
     def age(self, number: int) -> int:
-        """Returns how many gradients a parameter's moment is made of."""
+        """Returns how many gradients went into a parameter's second moment."""
         return min(self.ages.get(self.names[number], 0), self.bucket.progress.age)
 
     def moment_ratio(self, number: int) -> float:
-        """Returns the ratio of a parameter's second moment, here for the bucket's age, to PyTorch's."""
+        """Returns a parameter's second moment here divided by the one that PyTorch would have."""
         return self.bucket.feedback.moment_factor(self.age(number), self.bucket.progress.age) or 1.0
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:
@@ -240,7 +240,7 @@ class StepBucket(ParameterBucket, StepPart):
         return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
 
     def parameter_view(self, number: int, memory: Any) -> torch.Tensor:
-        """Returns a parameter's slice of the bucket's residual, velocity or second moment, in its shape."""
+        """Returns a parameter's part of the bucket's residual, velocity or moment, as a view in its shape."""
         parameter: Any = self.given[number]
         one = torch.as_tensor(memory)[slice(*self.places[number])]
         view = view_into(one, one.storage_offset(), local(parameter))

@@ -16,7 +16,7 @@ from horovod_sparse.kernels.quantization import COUNTER, WORD, Quantization, dra
 
 
 def device_block_size(density: float) -> int:
-    """Returns the elements per block on an accelerator, for a density.
+    """Returns the number of elements per block on an accelerator, for a density.
 
     About k blocks pass and are read again, so 1/8 of the blocks should pass: one read in 32 bytes of traffic.
     Larger blocks than 1024 would save nothing any more, smaller ones than 32 are not one transaction.
@@ -28,22 +28,22 @@ def device_block_size(density: float) -> int:
 
 
 def int_type(dtype: torch.dtype) -> torch.dtype:
-    """Returns the signed type as wide as float32 or float64: magnitude bits are below its sign."""
+    """Returns the signed integer dtype as wide as float32 or float64."""
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
 def num_magnitude_bits(dtype: torch.dtype) -> int:
-    """Returns 31 or 63."""
+    """Returns the number of bits without the sign: 31 or 63."""
     return 63 if dtype == torch.float64 else 31
 
 
 def infinity_bits(dtype: torch.dtype) -> int:
-    """Returns the magnitude bits of Inf: smaller are finite, larger are NaN."""
+    """Returns the magnitude bits of infinity; those of finite numbers are smaller, of NaN larger."""
     return 0x7FF0000000000000 if dtype == torch.float64 else 0x7F800000
 
 
 def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bits without the sign; they order like the magnitudes, Inf and NaN on top."""
+    """Returns the bits without the sign: as integers they order like magnitudes, NaN on top."""
     kind = int_type(values.dtype)
     return values.view(kind) & torch.iinfo(kind).max
 
@@ -67,7 +67,7 @@ def fold(
     moment: bool = False,
     plain: bool = False,
 ) -> Tensor:
-    """Folds a gradient as `kernels.host.fold.fold_piece` does; the companion is velocity or second moment.
+    """Folds a gradient into values (by velocity or moment), and updates block maxima.
 
     `plain` says that decay is 1. Returns float64 [4]: how many elements were not finite and counted as 0, the
     position of the first (n or more if there is none), sum of squares of the new values, and that of decay *
@@ -115,7 +115,7 @@ def fold(
 
 
 def _roots(values: Tensor) -> Tensor:
-    """Square roots, rounded as IEEE says: PyTorch's own on the CPU are MKL's, whose last bit may differ."""
+    """Returns correctly rounded square roots; PyTorch's on the CPU may differ in the last bit."""
     if values.device.type != "cpu":
         return values.sqrt()
     with np.errstate(invalid="ignore"):
@@ -129,7 +129,7 @@ def _block_maxima(values: Tensor, block: int) -> Tensor:
 
 
 def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
-    """Writes the maxima of all blocks, without a gradient (after an assignment)."""
+    """Computes the maxima of all blocks."""
     block = layout.block
     for start in range(0, layout.num_elements, _TILE):
         stop = min(start + _TILE, layout.num_elements)
@@ -137,7 +137,7 @@ def scan_maxima(values: Tensor, maxima: Tensor, layout: Layout) -> None:
 
 
 def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
-    """Writes the maxima of the blocks that hold the given elements."""
+    """Recomputes the maxima of the blocks that contain the given indices."""
     blocks = torch.unique(indices // layout.block)
     where = blocks[:, None].long() * layout.block + torch.arange(layout.block, device=values.device)
     # The last block may end early; its last element again changes no maximum.
@@ -160,7 +160,7 @@ def add(values: Tensor, indices: Tensor, new: Tensor) -> None:
 
 
 def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
-    """Adds runs of equal indices, as `kernels.apply_scaled_sum`; returns how many there are, int32 [1]."""
+    """Adds values at repeated indices to `dense`; returns how many different indices there are."""
     where = indices.long()
     heads = torch.ones_like(where, dtype=torch.bool)
     heads[1:] = where[1:] != where[:-1]
@@ -183,7 +183,7 @@ def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor
 def _candidates(
     values: Tensor, maxima: Tensor, layout: Layout, threshold: int | Tensor, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns ascending positions (int64) and magnitude bits of a window's elements at the threshold."""
+    """Returns indices and magnitude bits of a window's elements that reach the threshold."""
     block = layout.block
     first, last = start // block, -(-stop // block)
     passing = first + (maxima[first:last] >= threshold).nonzero().view(-1)
@@ -197,7 +197,7 @@ def _candidates(
 def at_least(
     values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions in [start, stop) whose magnitude bits are >= bits, ascending; from upper bounds.
+    """Returns a window's indices with magnitude bits >= `bits`; block maxima say which blocks to read.
 
     Returns how many there are (int32 [1]), and the positions, which count only if there was room for all.
     """
@@ -209,7 +209,7 @@ def at_least(
 def _kth_bits(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int
 ) -> tuple[int, Tensor, Tensor]:
-    """Returns the bits of the k-th largest magnitude, and positions and bits of all candidates for it."""
+    """Returns the k-th largest's magnitude bits, with indices and bits of all candidates."""
     first, last = layout.whole_blocks(start, stop)
     floor: int | Tensor = 1
     if k <= last - first:
@@ -221,7 +221,7 @@ def _kth_bits(
 
 
 def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
-    """The k-th largest of a window, 1 <= k <= stop - start; from exact maxima.
+    """Returns the magnitude bits of a window's k-th largest element, 1 <= k <= stop - start.
 
     Returns int64 [2]: its magnitude bits, and 1 if there was no room for the candidates: call with `dense`
     then.
@@ -233,7 +233,7 @@ def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop
 def largest(
     values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns `kth`, and exactly the k largest of a window, ascending; ties go to the lowest index."""
+    """Returns `kth`'s bits, and the indices of a window's k largest, ascending; of equal ones the lowest."""
     smallest, where, keys = _kth_bits(values, maxima, layout, k, start, stop)
     if smallest == 0:
         where = torch.arange(start, stop, device=values.device)
@@ -246,7 +246,7 @@ def largest(
 
 
 def largest_of_each(values: Tensor, chunk: int, quotas: Tensor) -> Tensor:
-    """Returns each chunk's largest, as many as its quota, ascending; ties go to the lowest index."""
+    """Returns indices of each chunk's largest elements, as many as its quota; of equal ones the lowest."""
     found, rows = [], max(1, _TILE // chunk)
     places = torch.arange(min(chunk, values.numel()), device=values.device)
     for first in range(0, quotas.numel(), rows):
@@ -264,7 +264,7 @@ _QUANTIZED = 1 << 20
 
 
 def _norms(values: Tensor, code: Quantization) -> Tensor:
-    """Returns the norms of all groups, float64 with 24 significant bits."""
+    """Returns each group's norm, as float64 with 24 significant bits."""
     n, length = values.numel(), code.length_of_group(values.numel())
     if length >= n:
         rows, counts = values.view(1, -1), torch.tensor([[max(1, n)]], device=values.device)
@@ -291,7 +291,7 @@ def _norms(values: Tensor, code: Quantization) -> Tensor:
 
 
 def encode(values: Tensor, code: Quantization, key: int) -> tuple[Tensor, Tensor]:
-    """Returns units and codes of all values, and the values less what these stand for.
+    """Returns the encoding (units and codes) of all values, and the rounding errors.
 
     As `kernels.quantization.encode`, bit for bit.
     """

@@ -24,7 +24,7 @@ from horovod_sparse.collectives import Synchronization
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copies an array to the device by page-locked memory, so that a copy to a GPU does not wait."""
+    """Copies an array to a device through page-locked memory, so that the host need not wait."""
     if device.type != "cuda":
         return torch.tensor(array, device=device)
     array = np.ascontiguousarray(array)
@@ -34,7 +34,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class PendingCopy:
-    """Copies tensors to the host in the background; `arrays` waits for the device once."""
+    """Copies tensors to the host in the background; reading `arrays` waits for them."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -49,14 +49,14 @@ class PendingCopy:
         self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Returns the copies, which the caller may change."""
+        """Returns the copies as arrays that the caller may change."""
         if self._event is not None:
             self._event.synchronize()
         return [copy.numpy() for copy in self._copies]
 
 
 def to_host(tensor: torch.Tensor) -> NDArray[Any]:
-    """Copies a tensor to a new array; waits for the device."""
+    """Copies a tensor to a new array, and waits for the device."""
     return PendingCopy(tensor).arrays()[0]
 
 
@@ -65,7 +65,7 @@ def _report_field(name: str) -> Any:
 
 
 class PendingReport(FoldReport):
-    """A `FoldReport` that waits for the device when it is read.
+    """A `FoldReport` whose numbers are still on the device; reading one waits for it.
 
     Args:
         pending: count and position of what is not finite, and both sums of squares.
@@ -99,7 +99,7 @@ Result = TypeVar("Result")
 
 
 class CudaStreams:
-    """Keeps the work on one bucket in order over the streams of one GPU."""
+    """Orders the work on one bucket over several CUDA streams."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
@@ -107,13 +107,13 @@ class CudaStreams:
         self._home: Any = None
 
     def note_writer(self) -> None:
-        """Notes that a gradient of the bucket was written on the current stream."""
+        """Notes that the current stream has written a gradient of the bucket."""
         stream = self._cuda.current_stream(self._device)
         if stream not in self._writers:
             self._writers.append(stream)
 
     def wait_for_writers(self) -> None:
-        """Makes the current stream wait for all gradients noted."""
+        """Makes the current stream wait for the streams that wrote the noted gradients."""
         stream = self._cuda.current_stream(self._device)
         for writer in self._writers:
             if writer != stream:
@@ -121,7 +121,7 @@ class CudaStreams:
         self._writers.clear()
 
     def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
-        """Returns a coroutine that runs on the current stream, after all gradients noted."""
+        """Returns the coroutine so that its work runs on the current stream, after the noted gradients."""
         self.wait_for_writers()
         self._home = self._cuda.current_stream(self._device)
         return self._at_home(self._home, coroutine)

@@ -38,7 +38,7 @@ present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_han
 
 
 def adopting(adopt: Callable[[Any], bool]) -> None:
-    """Passes each new optimizer of Horovod to `adopt`; it stays Horovod's if that returns False."""
+    """Makes Horovod pass each new optimizer to `adopt`, which returns False to leave it to Horovod."""
     for kind in (HorovodOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
 
         def registered(self: Any, register: Callable[[Any], None] = kind._register_hooks) -> None:
@@ -49,7 +49,7 @@ def adopting(adopt: Callable[[Any], bool]) -> None:
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that holds another one as its gradient: a reference that Python does not know."""
+    """Returns a tensor that keeps another one alive as its gradient, without a Python reference."""
     while True:
         holder = tensor.new_empty(()).expand(tensor.shape)
         try:
@@ -63,7 +63,7 @@ def holder_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_tensors(handle: int) -> int:
-    """Keeps references to the tensors of a collective that was just started; returns its handle."""
+    """Keeps the tensors of a collective that was just started alive; returns its handle."""
     global _holders
     start = present_start()
     if _holders[0] is not start:
@@ -74,7 +74,7 @@ def hold_tensors(handle: int) -> int:
 
 
 def wait_for_result(handle: int) -> Any:
-    """Waits for a collective and returns its result."""
+    """Waits for a collective, and returns its result."""
     result = hvd.synchronize(handle)
     if _holders[0] is present_start():
         _holders[1].pop(handle, None)
@@ -82,20 +82,20 @@ def wait_for_result(handle: int) -> Any:
 
 
 class _HorovodOwner:
-    """Owner of parameters of Horovod's own optimizer, whose hooks fall silent once ours claims one."""
+    """Marks parameters as those of Horovod's own optimizer, whose hooks `retire` can disable."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
 
     def retire(self) -> None:
-        """Silences the hooks of Horovod's optimizer: they wait for passes that never come."""
+        """Disables the hooks of Horovod's optimizer, which would wait for passes that never come."""
         if (optimizer := self._optimizer()) is not None:
             optimizer._grad_accs.clear()
             optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, sys.maxsize)
 
 
 def claim_for_horovod(optimizer: Any) -> None:
-    """Claims the parameters of an optimizer of Horovod's own."""
+    """Marks the parameters of one of Horovod's own optimizers as its."""
     optimizer._owner_of_parameters = _HorovodOwner(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # what Horovod's own do with one another is its own affair

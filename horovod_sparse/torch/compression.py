@@ -13,7 +13,7 @@ from horovod_sparse.training import compression as common
 
 
 class SparseCompressor(hvd.compression.Compressor):
-    """A recipe. Made by `Compression.topk(...)` and the like.
+    """A recipe as a value for `compression=`; made by `Compression.topk(...)` and others.
 
     One compressor may serve several optimizers.
 
@@ -33,11 +33,11 @@ class SparseCompressor(hvd.compression.Compressor):
         self.recipe = recipe
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """Refuses a sum of a single tensor, for which Horovod calls it."""
+        """Raises, since Horovod calls it to sum a single tensor, which a sparsifier cannot do here."""
         common.refuse_single_sum(self)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Returns the tensor."""
+        """Returns the tensor unchanged."""
         return tensor
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ Returns:
 
 
 def __getattr__(name: str) -> Any:
-    """Horovod's names of the module that this one stands for: `Compressor`, `FP16Compressor`, ..."""
+    """Returns names of Horovod's module that this module replaces: `Compressor`, `FP16Compressor`, ..."""
     return getattr(hvd.compression, name)
 
 
@@ -74,7 +74,7 @@ class Compression(
     help_text=_COMMON_ARGUMENTS,
     telling=construction_errors.telling,
 ):
-    """The choices for the argument `compression=`; a superset of `horovod.torch.Compression`.
+    """The values for the argument `compression=`; a superset of `horovod.torch.Compression`.
 
     ``Compression.topk(density=0.01)``, and likewise for every algorithm: ``help(Compression.exdyna)``
     lists arguments. ``Compression.none`` and ``Compression.fp16`` are Horovod's own.

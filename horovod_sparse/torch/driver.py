@@ -34,7 +34,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class _HorovodHandle:
-    """Horovod's handle of a request, and the function that makes the answer of its tensors."""
+    """A collective in flight: Horovod's handle, and a function that turns its tensors into the result."""
 
     def __init__(self, handle: int, tensor: torch.Tensor, answer: Callable[[Any], Any]) -> None:
         self._handle, self._answer = hold_tensors(handle), answer
@@ -79,7 +79,7 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
 def _scatter_sum(
     request: collectives.ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]
 ) -> Handle:
-    """Starts a reduce-scatter among some ranks as an all-to-all, faster on the host than Horovod's own."""
+    """Starts a reduce-scatter as an all-to-all, which is faster on the host than Horovod's own."""
     tensor, answer = _reducible(request.buffer)
     splits = torch.zeros(process_set.size(), dtype=torch.int32)
     for place, rank in enumerate(ranks):
@@ -112,7 +112,7 @@ def _start_alltoall(
 
 
 def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
-    """Returns a tensor that Horovod can reduce, there or on the host, and what converts its sum."""
+    """Returns a buffer as a tensor that Horovod can sum, and a function that converts the sum back."""
     if not isinstance(buffer, torch.Tensor):
         return readable_tensor(buffer), torch.Tensor.numpy
     # which this build of Horovod has or has not
@@ -153,7 +153,7 @@ class HorovodDriver(Driver):
         return _start_horovods(request, name, self.process_set)
 
     def _start_within(self, request: Request, name: str) -> Handle:
-        """Starts a request of a host's ranks, or a column's, as messages: process sets cost every cycle."""
+        """Starts a collective within a host or a column as messages, since process sets slow every cycle."""
         rank = self.process_set.rank()
         if self._topology is None:
             what = f"{name}: a request of level {request.level!r} needs a topology"
@@ -174,7 +174,7 @@ class HorovodDriver(Driver):
         self._topology = topology
 
     def begin(self, training: Training) -> None:
-        """Connects the driver under the training's label, once the ranks have agreed; all ranks call it."""
+        """Connects the driver under the training's label, once ranks have agreed; all ranks call it."""
         self.label = training.label
         self.connect()
         sparsifiers = (part.bucket.recipe.sparsifier for part in training.sparse)
@@ -183,7 +183,7 @@ class HorovodDriver(Driver):
             training.telemetry.transport = self.transport
 
     def connect(self) -> None:
-        """Sends messages between two ranks by MPI from now on, if every rank can.
+        """Makes messages between pairs of ranks go over MPI, if every rank can use it.
 
         Does so once after each start of Horovod; all ranks call it together.
         """
@@ -217,7 +217,7 @@ def carry_out_together(
     meanwhile: Callable[[], None] | None = None,
     topology: Topology | None = None,
 ) -> Any:
-    """Runs a coroutine on all ranks; `note_start` gets seconds, `meanwhile` is called in waiting."""
+    """Runs a coroutine on all ranks until it ends; calls `meanwhile` during waits."""
     driver = HorovodDriver(process_set, deadline_seconds, topology)
 
     def execute(request: Request) -> Any:
@@ -232,7 +232,7 @@ def carry_out_together(
 
 
 def raise_explained(error: BaseException) -> None:
-    """Raises an error with a remedy in place of a known failure of Horovod's."""
+    """Raises an error with a remedy if `error` is a known failure of Horovod; else returns."""
     if isinstance(error, hvd.HorovodInternalError) and "join" in str(error).lower():
         raise errors.UnsupportedError(
             "a rank has called hvd.join(): Horovod can fill in for a joined rank in an allreduce only, and "
@@ -249,7 +249,7 @@ construction_errors = ConstructionErrors.of_horovod(hvd)
 
 
 def _abort_dense_ranks(names: Sequence[str], process_set: Any) -> None:
-    """Raises if a missing rank sends dense gradients, and makes that rank fail, too.
+    """Raises on all ranks if a missing rank sends dense gradients instead of sparse ones.
 
     It submits a collective of another type under each parameter's name: if a rank has a dense one there,
     Horovod raises on all ranks. This training has failed in any case, so nothing is lost if no rank answers.
@@ -274,7 +274,7 @@ def _abort_dense_ranks(names: Sequence[str], process_set: Any) -> None:
 
 
 class HorovodEngine(HorovodDriver):
-    """An `Engine` for the parameters that one optimizer trains, and what runs their coroutines."""
+    """The `Engine` for one optimizer's parameters over Horovod."""
 
     name = "horovod_sparse.torch"
     start_token = staticmethod(present_start)
@@ -305,7 +305,7 @@ class HorovodEngine(HorovodDriver):
     def carry_out(
         self, coroutine: Synchronization[Any], topology: Topology | None, name: str = "agreement"
     ) -> Any:
-        """Carries out as `Engine.carry_out`, under one name: ranks that differ meet there."""
+        """Runs a coroutine on all ranks, under one name, so that ranks with other arguments take part."""
         try:
             return carry_out_together(
                 *(coroutine, self.process_set, f"horovod_sparse.{name}"),
@@ -326,7 +326,7 @@ class HorovodEngine(HorovodDriver):
 
 
 class OverHorovod:
-    """Mixin: runs a training's collectives over Horovod, from the ranks' agreement on."""
+    """Mixin of a training whose collectives run over Horovod."""
 
     engine: HorovodEngine
     starter: Any = property(operator.attrgetter("engine"))

@@ -33,7 +33,7 @@ _METHODS = {name: item for name, item in vars(Methods).items() if name[:2] != "_
 
 
 def __getattr__(name: str) -> Any:
-    """Horovod's names of the module that this one stands for."""
+    """Returns other names of Horovod's module that this module replaces."""
     return getattr(sys.modules[HorovodOptimizer.__module__], name)
 
 
@@ -54,7 +54,7 @@ def DistributedOptimizer(
     delay: int = 0,
     **options: Unpack[SettingsOptions],
 ) -> Any:
-    """Wraps an optimizer so that gradients are synchronized over ranks, sparsely.
+    """Wraps an optimizer, so that it synchronizes gradients over ranks, sparsely.
 
     Arguments and their order are those of ``horovod.torch.DistributedOptimizer``; so are `synchronize`,
     `skip_synchronize`, `set_backward_passes_per_step` and the assertions. Buckets are synchronized while
@@ -174,7 +174,7 @@ def DistributedOptimizer(
 
 @construction_errors.telling
 def _adopt(optimizer: Any) -> None:
-    """Replaces the methods of an optimizer that Horovod made by ours."""
+    """Replaces the methods of an optimizer that Horovod made by this package's."""
     recipe, own = optimizer._compression.recipe, type(optimizer)  # a class of its own, made from the user's
     _check_sparse(optimizer, recipe, getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
     settings = Settings(bucket_bytes=1)
@@ -195,7 +195,7 @@ def _adopt(optimizer: Any) -> None:
 
 
 def _adopt_if_sparse(optimizer: Any) -> bool:
-    """Adopts an optimizer with a sparsifier; returns whether it has one."""
+    """Adopts an optimizer that has a sparsifier; returns whether it has one."""
     if sparse := isinstance(optimizer._compression, SparseCompressor):
         _adopt(optimizer)
     return sparse
@@ -205,7 +205,7 @@ adopting(_adopt_if_sparse)
 
 
 def _check_arguments(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) -> None:
-    """Raises errors that name the argument, where Horovod's would not, or would come late."""
+    """Raises errors that name the wrong argument, where Horovod's own would not."""
     if hasattr(optimizer, "_allreduce_delay"):
         raise ArgumentError(
             "optimizer", type(optimizer), "one of PyTorch: this one is made by DistributedOptimizer already"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StepSynchronizer(OverHorovod, Binding):
-    """Exchanges an optimizer's steps over Horovod; its `state_dict` includes this rank's exact state.
+    """Exchanges an optimizer's own steps over Horovod; `state_dict` returns this rank's exact state.
 
     The optimizer gets the methods that Horovod's users call besides. Gradients stay on their ranks until
     `step`, so `synchronize` has nothing to do, and they may be clipped or accumulated before.
@@ -84,12 +84,12 @@ class StepSynchronizer(OverHorovod, Binding):
         super()._before_loading(optimizer, saved)
 
     def retire(self) -> None:
-        """Returns the optimizer to PyTorch, since another one was made for these parameters."""
+        """Returns the optimizer to PyTorch when another optimizer is made for its parameters."""
         self.detach()
 
 
 class LocalSteps(OverHorovod, LocalBinding):
-    """Takes local steps as `horovod_sparse.ddp.LocalSteps` does, over Horovod, with PyTorch's own optimizer.
+    """Local steps over Horovod: ranks train alone, and average displacements every so many steps.
 
         optimizer = torch.optim.AdamW(model.parameters())
         local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")
@@ -144,15 +144,15 @@ class LocalSteps(OverHorovod, LocalBinding):
         super().__init__(optimizer, model, engine, schedule, settings)
 
     def _advance(self) -> None:
-        """Begins each round of a coroutine in a step of the optimizer."""
+        """Continues the exchange in flight by one round in each step of the optimizer."""
         self.engine.advance()
 
 
 class _Survivor(StateHandler):
-    """Handles ``TorchState(local=local)``: survivors keep their state, new ranks take the common one."""
+    """Handles ``TorchState(local=local)`` in elastic training: new ranks copy the common state."""
 
     def save(self) -> None:
-        """Does nothing: ranks that survive keep their state in memory."""
+        """Does nothing, since surviving ranks keep their state in memory."""
 
     restore = save
 

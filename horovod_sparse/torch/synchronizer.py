@@ -38,7 +38,7 @@ _labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
 
 
 class GradientSynchronizer(OverHorovod, GradientTraining):
-    """Synchronizes gradients over Horovod; `warmup` measures and decides where the plan goes by times."""
+    """Synchronizes an optimizer's gradients over Horovod."""
 
     engine: HorovodEngine
     raise_explained = staticmethod(driver.raise_explained)
@@ -91,7 +91,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.claim(self.facts)
 
     def _decide_together(self, decide: Decide) -> Decision:
-        """Runs the coroutine that decides on a plan by measured times, on all ranks."""
+        """Runs the coroutine that makes a plan from measured times, on all ranks."""
         from horovod_sparse.tensors.measuring import bucket_memory
 
         cluster, device, dtype = self._place(self.parameters)
@@ -105,14 +105,14 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return decision
 
     def _place(self, parameters: Sequence[ParameterFacts]) -> tuple[ClusterFacts, torch.device, str]:
-        """Returns facts of the cluster, and device and type of the largest parameter: measured for all."""
+        """Returns cluster facts, device and dtype of the largest parameter, with which times are measured."""
         largest = max(parameters, key=lambda one: one.num_elements)
         device = torch.device(largest.device)
         words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return ClusterFacts.of(self.process_set, "torch", hvd, words), device, largest.dtype
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns the plan that `merging` and `tensor_selection` ask for, before times are measured."""
+        """Returns the plan for `merging` and `tensor_selection` before times are measured."""
         if self._first.request is None:
             return super().first_plan_of(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])
@@ -135,13 +135,13 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return int(self.process_set.size()) if self.average else 1.0
 
     def claim(self, facts: Facts) -> None:
-        """Takes parameters over from the optimizer that had them, and registers hooks for their gradients."""
+        """Makes this optimizer the parameters' only owner, and registers hooks for their gradients."""
         parameters = [parameter for _, parameter in facts.values()]
         claim(self, parameters)
         self.watch(parameters)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """Joins new parameters as `Training` does, and registers them with Horovod's optimizer."""
+        """Makes parts for new parameters, and registers these with Horovod's optimizer."""
         new = super().join_new_parameters()
         if new and self.warmup is not None:
             self.warmup.restart_measuring(self.parameters)  # what was measured without them decides nothing
@@ -154,7 +154,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return new
 
     def reduce_loss(self, loss: Any) -> Any:
-        """Returns the mean of a loss over all ranks, or its sum, as gradients are."""
+        """Returns a loss averaged (or summed) over ranks, as gradients are."""
         if self.size == 1:
             return loss
         value = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
@@ -164,7 +164,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         return total.to(loss) if isinstance(loss, torch.Tensor) else float(total)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are synchronized, and clips them if `max_grad_norm` was given."""
+        """Waits for all gradients' sums, and clips them if `max_grad_norm` was given."""
         if self.is_retired:
             raise errors.UnsupportedError(
                 "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
@@ -193,7 +193,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             self.warmup.forget_step()
 
     def finish_pending(self, *, drop: bool = False) -> None:
-        """Cancels the pending step; if Horovod has failed, elastic training takes back an older state."""
+        """Cancels a step in progress; all ranks call it. If Horovod has failed, it logs that alone."""
         try:
             super().finish_pending(drop=drop)
         except hvd.HorovodInternalError as error:
@@ -207,12 +207,12 @@ _IN_FLIGHT = (
 
 
 def clip_gradients(param_groups: Sequence[Mapping[str, Any]], max_norm: float) -> None:
-    """Scales the gradients of an optimizer down to a norm over all of them."""
+    """Scales an optimizer's gradients so that their common norm is at most `max_norm`."""
     torch.nn.utils.clip_grad_norm_([p for group in param_groups for p in group["params"]], max_norm)
 
 
 class Methods(torch.optim.Optimizer):
-    """Methods that replace those of Horovod's optimizer, copied into a class made for each optimizer.
+    """Methods that replace those of Horovod's optimizer, in a class made for each optimizer.
 
     ``super(self.__class__, self)`` is the user's optimizer class, as in Horovod: the class is made by
     `DistributedOptimizer` and never derived from.
@@ -221,12 +221,12 @@ class Methods(torch.optim.Optimizer):
     _synchronizer: GradientSynchronizer
 
     def _register_hooks(self) -> None:
-        """Called by Horovod's `__init__` with two ranks or more; `_attach` registers ours, with one, too."""
+        """Called by Horovod's `__init__`; does nothing, since `_attach` registers hooks."""
 
     def _attach(
         self: Any, recipe: Recipe, named_parameters: list[tuple[str, Any]] | None, settings: Settings
     ) -> None:
-        """Buckets and hooks, once Horovod's `__init__` has checked its arguments."""
+        """Makes the synchronizer with its hooks, after Horovod's `__init__` has checked the arguments."""
         known = self._parameter_names
         listed = [(known[p], p) for group in self.param_groups for p in group["params"]]
         names = named_parameters or listed
@@ -241,7 +241,7 @@ class Methods(torch.optim.Optimizer):
 
     @property
     def decision(self) -> Decision | None:
-        """Why the plan was taken, where times decided about it: predictions, and the profile behind them.
+        """Why measured times led to this plan: predictions and the profile; None without them.
 
         None during the warm-up, and where the plan needs no times.
         """
@@ -249,7 +249,7 @@ class Methods(torch.optim.Optimizer):
         return None if warmup is None else warmup.decision
 
     def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
-        """Changes the buckets, between two steps; every rank does so alike. Residuals are kept.
+        """Changes the plan between two steps; every rank calls it alike. Residuals are kept.
 
         Args:
             plan: the new one. If left out, it is made as `merging` and `tensor_selection` ask for: costs
@@ -281,7 +281,7 @@ class Methods(torch.optim.Optimizer):
             synchronizer.replan(warmup.decide_now().plan)
 
     def synchronize(self: Any) -> None:
-        """Waits until all gradients are synchronized, and clips them if `max_grad_norm` was given.
+        """Waits for all gradients' sums, and clips them if `max_grad_norm` was given.
 
         See `GradientTraining.synchronize`. Changes of gradients have their place after it:
 
@@ -293,7 +293,7 @@ class Methods(torch.optim.Optimizer):
         self._synchronizer.synchronize()
 
     def _synchronize_for_scaler(self: Any, scaler: torch.amp.GradScaler) -> None:
-        """Called before a loss scaler unscales gradients; `step` has nothing left to synchronize then."""
+        """Called before a loss scaler unscales gradients: synchronizes them, so that `step` need not."""
         # a scaler asks once for a step: where it has asked before, it has skipped that step
         synchronizer = self._synchronizer
         is_due = synchronizer.for_scaler or not synchronizer.is_synchronized
@@ -304,7 +304,7 @@ class Methods(torch.optim.Optimizer):
             synchronizer.for_scaler = True
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronizes and lets the optimizer step.
+        """Synchronizes the gradients, and runs the optimizer's step.
 
         A closure's gradients are synchronized after each of its calls, before the optimizer uses them,
         unless it called `synchronize` itself, or the step runs within `skip_synchronize`. LBFGS gets its
@@ -362,7 +362,7 @@ class Methods(torch.optim.Optimizer):
         return evaluate
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """Sets gradients to zero, or to None."""
+        """Sets the gradients to zero, or to None."""
         if self._synchronizer.under_way:
             raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
         if self._synchronizer.for_scaler:  # it has skipped the step that gradients were synchronized for
@@ -370,7 +370,7 @@ class Methods(torch.optim.Optimizer):
         super(self.__class__, self).zero_grad(set_to_none)
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """Returns the optimizer's own state, with this rank's residuals in the entry 'horovod_sparse'.
+        """Returns the optimizer's state, with this rank's residuals in the entry 'horovod_sparse'.
 
         Residuals differ from rank to rank: to resume exactly, let every rank save a file of its own.
         Optimizers of PyTorch and of Horovod load it too and pass over the entry.
@@ -379,7 +379,7 @@ class Methods(torch.optim.Optimizer):
         return {**saved, ENTRY: self._synchronizer.save()}
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state; for other numbers of ranks, or plans, see `horovod_sparse.training.state`.
+        """Loads what `state_dict` returned, for the same number of ranks.
 
         All ranks load between the same two steps, or any before the first: in the next step they compare what
         they have; where it is not of one step and one run, sparsifiers start anew on all. A step that is

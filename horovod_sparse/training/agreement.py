@@ -69,7 +69,7 @@ def declaration(compression: object, engine: str, **arguments: object) -> dict[s
 
 
 def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
-    """Refuses ranks whose facts differ, and names each fact with every rank's value; one collective.
+    """Raises, on all ranks, if their texts differ, and lists every rank's value; one collective.
 
     Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
     for each other's collectives for ever, or add up what does not belong together.
@@ -84,7 +84,7 @@ def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The state that a rank sends to all others to agree on a common one."""
+    """A rank's step, plan and states, which it sends to all others to agree where to continue."""
 
     step: int
     #: of the sparsifiers' states, as far as they are equal on all ranks; see `shared_digest`
@@ -110,7 +110,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class AgreedStatus:
-    """The state that all ranks go on with: that of the first of the furthest ranks."""
+    """The step, plan and progress from which all ranks continue: those of the furthest rank."""
 
     #: True if the sparsifiers' states start anew, on all ranks
     anew: bool
@@ -127,7 +127,7 @@ class AgreedStatus:
 
 
 def started_again(rank: int) -> bool:
-    """True if a launcher's variables say that ranks of this job have ended; `rank` is that among all.
+    """True if the launcher's variables say that a rank of this job has ended before and was restarted.
 
     torchrun counts restarts. A worker that Horovod's driver starts later gets a rank behind all that live,
     and another one when they end.
@@ -138,7 +138,7 @@ def started_again(rank: int) -> bool:
 
 
 def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
-    """Compares where all ranks stand: one collective, and one more where something differs."""
+    """Compares all ranks' steps, plans and states, and returns from where all continue."""
     plan = status.plan.to_dict()
     digest = _digest(json.dumps(plan, sort_keys=True).encode())
     ranks = yield from shared_lines({**vars(status), "plan": digest, "told": None})
@@ -170,7 +170,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
 
 
 def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str, str]:
-    """Returns words about all that differs between ranks, by name; `missing` stands for a missing value."""
+    """Returns a text for each name whose value differs between ranks; `missing` stands for no value."""
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     values = {name: [theirs.get(name, missing) for theirs in everyone] for name in names}
     apart = {name: each for name, each in values.items() if len(set(each)) > 1}
@@ -188,7 +188,7 @@ def values_by_rank(words: str, values: Sequence[object]) -> str:
 
 
 def describe_parameters(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
-    """Returns each parameter's facts as a text for ranks to compare; devices may differ."""
+    """Returns a text about each parameter that has to be equal on all ranks; devices may differ."""
     return {
         f"{_TRAINED} {item.name}": f"{item.num_elements} elements of {item.dtype}, "
         f"shape {list(item.shape)}, group {item.group}, density {item.density}"
@@ -197,7 +197,7 @@ def describe_parameters(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
 
 
 def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
-    """Returns the first rank's plan, or raises where ranks' models differ."""
+    """Returns rank 0's plan on all ranks; raises if ranks have different parameters."""
     yield from compared({}, parameters)
     return Plan.from_dict((yield from shared_lines(plan.to_dict()))[0])
 
@@ -208,7 +208,7 @@ _taken: Counter[tuple[str, str]] = Counter()
 
 
 def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
-    """Returns a name for collectives, unique in this process, from the model's shapes and dtypes.
+    """Returns a prefix for names of collectives, unique in this process, made of shapes and dtypes.
 
     Names of parameters are not in it: Keras counts layers, so a second model of a process has other ones.
     """
@@ -222,7 +222,7 @@ def next_label(prefix: str, model: Iterable[tuple[Sequence[int], str]]) -> str:
 def common_names(
     label: str, parameters: Sequence[ParameterFacts]
 ) -> Synchronization[tuple[str, dict[str, str]]]:
-    """Returns the first rank's label, and its names where only their numbers differ, which Keras counts."""
+    """Returns rank 0's label, and a mapping of this rank's parameter names to rank 0's."""
     own = [(item.name, item.num_elements, item.dtype) for item in parameters]
     everyone = yield from shared_lines([label, own])
     common_label, first = everyone[0]
@@ -239,7 +239,7 @@ _WORD_BYTES = 8
 
 
 class Entry(Protocol):
-    """A named array that has to be equal on all ranks; `differing_entries` compares digests of it."""
+    """An array with a name that has to be equal on all ranks; ranks compare its checksums."""
 
     @property
     def name(self) -> str: ...
@@ -248,15 +248,15 @@ class Entry(Protocol):
     def dtype_and_shape(self) -> str: ...
 
     def sums(self) -> NDArray[np.uint64]:
-        """Returns the `word_sums` of its bytes, on whatever device they are."""
+        """Returns the checksums (`word_sums`) of the array's bytes, computed where the array is."""
 
     def read(self) -> NDArray[np.uint8]:
-        """Returns its bytes, in C order: a view, or a copy."""
+        """Returns the array's bytes on the host, in C order."""
 
 
 @dataclass(frozen=True)
 class HostEntry:
-    """Implements `Entry` for an array in the host's memory."""
+    """An `Entry` for an array in host memory."""
 
     name: str
     array: np.ndarray
@@ -273,7 +273,7 @@ class HostEntry:
 
 
 def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Returns sums of every 512th of 64-bit words, modulo 2**64: one pass over the memory.
+    """Returns 512 checksums of the bytes: sums of every 512th 64-bit word, modulo 2**64.
 
     One changed bit always shows; several do, unless they cancel out within 512 words' distance to the bit.
     """
@@ -297,11 +297,11 @@ class DriftCheck:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Makes ranks compare after the next step, because parameters may differ where a training begins."""
+        """Schedules a comparison after the next step, for example after a load."""
         self.next_step = step + 1 if self.every else math.inf
 
     def postpone(self, step: int) -> None:
-        """Sets the next comparison by the step alone, which is equal on all ranks."""
+        """Schedules the next comparison; it depends on the step alone, so all ranks have the same."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
     def run(self, step: int, entries: Sequence[Entry]) -> Synchronization[None]:
@@ -312,7 +312,7 @@ class DriftCheck:
 
 
 def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str]]:
-    """Returns what differs, in words, by name: one message, and one more where something does."""
+    """Returns a text for each entry that differs between ranks: one collective, or two if one differs."""
     digests = {entry.name: _digest(entry.dtype_and_shape.encode(), entry.sums()) for entry in entries}
     total = _digest(*(f"{name}={digest};".encode() for name, digest in sorted(digests.items())))
     own = np.frombuffer(bytes.fromhex(total), np.int32)

@@ -65,7 +65,7 @@ def save_together(
     owner: Any,
     world_rank: int,
 ) -> Synchronization[int]:
-    """Saves every rank's entry, after the same step of all ranks; returns the step."""
+    """Saves every rank's entry after the same step; all ranks call it. Returns the step."""
 
     def prepare() -> tuple[Path, bool, Mapping[str, Any]]:
         root = root_of(directory)
@@ -92,7 +92,7 @@ def load_together(
     owner: Any,
     loaded: str = "",
 ) -> Synchronization[dict[str, Any]]:
-    """Reads an entry and has `check` refuse it; an error is raised on all ranks. Assigns nothing.
+    """Reads this rank's entry and checks it by `check`; raises on all ranks if one rank's fails.
 
     Args:
         loaded: what is loaded beside the optimizer, in words; the same on all ranks.
@@ -105,7 +105,7 @@ def load_together(
 
 
 def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool]:
-    """True if any rank sees a complete checkpoint."""
+    """True on all ranks if any rank sees a complete checkpoint."""
     found = yield from done_by_all(lambda: published(root_of(directory)), f"look into {directory}")
     return any((yield from shared_lines(bool(found))))
 
@@ -133,7 +133,7 @@ def write_checkpoint(
     keep: int,
     ranks: Sequence[int] = (),
 ) -> Synchronization[Path]:
-    """Saves every rank's entry; returns when the checkpoint is complete on all of them."""
+    """Writes every rank's entry to disk; returns once the checkpoint is complete on all ranks."""
 
     def begin() -> tuple[Path, int]:
         root = root_of(directory)
@@ -194,7 +194,7 @@ def write_checkpoint(
 def read_checkpoint(
     directory: str | os.PathLike[str], *, rank: int, size: int, step: int | None = None
 ) -> Synchronization[dict[str, Any]]:
-    """Reads this rank's entry of the newest complete checkpoint, or of `step`; other sizes' are joined."""
+    """Reads this rank's entry of a checkpoint (the newest); joins entries saved by more or fewer ranks."""
     found = yield from done_by_all(lambda: survey(root_of(directory)), f"look into {directory}")
     root = root_of(directory)
     everyone = yield from shared_lines(
@@ -214,7 +214,7 @@ def read_checkpoint(
 
 
 def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
-    """Returns the newest name that all ranks see with the same manifest; raises the same error on all."""
+    """Returns the newest checkpoint that all ranks see alike; raises the same error on all ranks."""
     names = sorted(set().union(*everyone), key=attempt_and_step, reverse=True)
     for name in [one for one in names if step in (None, attempt_and_step(one)[1])]:
         for rank, mine in enumerate(everyone):
@@ -236,7 +236,7 @@ def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root:
 
 
 def root_of(directory: str | os.PathLike[str]) -> Path:
-    """Resolves a directory's path; raises `ArgumentError` if it is none."""
+    """Returns a directory's absolute path; raises `ArgumentError` if it is a file."""
     try:
         return Path(directory).resolve()
     except (TypeError, ValueError) as error:
@@ -244,7 +244,7 @@ def root_of(directory: str | os.PathLike[str]) -> Path:
 
 
 def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Reads the manifests that this rank sees: by name, each with its fault or an empty text."""
+    """Reads the manifests of all checkpoints; returns each with its fault, or an empty text."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
     for name in published(root):
         try:
@@ -259,7 +259,7 @@ def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def published(root: Path) -> list[str]:
-    """Lists the names of complete checkpoints."""
+    """Returns the names of complete checkpoints."""
     try:
         return [path.name for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -267,7 +267,7 @@ def published(root: Path) -> list[str]:
 
 
 def attempt_and_step(name: str) -> tuple[int, int]:
-    """Returns (attempt, step): a training that was taken back saves under the next attempt."""
+    """Returns (attempt, step) of a checkpoint's name; a training taken back begins a new attempt."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise CheckpointError(f"another rank names a checkpoint {name!r}")
@@ -279,7 +279,7 @@ def _file_of(rank: int) -> str:
 
 
 def done_by_all(work: Callable[[], Result], what: str) -> Synchronization[Result]:
-    """Does this rank's work; returns its result once the work of all ranks has gone well."""
+    """Calls `work` on this rank, and returns its result; raises on all ranks if it fails on any."""
     done: list[Result] = []
     failure: Exception | None = None
     try:
@@ -299,7 +299,7 @@ def _write(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _fsync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or a folder's list of names, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -308,7 +308,7 @@ def _fsync(path: Path) -> None:
 
 
 def _entry_in(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Reads the entry that a rank has saved; refuses one of another rank or save."""
+    """Reads the entry that a rank saved; raises if the file is of another rank or save."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, or this rank does not see it")
     try:

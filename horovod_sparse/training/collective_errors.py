@@ -48,7 +48,7 @@ def raise_together(failure: Exception | None) -> Synchronization[None]:
 
 
 def error_of_rank(rank: int, name: str, text: str, place: Any = None) -> errors.HorovodSparseError:
-    """Returns another rank's error, of the same type where it can be made of message or place."""
+    """Makes another rank's error anew from its name and text, of the same type if possible."""
     kind: Any = getattr(errors, name, None)
     made: errors.HorovodSparseError
     if place is not None:
@@ -61,7 +61,7 @@ def error_of_rank(rank: int, name: str, text: str, place: Any = None) -> errors.
 
 
 def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
-    """Returns the worst failure of any rank, the same on all; one small collective if none failed."""
+    """Returns the worst failure of any rank, equal on all ranks; None if no rank failed."""
     total = yield AllReduce(np.array([failure is not None], np.float32))
     if not np.array(total)[0]:
         return None
@@ -81,7 +81,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def refuse_second_binding(hvd: Any, process_set: Any) -> None:
-    """Raises if another binding of Horovod, imported later, has taken over the set of all ranks."""
+    """Raises if Horovod's module for another framework, imported later, owns the global process set."""
     if process_set is not hvd.global_process_set:
         return
     started = "was" if hvd.is_initialized() else "was not"
@@ -93,7 +93,7 @@ def refuse_second_binding(hvd: Any, process_set: Any) -> None:
 
 
 def horovod_binding(framework: str, has: str) -> Any:
-    """Returns Horovod's module for "PyTorch" or "TensorFlow"; refuses one that lacks the function `has`."""
+    """Returns Horovod's module for "PyTorch" or "TensorFlow"; raises if it lacks the function `has`."""
     name = "horovod.torch" if framework == "PyTorch" else "horovod.tensorflow"
     try:
         found = importlib.import_module(name)
@@ -115,7 +115,7 @@ def horovod_binding(framework: str, has: str) -> Any:
 
 
 def refuse_unlinked_processes(hvd: Any) -> None:
-    """Refuses processes that a launcher started and Horovod does not connect: each would train alone."""
+    """Raises if a launcher started several processes but Horovod does not connect them."""
     if not hvd.is_initialized() or hvd.size() > 1 or "HOROVOD_RANK" in os.environ:
         return
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else ""
@@ -128,7 +128,7 @@ def refuse_unlinked_processes(hvd: Any) -> None:
 
 
 class Outcome(enum.IntEnum):
-    """The fate of a step, the same on all ranks: applied, skipped or an error."""
+    """What became of a step, on all ranks alike: applied, skipped, or an error."""
 
     APPLIED = 0
     SKIPPED = 1
@@ -140,7 +140,7 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a step, on all ranks, and why; with `drop` gradients leave the residuals."""
+    """The outcome of a step with its error; `drop` says that gradients leave the residuals."""
 
     outcome: Outcome
     error: BaseException | None = None
@@ -148,7 +148,7 @@ class Verdict:
 
 
 class NonFinitePolicy:
-    """Decides what happens to a step with gradients that are not finite on some rank.
+    """Decides what becomes of a step in which some rank has NaN or Inf gradients: skip or raise.
 
     * "raise": `NonFiniteGradientError` on every rank. Nothing is applied.
     * "skip": nothing is applied, and nothing raised: no rank's optimizer steps.
@@ -161,7 +161,7 @@ class NonFinitePolicy:
         self.on_nonfinite, self._telemetry = on_nonfinite, telemetry
 
     def judge(self, errors: Sequence[BaseException], *, scaled: bool = False) -> Verdict:
-        """Returns the verdict on a step, and counts it if it is skipped."""
+        """Returns the verdict on a step's errors; counts skipped steps."""
         if not errors:
             return Verdict(Outcome.APPLIED)
         error = worst(errors)
@@ -180,7 +180,7 @@ class NonFinitePolicy:
 
 
 def worst(failures: Iterable[Failure]) -> Failure:
-    """Returns the error of a step to look at: one that stands on this rank alone, or else an edit."""
+    """Returns the error to report: first one of this rank alone, then an edited gradient."""
     kinds = (EditedGradientError, NonFiniteGradientError)
     return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)
 
@@ -195,7 +195,7 @@ _END_SECONDS = 5.0
 
 
 class ConstructionErrors:
-    """Tells the other ranks that this one could not make its optimizer or tape, and why.
+    """Publishes an error in making an optimizer or tape, so that other ranks raise it and do not hang.
 
     `ranks` gives, of a process set, this rank and all as they are counted in the world (None outside of it);
     `check` refuses what this rank would find out in its first step only.
@@ -214,7 +214,7 @@ class ConstructionErrors:
 
     @classmethod
     def of_horovod(cls, hvd: Any) -> ConstructionErrors:
-        """Tells through the store of `horovodrun`."""
+        """Returns an object that publishes errors in `horovodrun`'s key-value store."""
 
         def ranks(process_set: Any) -> tuple[int, list[int]] | None:
             if not hvd.is_initialized():
@@ -273,7 +273,7 @@ class ConstructionErrors:
         return look
 
     def telling(self, function: Function, *, is_last: bool = True) -> Function:
-        """Wraps a constructor so that its errors are published to the other ranks."""
+        """Wraps a constructor, so that its errors are published to the other ranks."""
 
         @functools.wraps(function)
         def told(*arguments: Any, **named: Any) -> Any:
@@ -290,7 +290,7 @@ class ConstructionErrors:
         return told  # type: ignore[return-value]
 
     def _delay_exit(self) -> None:
-        """Delays the end of the process until ranks that wait have read of the error."""
+        """Delays the end of this process until the waiting ranks have read its error."""
         end = time.monotonic() + _END_SECONDS
         if self._told is None:
             return

@@ -20,7 +20,7 @@ _STOCK = ("none", "fp16")
 
 
 class Algorithms(type):
-    """Metaclass of a front end's `Compression`: one factory per algorithm; a new algorithm needs no change.
+    """Metaclass of `Compression`, which gives it a factory for each algorithm: `Compression.topk(...)`.
 
     Args:
         make: the compressor's class, called with a recipe.
@@ -29,7 +29,7 @@ class Algorithms(type):
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_arguments: Any) -> Any:
-        """Makes the class; `__init__` reads the arguments."""
+        """Makes the class; `__init__` uses the keyword arguments."""
         return super().__new__(cls, name, bases, body)
 
     def __init__(
@@ -47,7 +47,7 @@ class Algorithms(type):
         cls._given = make, help_text, functools.partial(telling, is_last=False)
 
         def parse(text: str) -> Any:
-            """Reads a choice from a command line.
+            """Returns the compression that a text from a command line means.
 
             Args:
                 text: "none", "fp16", or an algorithm with its arguments: ``exdyna:density=0.001``.
@@ -85,7 +85,7 @@ def _factory(name: str, compressor: type, help_text: str, telling: Callable[...,
 
 
 def recipe_of(text: str) -> Recipe | None:
-    """Reads a recipe from text; None for one of Horovod's own, by name."""
+    """Returns the recipe that a text means; None for a name of Horovod's own compressions."""
     if text in _STOCK:
         return None
     if text.partition(":")[0].strip() not in (*PRESETS, *ALGORITHMS):
@@ -94,7 +94,7 @@ def recipe_of(text: str) -> Recipe | None:
 
 
 def check_compression(given: object) -> None:
-    """Refuses a compression that is neither a sparsifier nor Horovod's."""
+    """Raises if the argument is neither a sparsifier nor one of Horovod's compressions."""
     if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
         return
     name, words = getattr(given, "__name__", ""), ""
@@ -115,7 +115,7 @@ _SPIKES_BELOW = 0.1
 def refuse_double_momentum(
     recipe: Recipe, settings: Callable[[], Sequence[Mapping[str, Any]]], *, adopts: bool = False
 ) -> None:
-    """Refuses momentum after momentum correction, and warns of feedbacks that are made for plain SGD.
+    """Raises if the optimizer has momentum besides the feedback's; warns if the feedback is for plain SGD.
 
     Steps that are normalized already are refused, too, where the front end has no optimizer apply them
     (`adopts`). Warned of are moments (Adam) behind momentum correction, `scale_residual` where something
@@ -162,7 +162,7 @@ def refuse_double_momentum(
 
 
 def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses momentum that a checkpoint or a schedule has set since the optimizer was wrapped."""
+    """Raises if the optimizer got momentum since it was wrapped, from a checkpoint or a schedule."""
     if any(group.get("momentum") for group in groups):
         refuse_double_momentum(recipe, lambda: groups)
 

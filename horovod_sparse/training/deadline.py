@@ -32,7 +32,7 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def deadline_of(given: float | None = None) -> float:
-    """Returns the deadline in seconds, by the argument or by the environment; Inf for none."""
+    """Returns the deadline in seconds, by the argument or the environment; inf without one."""
     value: Any = given
     name = "deadline_seconds"
     if value is None:
@@ -47,7 +47,7 @@ def deadline_of(given: float | None = None) -> float:
 
 
 def set_horovod_stall_limit() -> None:
-    """Sets the time after which Horovod ends all ranks if a collective waits for one; call it before `init`.
+    """Sets Horovod's environment so that it ends all ranks when a collective stalls; before `init`.
 
     It keeps the user's own setting. Horovod 0.28.1 does so on MPI alone; on Gloo it waits for ever.
     """
@@ -56,7 +56,7 @@ def set_horovod_stall_limit() -> None:
 
 
 class Deadline:
-    """Raises `DeadlineError` when a collective has waited longer than `deadline_seconds`.
+    """Raises `DeadlineError` once a collective has waited longer than `deadline_seconds`.
 
     A rank that waits for long tells the launcher's store what for, so that errors can name the ranks that do
     not. Time in which this process was stopped (a suspended job, Ctrl-Z) does not count.
@@ -71,7 +71,7 @@ class Deadline:
         self._looked = self._stopped = 0.0
 
     def check(self, waited: float, name: str, number: int) -> None:
-        """Raises if `waited` seconds exceed the deadline; drivers call it repeatedly while they wait."""
+        """Raises if `waited` seconds exceed the deadline; called repeatedly during a wait."""
         if waited < self._looked:  # another wait
             self._stopped = 0.0
         else:
@@ -98,7 +98,7 @@ class Deadline:
         self._store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
 
     def _ranks_not_waiting(self, what: str) -> dict[int, str] | None:
-        """Returns ranks that do not wait for `what`, and what they wait for; None without a store."""
+        """Returns ranks that do not wait for this collective, and for what they do; None without a store."""
         rank, ranks = self._place()
         missing = {}
         for number, key in enumerate(ranks):
@@ -112,7 +112,7 @@ class Deadline:
 
 
 def launcher_store(scope: str, key: str, value: bytes | None = None) -> bytes | None:
-    """Writes a value to the launcher's key-value store, or reads one; returns None if it has none."""
+    """Writes a value to the launcher's key-value store, or reads one; returns None if there is none."""
     address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
     if not address or checks.whole_number(port) < 0:
         return None

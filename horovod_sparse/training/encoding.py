@@ -29,12 +29,12 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Reads what `to_bytes` wrote. Runs no code that the data might hold."""
+    """Decodes what `to_bytes` wrote, without running code that the data might contain."""
     return read_tree(io.BytesIO(data))
 
 
 def write_tree(file: IO[bytes], value: Any) -> None:
-    """Writes nested values into an open file: an array for each, and the tree around them as JSON."""
+    """Writes nested dicts, lists and arrays to a file: arrays one by one, the rest as JSON."""
     arrays: dict[str, Any] = {}
     tree = json.dumps(_flatten(value, arrays)).encode()
     arrays[_TREE] = np.frombuffer(tree, np.uint8)
@@ -42,7 +42,7 @@ def write_tree(file: IO[bytes], value: Any) -> None:
 
 
 def read_tree(file: IO[bytes]) -> Any:
-    """Reads what `write_tree` wrote, after a look at every checksum in the file."""
+    """Reads what `write_tree` wrote, after checking every checksum in the file."""
     try:
         with zipfile.ZipFile(file) as members:
             if damaged := members.testzip():
@@ -88,7 +88,7 @@ def _unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy, *, shared: bool = False) -> Any:
-    """Copies a state dataclass into nested dicts; `shared` leaves out the fields marked `LOCAL`."""
+    """Returns a state dataclass as nested dicts; `shared` leaves out the fields marked `LOCAL`."""
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         return {
             item.name: to_plain(getattr(state, item.name), array, shared=shared)
@@ -107,7 +107,7 @@ def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy, *, shared
 
 
 def shared_digest(states: Mapping[str, Any]) -> str:
-    """Digests the fields of buckets' states that are equal on all ranks: all but those marked `LOCAL`."""
+    """Returns a hash of those fields of all states that are equal on all ranks (not marked `LOCAL`)."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(states):
         plain = to_plain(states[name], lambda own: (str(own.dtype), own.shape, own.tobytes()), shared=True)
@@ -116,7 +116,7 @@ def shared_digest(states: Mapping[str, Any]) -> str:
 
 
 def from_plain(fresh: Any, plain: Any, path: str = "") -> Any:
-    """Makes a state of what `to_plain` gave; refuses other fields, types or shapes than a fresh state has."""
+    """Makes a state from `to_plain`'s dicts; raises if fields, types or shapes are not `fresh`'s."""
     path = path or type(fresh).__name__
     if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type):
         names = {item.name for item in dataclasses.fields(fresh)}

@@ -42,19 +42,19 @@ class PartSpec:
 
     @property
     def whole(self) -> bool:
-        """True if its accumulator is a `WholeGradient`: it is dense, and its feedback keeps nothing."""
+        """True if the part is dense, and its feedback keeps no residual."""
         return self.dense and not self.recipe.feedback.changes_dense
 
     @property
     def title(self) -> str:
-        """Returns the bucket's name for messages; a sum of dense parameters is named by the first of them."""
+        """The part's name in error messages; a group of dense parameters has its first one's name."""
         others = len(self.names) - 1
         return self.names[0] + (f" and {others} more" if others else "") if self.whole else self.label
 
 
 @dataclass(eq=False)
 class Task:
-    """A coroutine that a `Starter` runs; round r communicates as ``name.r``, the same on all ranks."""
+    """A coroutine in progress; its round r communicates under the name ``name.r`` on all ranks."""
 
     name: str
     done: bool = False
@@ -77,50 +77,50 @@ class Task:
 
 
 class Starter(Protocol):
-    """Runs coroutines together with the other ranks."""
+    """Runs coroutines whose collectives all ranks take part in."""
 
     idle_seconds: float
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Starts a coroutine under a name that is the same on all ranks; does not wait."""
+        """Starts a coroutine and returns at once; `name` is equal on all ranks."""
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Waits for tasks; errors of coroutines stay in their tasks."""
+        """Waits for tasks; an error of a coroutine stays in its task."""
 
 
 class Engine(Protocol):
-    """One framework and its collectives, as a training needs them."""
+    """What a training needs of a framework and its collectives."""
 
     #: for messages, and for ranks to compare
     name: str
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Returns rank and size among those that synchronize; in elastic training they change."""
+        """Returns this rank and the number of ranks that synchronize, which elastic training may change."""
 
     def ranks(self) -> Placement:
-        """Returns the same, and the host, for two levels."""
+        """Returns this rank's `Placement`: its numbers, and its host."""
 
     def start_token(self) -> object:
-        """Returns a token, a new one after every start of the collectives: ranks agree anew then."""
+        """Returns an object that changes when the collectives start again, after which ranks agree anew."""
 
     def facts(self, known: Facts) -> Facts:
-        """Returns the parameters to synchronize that are not known yet, in the order of the model."""
+        """Returns the parameters to synchronize that are not in `known`, in the order of the model."""
 
     def carry_out(self, coroutine: Synchronization[Result], topology: Topology | None) -> Result:
-        """Runs a coroutine with all ranks and returns its result; `topology` says who shares a host."""
+        """Runs a coroutine on all ranks, and returns its result; `topology` says which ranks share a host."""
 
     def move_to(self, topology: Topology | None) -> None:
-        """Adopts a topology after ranks have agreed on one."""
+        """Called with the topology on which all ranks have agreed."""
 
     def declared(self) -> Mapping[str, object]:
-        """Returns arguments, beside recipe and settings, whose values have to be equal on all ranks."""
+        """Returns further arguments that have to be equal on all ranks, beside recipe and settings."""
 
     def to_array(self, array: np.ndarray) -> Any:
-        """Copies a sparsifier's array into the kind that checkpoints hold."""
+        """Copies an array of a sparsifier's state to the type of array that checkpoints contain."""
 
 
 def carry_out(coroutine: Synchronization[Result], execute: Callable[[Request], Any]) -> Result:
-    """Runs a coroutine with a function that carries out one request and waits for what comes back."""
+    """Runs a coroutine, carrying out each request by `execute`, which waits for the result."""
     answer: Any = None
     while True:
         try:

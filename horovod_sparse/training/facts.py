@@ -15,17 +15,17 @@ from horovod_sparse.errors import NonFiniteGradientError
 
 
 class Averaged(Protocol):
-    """A model's buffers without gradients (statistics of batches), averaged with every exchange."""
+    """Numbers of a model without gradients (batch statistics), which every exchange averages over ranks."""
 
     def read(self) -> np.ndarray:
-        """Returns all of them, in one float64 array of the same length on all ranks."""
+        """Returns all numbers as one float64 array, of the same length on all ranks."""
 
     def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
-        """Replaces the sent numbers by their mean; keeps changes made since they were sent."""
+        """Adds the difference between mean and sent numbers, so that changes made meanwhile stay."""
 
 
 def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
-    """Averages over the ranks whose numbers are finite."""
+    """Returns the mean over those ranks whose numbers are all finite."""
     sent = np.append(own, 1.0) if np.isfinite(own).all() else np.zeros(own.size + 1)
     total = np.asarray((yield AllReduce(sent)))
     return total[:-1] / total[-1] if total[-1] else own
@@ -33,7 +33,7 @@ def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
 
 @dataclass
 class Facts:
-    """Facts that a rank sends to all others in an exchange, beside its moves."""
+    """What a rank tells all others in an exchange, beside its moves: NaN, present gradients, weight decay."""
 
     #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
     bad: int = 0
@@ -48,13 +48,13 @@ class Facts:
     averaged: tuple[np.ndarray, Any] | None = None
 
     def share(self, number: int) -> Synchronization[list[Any]]:
-        """Sends this rank's facts of exchange `number`; returns those of all ranks."""
+        """Sends this rank's facts to all ranks; returns those of all ranks."""
         facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.leans
         return shared_lines(facts)
 
 
 def present_in(parts: Sequence[Any]) -> int:
-    """Returns a bit for each parameter, by number: 1 if it has a gradient."""
+    """Returns an integer in which bit i is 1 if parameter i has a gradient."""
     pairs = [(range(len(part.names)), set(part.absent)) for part in parts]
     here = [number not in absent for numbers, absent in pairs for number in numbers]
     return sum(1 << number for number, is_here in enumerate(here) if is_here)
@@ -63,7 +63,7 @@ def present_in(parts: Sequence[Any]) -> int:
 def read_facts(
     parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, leans: Any
 ) -> tuple[list[dict[float, list[int]]], bool]:
-    """Returns for each part the weight decay's factor and its parameters' numbers, and whether all finish."""
+    """Returns each part's weight decay (factor: parameters' numbers), and whether all ranks are finishing."""
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
         raise NonFiniteGradientError(next(iter(bad.values())), bad)

@@ -36,7 +36,7 @@ _SAVED = "start", "velocity"
 
 
 class Displacement:
-    """Measures the displacement of a part's parameters from the common ones; a pass has `OwnMoves` instead.
+    """How far a part's parameters have moved since the last exchange; local steps exchange it.
 
     Args:
         part: it belongs to.
@@ -59,30 +59,30 @@ class Displacement:
         self.task: Any = None
 
     def displacement(self) -> Any:
-        """Returns ``start - parameters``, as the accumulator folds it."""
+        """Returns ``start - parameters``, for the accumulator to fold."""
 
     def take_as_common(self) -> None:
-        """Copies this rank's parameters to `start`: all ranks have the same now."""
+        """Copies this rank's parameters to `start`; called when they are equal on all ranks."""
 
     def return_to_start(self) -> None:
-        """Puts the parameters to `start`, plus what this rank has learned since the exchange began.
+        """Sets the parameters to `start`, plus the local steps taken since the exchange began.
 
         A NaN of that time stays: all ranks hear of it in the next exchange.
         """
 
     def record_sent(self) -> None:
-        """Copies the parameters to `sent`: later steps belong to the next exchange."""
+        """Copies the parameters to `sent`, since later local steps belong to the next exchange."""
 
     def entry(self, number: int, name: str) -> Entry:
-        """Returns a common parameter, for ranks to compare."""
+        """Returns a parameter's `start` as an `Entry`, which ranks compare."""
         return HostEntry(name, self.start[slice(*self.places[number])])
 
     def to_host(self, name: str) -> np.ndarray:
-        """Returns `start`, `velocity` or `sent`, [n]."""
+        """Returns `start`, `velocity` or `sent` as a host array [n]."""
         return np.asarray(getattr(self, name))
 
     def assign_array(self, name: str, values: np.ndarray) -> None:
-        """Copies values into `start`, `velocity` or `sent`, by this name."""
+        """Copies values into `start`, `velocity` or `sent`."""
         getattr(self, name)[...] = values
 
     def begin(self, starter: Starter, name: str) -> None:
@@ -92,12 +92,12 @@ class Displacement:
         self.task = starter.start(name, self.bucket.synchronize(report))
 
     def received(self, scale: float) -> SparseSum:
-        """Returns the exchange's sum; raises its error, on all ranks alike."""
+        """Returns the sum that the exchange gave; raises its error, on all ranks alike."""
         total: SparseSum = self.task.value()
         return total
 
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
-        """Applies the outer step by a sum over ranks; returns the size of the union."""
+        """Applies the sum over ranks to the parameters by the outer step; returns the union's size."""
         self.task, outer = None, self.schedule.outer
         total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
         if outer.momentum:  # all is sent
@@ -110,25 +110,25 @@ class Displacement:
         return num_union
 
     def push(self, mean: Any) -> None:
-        """Moves `start` and `velocity` by the mean of all elements."""
+        """Applies the outer step with momentum to `start`, given the mean displacement."""
         outer = self.schedule.outer
         self.velocity *= outer.momentum
         self.velocity += mean
         self.start -= outer.lr * (mean + outer.momentum * self.velocity)
 
     def cancel(self) -> None:
-        """Drops the exchange's displacement, which was not finite on some rank."""
+        """Cancels the exchange and drops its displacement, which is NaN or Inf on some rank."""
         self.task = None
         self.bucket.abandon(drop=True)
 
     def roll_back(self) -> None:
-        """Cancels the exchange in flight; the parameters still contain its displacement."""
+        """Cancels the exchange in flight; the displacement stays in the parameters."""
         if self.task is not None:
             self.cancel()
 
 
 class LocalTraining(Steps):
-    """Counts an optimizer's steps, and lets displacements be exchanged every so many of them.
+    """Training by local steps: ranks step alone, and exchange displacements every so many steps.
 
     Attributes:
         taken: local steps since the last exchange began.
@@ -154,7 +154,7 @@ class LocalTraining(Steps):
         self.begin(facts, self.first_plan_of(facts))
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns buckets of 32 MiB; where everything is sent, none."""
+        """Returns a plan with buckets of 32 MiB; without buckets if everything is sent."""
         parameters = [fact for fact, _ in facts.values()]
         if isinstance(self.recipe.sparsifier, Dense):
             return Plan((), tuple(fact.name for fact in parameters))
@@ -166,7 +166,7 @@ class LocalTraining(Steps):
         self._assign_arrays(kept)
 
     def _arrays_by_parameter(self, *names: str) -> dict[str, dict[str, Any]]:
-        """Returns the named arrays of all displacements, by parameter."""
+        """Returns all displacements' arrays with these names, as dicts by parameter."""
         kept: dict[str, dict[str, Any]] = {name: {} for name in names}
         for part, what in itertools.product(self.parts, kept):
             values = part.moves.to_host(what)
@@ -182,7 +182,7 @@ class LocalTraining(Steps):
     # what ranks agree upon
 
     def agree(self, *, as_first: bool = False) -> None:
-        """Agrees as `Training.agree` does; ranks that are new, or behind, copy the furthest rank's state.
+        """Agrees as `Training.agree` does; ranks that are new or behind copy the furthest rank's state.
 
         With `as_first` ranks that all begin take what the first one has, and need not begin alike.
         """
@@ -209,7 +209,7 @@ class LocalTraining(Steps):
         return not self._has_begun
 
     def _copy_from_furthest(self, own_step: int, old_size: int, as_first: bool) -> Synchronization[None]:
-        """Brings common parameters, velocity, buffers and the place in its round from the furthest rank."""
+        """Copies common parameters, velocity and buffers from the furthest rank to new ranks."""
         own = [self._has_begun, own_step]
         told = yield from shared_lines([*own, self.taken])
         places = [place for *place, _ in told]
@@ -245,7 +245,7 @@ class LocalTraining(Steps):
     # an exchange
 
     def after_step(self) -> None:
-        """Called after an optimizer's step; exchanges displacements when that is due."""
+        """Called after every step of the optimizer; exchanges displacements when that is due."""
         self.taken += 1
         if not self._in_flight and self.taken < self.schedule.every:
             return
@@ -260,7 +260,7 @@ class LocalTraining(Steps):
         self.seconds_held_up += time.perf_counter() - began
 
     def _advance(self) -> None:
-        """Advances the exchange in flight without waiting."""
+        """Continues the exchange in flight as far as possible without waiting."""
 
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._land(0)
@@ -304,7 +304,7 @@ class LocalTraining(Steps):
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:
-        """Drops the exchange's displacements; a diverged rank drops its later steps, too."""
+        """Cancels the exchange; a rank with NaN or Inf also drops its local steps since then."""
         super()._cancel(failures)
         diverged = any(self.rank in getattr(error, "where", ()) for error in failures)
         for part in self.parts:
@@ -315,14 +315,14 @@ class LocalTraining(Steps):
             self._heal()
 
     def _heal(self) -> None:
-        """Clears a diverged optimizer's values that would spoil its next step."""
+        """Clears NaN and Inf from the optimizer's state, since they would spoil its next step."""
 
     def moved(self) -> list[Any]:
-        """Returns an empty list for each part: what a rank has learned is in its parameters."""
+        """Returns an empty list for each part: local steps are in the parameters, not in moves."""
         return [[] for _ in self.parts]
 
     def roll_back(self) -> None:
-        """Cancels the exchange in flight, so that it is due again in the next step."""
+        """Cancels the exchange in flight; the next step begins it again."""
         if not self._in_flight and not any(part.moves.task for part in self.parts):
             return
         self._advance()
@@ -332,7 +332,7 @@ class LocalTraining(Steps):
         self.taken = taken + self.schedule.every
 
     def replace_common(self) -> None:
-        """Makes the parameters that all ranks have loaded the common ones."""
+        """Makes the present parameters, which all ranks have loaded, the common ones."""
         for part in self.parts:
             part.restart(part.bucket.progress)
             part.moves.take_as_common()
@@ -342,7 +342,7 @@ class LocalTraining(Steps):
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Saves as `Training.save` does, after the exchange in flight: all ranks save at the same step."""
+        """Returns the checkpoint entry, once the exchange in flight has ended; all ranks call it together."""
         if self.hidden is not None and (self.taken or self._in_flight):
             raise UnsupportedError(
                 "local steps are saved outside of `with local.common():`, with this rank's own parameters"
@@ -352,7 +352,7 @@ class LocalTraining(Steps):
         return Training.save(self, local=local, **more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
-        """Loads as `Training.load` does; None makes the parameters as they are then the common ones."""
+        """Loads a checkpoint entry; with None the present parameters become the common ones."""
         self._land(0)
         local = {} if entry is None else self._checked_local(entry)
         Training.load(self, entry)

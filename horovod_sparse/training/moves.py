@@ -35,7 +35,7 @@ _NUM_NOTED, _AHEAD = 4096, 64
 
 @dataclass
 class Move:
-    """Positions and values that a rank subtracted in one pass, and the parameters there before."""
+    """Indices and values that a rank subtracted from its parameters in a pass, and their values before."""
 
     indices: Indices
     values: Values
@@ -44,7 +44,7 @@ class Move:
 
 @dataclass
 class Exchange:
-    """Moves whose mean over ranks is under way."""
+    """An allgather in flight that averages moves over ranks."""
 
     task: Task
     num_moves: int
@@ -54,7 +54,7 @@ class Exchange:
 
 
 class OwnMoves:
-    """Selects, moves, and exchanges for one bucket.
+    """Applies a rank's own selection to its parameters at once, and later replaces it by the ranks' mean.
 
     Attributes:
         moves: this rank's moves that no mean has replaced yet, the oldest first.
@@ -80,11 +80,11 @@ class OwnMoves:
 
     @property
     def task(self) -> Task:
-        """Returns the oldest exchange's collective."""
+        """The collective of the oldest exchange in flight."""
         return self.in_flight[0].task
 
     def select(self, report: BucketStep) -> None:
-        """Moves by what the sparsifier selects of the residual."""
+        """Selects from the residual, and subtracts the selection from this rank's parameters (a move)."""
         bucket, sparsifier = self._bucket, self._bucket.recipe.sparsifier
         n, step = bucket.info.num_elements, bucket.state.step
         facts: Mapping[str, float] = {}
@@ -103,13 +103,13 @@ class OwnMoves:
         self._report = report
 
     def step_back(self) -> None:
-        """Takes the step ahead back from the parameters; the residual has had it all the time."""
+        """Undoes the step ahead in the parameters; the residual has kept its values."""
         if self.ahead:
             self._parameters.replace([(move.indices, move.before) for move in self.ahead])
             self.ahead, self._left = [], None
 
     def end_pass(self) -> None:
-        """Steps ahead; keeps some of the parameters' values, for `was_edited` to compare."""
+        """Takes the step ahead, and remembers some parameters, which `was_edited` compares."""
         if self._next is not None:
             self._step_ahead(self._next, self._bucket.accumulator.take(self._next))
             self._next = None
@@ -126,7 +126,7 @@ class OwnMoves:
             self._left = indices, self._parameters.take(indices)
 
     def was_edited(self) -> bool:
-        """True if a remembered parameter has changed: to undo moves would overwrite some of the change."""
+        """True if a remembered parameter has changed since the pass: undoing moves would lose the change."""
         if self._left is None:
             return False
         indices, before = self._left
@@ -140,7 +140,7 @@ class OwnMoves:
             self.moves += [Move(*step, old) for step, old in zip(steps, before, strict=True)]
 
     def begin(self, starter: Starter, name: str) -> None:
-        """Begins the mean over ranks of all moves that are in no exchange yet."""
+        """Begins the exchange of all moves that no exchange contains yet."""
         if self._resumed:
             self._send(starter, name, *self._resumed.popleft())
             return
@@ -168,7 +168,7 @@ class OwnMoves:
         return unpack_sum(message, 1, self._wire, info.num_elements, info.value_dtype)
 
     def received(self, scale: float) -> SparseSum:
-        """Returns the sum of the oldest exchange; raises on all ranks if it overflows times `scale`."""
+        """Returns the oldest exchange's sum over ranks; raises on all ranks if it overflows."""
         exchange = self.in_flight[0]
         total: SparseSum = exchange.task.value()
         overflow = self._bucket.received(total, exchange.report, scale)
@@ -176,7 +176,7 @@ class OwnMoves:
         return total
 
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
-        """Puts the mean in the place of the oldest exchange's moves; weight decay comes before it.
+        """Replaces the oldest exchange's moves by their mean over ranks, after applying weight decay.
 
         `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
         """
@@ -191,7 +191,7 @@ class OwnMoves:
         return num_union
 
     def cancel(self) -> None:
-        """Takes the oldest exchange's moves back into the residual."""
+        """Undoes the oldest exchange's moves, and adds them to the residual again."""
         exchange = self.in_flight.popleft()
         later = [(move.indices, move.values) for move in self.moves[exchange.num_moves :]]
         self._undo()
@@ -199,7 +199,7 @@ class OwnMoves:
         self._move(later)
 
     def pending(self) -> list[tuple[Indices, Values]]:
-        """Returns positions and values that this rank has moved and no mean has replaced."""
+        """Returns indices and values of all moves that no mean has replaced yet."""
         flying = [(one.num_moves, one.own) for one in self.in_flight]
         flying += [(num_moves, self._decode(message)) for num_moves, message in self._resumed]
         sent = [(own.indices, own.values) for _, own in flying]
@@ -213,7 +213,7 @@ class OwnMoves:
         self.moves, self._left = [], None
 
     def roll_back(self) -> None:
-        """Takes everything back that no mean has replaced: parameters are the common ones."""
+        """Undoes all moves that no mean has replaced, and returns them to the residual."""
         pending = self.pending()
         if self.was_edited():  # these are another model's parameters, which somebody has loaded
             self.moves, self.ahead, self._left = [], [], None
@@ -226,7 +226,7 @@ class OwnMoves:
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
-        """Shows the common parameters; this rank's moves come back afterwards."""
+        """Returns a context in which the parameters are the common ones; afterwards it redoes the moves."""
         moves, ahead, noted = self.moves, self.ahead, self._left is not None
         self._undo()
         try:
@@ -239,7 +239,7 @@ class OwnMoves:
                 self._remember_parameters()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
-        """Returns moves and messages in flight for a checkpoint."""
+        """Returns moves and messages in flight, for a checkpoint."""
 
         def saved(moves: Sequence[Move]) -> list[list[Any]]:
             to_save = self._parameters.to_save
@@ -249,7 +249,7 @@ class OwnMoves:
         return {"moves": saved(self.moves), "in_flight": flying, "ahead": saved(self.ahead)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes moves that the parameters hold already; `begin` sends first what was in flight."""
+        """Loads moves that the loaded parameters contain; `begin` sends messages that were in flight."""
         self.moves, self.ahead = (
             [
                 Move(np.asarray(indices), np.asarray(values), self._parameters.from_saved(before))
@@ -260,7 +260,7 @@ class OwnMoves:
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
 
     def add_to_residual(self, saved: Mapping[str, Any], factor: float) -> None:
-        """Adds the pending moves of some rank's checkpoint, times a factor, to the residual."""
+        """Adds the moves in a rank's checkpoint, times a factor, to the residual instead of loading them."""
         other = OwnMoves(self._part)
         other.load(saved)
         for indices, values in other.pending():
@@ -268,7 +268,7 @@ class OwnMoves:
 
 
 class JointMoves(OwnMoves):
-    """Moves by the sum over ranks, when that is there, and not before; for any sparsifier.
+    """Applies the sum over ranks once it has arrived, and nothing before; for any sparsifier.
 
     This is every=1 and delay=0.
     """
@@ -300,7 +300,7 @@ class JointMoves(OwnMoves):
 
 
 class StepPart(BucketPart):
-    """A bucket of parameters whose own steps are folded, selected and moved by.
+    """A bucket of parameters of which each rank folds, selects and applies its own steps.
 
     Attributes:
         parameters: as moves reach them.
@@ -313,7 +313,7 @@ class StepPart(BucketPart):
     gradients: list[Any]
 
     def bind(self, parameters: Parameters, moves_at_once: bool) -> None:
-        """Ends the construction."""
+        """Connects the part to its parameters, and makes its `moves`."""
         self.parameters = parameters
         self.moves = OwnMoves(self) if moves_at_once else JointMoves(self)
         self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)
@@ -323,26 +323,26 @@ class StepPart(BucketPart):
         self.now, self.gradients, self.bucket.feedback = now, list(gradients), now.feedback
 
     def release(self) -> None:
-        """Lets go of the pass's gradients, which others may want to free."""
+        """Drops references to the pass's gradients, so that their memory can be freed."""
         self.gradients = [None] * len(self.names)
 
     @property
     def absent(self) -> list[int]:
-        """Returns the numbers of parameters that have no gradient now, or a rate of 0."""
+        """Returns the numbers of parameters that have no gradient in this pass, or a learning rate of 0."""
         still = self.now.rate == 0.0
         return [number for number, one in enumerate(self.gradients) if still or one is None]
 
     def fold(self) -> BucketStep:
-        """Folds the gradient; parameters without one keep residual and moments as they are."""
+        """Folds this pass's gradients; residual and moments of absent parameters stay."""
         absent = [self.places[number] for number in self.absent]
         return self.bucket.fold(self.gradient(), self.now.rate, absent=absent)
 
     def gradient(self) -> Any:
-        """Returns what the accumulator folds; leaves gradients as they are."""
+        """Returns the gradients in a form that the accumulator can fold."""
         return self.parameters.foldable(self.gradients, self.now.weights)
 
     def add_to(self, residuals: dict[str, Any], moved: Sequence[tuple[Indices, Values]]) -> None:
-        """Adds moves to copies of residuals, by parameter."""
+        """Adds moves to copies of the residuals, which are dicts by parameter."""
         info = self.bucket.info
         total = np.zeros(info.num_elements, info.value_dtype)
         for indices, values in moved:
@@ -351,7 +351,7 @@ class StepPart(BucketPart):
             residuals[name] = residuals[name] + self.shaped(number, total[slice(*place)])
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Takes the pass back, as `Bucket.abandon` does."""
+        """Rolls the pass back, as `Bucket.abandon` does."""
         self.bucket.abandon(drop=drop)
 
 
@@ -361,7 +361,7 @@ def _gather_moves(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Sy
 
 
 def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]:
-    """Adds moves up: returns ascending positions, each once, and the sums there."""
+    """Returns the sum of several moves: indices, ascending and unique, and values."""
     if len(moves) == 1:
         return moves[0].indices, moves[0].values
     if not moves:

@@ -36,7 +36,7 @@ _GROUPED_ELEMENTS = 1 << 16
 
 
 class Parameters:
-    """The parameters of a bucket, one behind the other; positions count from the bucket's start.
+    """A bucket's parameters, one after another; index 0 is the first element of the first one.
 
     These are arrays of float32 or float64 on the host. Front ends derive from it where they are not.
 
@@ -50,21 +50,21 @@ class Parameters:
         self._memory = list(arrays)
 
     def arrays(self) -> list[Any]:
-        """Returns the parameters' own memory, flat."""
+        """Returns flat views of the parameters' own memory."""
         return self._memory
 
     def after_write(self) -> None:
-        """Called after the arrays have been changed."""
+        """Called after the arrays have been changed; a subclass may copy them to the parameters."""
 
     def _by_parameter(self, indices: Indices) -> Iterator[tuple[Any, slice, Indices]]:
-        """Yields, for each parameter with some of the positions, its memory, which ones, and where in it."""
+        """Yields each parameter with some of the indices: array, slice of the indices, and positions."""
         cuts = itertools.pairwise([0, *np.searchsorted(indices, self._stops).tolist()])
         for array, (first, _), (start, stop) in zip(self.arrays(), self.places, cuts, strict=True):
             if start < stop:
                 yield array, slice(start, stop), indices[start:stop] - np.int32(first)
 
     def take(self, indices: Indices) -> list[Any]:
-        """Returns the values at ascending, unique positions, in the parameters' own type."""
+        """Returns the values at ascending, unique indices, in the parameters' own dtype."""
         return [scatter.taken(array, where) for array, _, where in self._by_parameter(indices)]
 
     def replace(
@@ -75,7 +75,7 @@ class Parameters:
         scale: float = 1.0,
         again: Sequence[tuple[Indices, Values]] = (),
     ) -> tuple[int, list[Any]]:
-        """Restores old values, multiplies parameters, subtracts a sum over ranks, and moves, in this order.
+        """Restores old values, multiplies by weight decay, subtracts a sum over ranks, then further moves.
 
         Args:
             undone: ascending, unique positions, and what stood there, as this method returned it.
@@ -105,34 +105,34 @@ class Parameters:
         return replaced
 
     def to_save(self, before: Any, array: Callable[[np.ndarray], Any]) -> Any:
-        """Converts what stood somewhere for a checkpoint."""
+        """Converts parameter values from before a move for a checkpoint."""
         return array(before)
 
     def from_saved(self, saved: Any) -> Any:
-        """Inverts `to_save`."""
+        """Converts what `to_save` returned back."""
         return np.array(saved)
 
     def foldable(self, gradients: Sequence[Any], weights: tuple[float, float]) -> Any:
-        """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; zeros without a gradient."""
+        """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; None counts as zeros."""
         return folded(gradients, self.arrays(), weights)
 
 
 def folded(
     gradients: Sequence[np.ndarray | None], arrays: Sequence[np.ndarray], weights: tuple[float, float]
 ) -> GradientParts:
-    """Returns ``weights[0] gradient + weights[1] array`` for a fold; arrays may be of half types."""
+    """Returns ``weights[0] gradient + weights[1] array`` for a fold; half types are allowed."""
     own = [np.zeros_like(two) if one is None else two for one, two in zip(gradients, arrays, strict=True)]
     given = [array if one is None else one for one, array in zip(gradients, own, strict=True)]
     return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, own, weights)
 
 
 def scaled(total: SparseSum, scale: float) -> Any:
-    """Returns a sum's values, an array or a tensor, times a factor; the very values for 1."""
+    """Returns a sum's values times a factor (the same array if the factor is 1)."""
     return total.values if scale == 1.0 else total.values * float(scale)
 
 
 class BucketPart:
-    """Parameters that are synchronized together, one behind the other.
+    """A bucket with its parameters' names and shapes, as a training holds it.
 
     Args:
         spec: which, and how.
@@ -175,31 +175,31 @@ class BucketPart:
             self.bucket = TwoLevelBucket(info, recipe, held, members, topology, **summing)
 
     def blank(self) -> list[np.ndarray]:
-        """Returns zeros in place of residual and companions, [n] each."""
+        """Returns zeros in the form of residual and companions, [n] each."""
         count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
         return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
 
     def restart(self, progress: Progress | None = None) -> None:
-        """Clears the residual and resets the sparsifier's state; see `Bucket.restart`."""
+        """Sets the residual to 0, and resets the sparsifier's state."""
         self.bucket.load(self.blank())
         self.bucket.restart(progress)
 
     def shaped(self, number: int, values: np.ndarray) -> Any:
-        """Copies the elements of a parameter, by its number, into its shape, as checkpoints hold them."""
+        """Returns a copy of one parameter's elements in its own shape, as checkpoints contain them."""
         return np.array(values).reshape(self.shapes[number])
 
     def flat(self, number: int, values: Any) -> np.ndarray:
-        """Returns the inverse of `shaped`."""
+        """Returns a parameter's array, flat, in the bucket's order: the inverse of `shaped`."""
         return np.asarray(values).reshape(-1)
 
     def by_name(self, values: np.ndarray) -> dict[str, Any]:
-        """Copies all elements, [n], by parameter, in its shape."""
+        """Returns a copy of all n elements as a dict of arrays in the parameters' shapes."""
         named = enumerate(zip(self.names, self.places, strict=True))
         return {name: self.shaped(number, values[slice(*place)]) for number, (name, place) in named}
 
 
 def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
-    """Returns the memory of a bucket on the host; see `PartSpec` for `whole`."""
+    """Returns a bucket's accumulator in host memory; `whole`: one for `Dense`, without a residual."""
     if whole:
         return WholeGradient(info.num_elements, info.dtype)
     density, companions = recipe.sparsifier.density, recipe.feedback.num_companions
@@ -207,7 +207,7 @@ def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -
 
 
 def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
-    """Returns names of dense parameters that are summed together: neighbours of one kind, up to a size.
+    """Returns groups of dense parameters to sum together: neighbours of one kind, up to a size.
 
     A collective for every bias takes the thread that computes longer than it takes the network. Where
     much has come together it is sent, so that it is under way while backward goes on.
@@ -228,7 +228,7 @@ def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
 
 
 def held_residuals(parts: Sequence[BucketPart], num_companions: int) -> list[dict[str, Any]]:
-    """Copies residuals, then each companion of the feedback, by parameter, in its shape."""
+    """Returns copies of the residuals, and of each companion, as dicts by parameter."""
     arrays: list[dict[str, Any]] = [{} for _ in range(1 + num_companions)]
     for part in parts:
         for by_name, values in zip(arrays, part.bucket.held(), strict=False):
@@ -239,7 +239,7 @@ def held_residuals(parts: Sequence[BucketPart], num_companions: int) -> list[dic
 def assign_residuals(
     parts: Sequence[BucketPart], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> None:
-    """Copies residuals and companions into parts, and resets their sparsifiers."""
+    """Copies residuals and companions into parts, and resets their sparsifiers' states."""
     for part in parts:
         part.restart(progress_of(part.names, progress))
         if any(name in by_name for by_name in arrays for name in part.names):
@@ -249,7 +249,7 @@ def assign_residuals(
 def gather_shards(
     parts: Sequence[BucketPart], arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> Synchronization[None]:
-    """Sends arrays that a host's ranks hold of each other's shards to the shards' ranks."""
+    """Sends each rank of a host the residuals of its shard that other ranks of the host hold."""
     for part in parts:
         yield from part.bucket.sum_over_host(_part_arrays(part, arrays, progress))
 
@@ -257,7 +257,7 @@ def gather_shards(
 def _part_arrays(
     part: BucketPart, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> list[np.ndarray]:
-    """Returns a part's residual and companions, [n] each, from those of its parameters."""
+    """Returns a part's residual and companions, [n] each, from dicts by parameter."""
     filled = part.blank()
     for by_name, into in zip(arrays, filled, strict=False):
         for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
@@ -271,7 +271,7 @@ def _part_arrays(
 
 
 def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
-    """Multiplies residuals, and companions that add up, by `factor`, after the number of ranks changed."""
+    """Multiplies residuals (and companions that add up) by a factor, after the number of ranks changed."""
     return [
         {name: values * factor for name, values in by_name.items()}
         if factor != 1.0 and (number == 0 or feedback.adds_up)
@@ -281,7 +281,7 @@ def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedb
 
 
 def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:
-    """Returns a new bucket's progress: that of its parameters in former buckets, or else of all others.
+    """Returns a new bucket's progress, from that of its parameters in earlier buckets.
 
     Schedules go on at the largest step number.
     """
@@ -292,7 +292,7 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
-    """Returns the progress of a bucket whose state all ranks reset at one step of the training.
+    """Returns a bucket's progress after all ranks have reset their states at a common step.
 
     Example:
         >>> from horovod_sparse.training.encoding import to_plain

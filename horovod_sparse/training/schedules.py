@@ -24,7 +24,7 @@ COMBINES = "ranks", "senders"
 
 @dataclass(frozen=True)
 class Schedule:
-    """When ranks exchange.
+    """How often ranks exchange (`every` passes), and how many exchanges later they apply a mean (`delay`).
 
     Args:
         every: H, passes from one exchange to the next.
@@ -44,11 +44,11 @@ class Schedule:
 
     @property
     def moves_at_once(self) -> bool:
-        """True if a rank applies its own step before it receives the others'."""
+        """True if a rank applies its own step before it has received the others'."""
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
-        """Refuses sparsifiers and settings that need other ranks in every step."""
+        """Raises if a sparsifier or setting needs other ranks in every step."""
         if not self.moves_at_once:
             return
         if not isinstance(recipe.sparsifier, (SelectAndGather, Dense)):
@@ -62,12 +62,12 @@ class Schedule:
             raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
 
     def describe(self) -> dict[str, str]:
-        """Returns the arguments that have to be equal on all ranks."""
+        """Returns the arguments that have to be equal on all ranks, as text."""
         return {"every": str(self.every), "delay": str(self.delay)}
 
 
 def mean_over_senders(sum_: SparseSum) -> SparseSum:
-    """Returns the mean at each position over the ranks that have sent it.
+    """Divides each element of a sum by the number of ranks that sent it.
 
     Example:
         >>> indices, counts = np.array([2, 5, 2], np.int32), np.array([2, 1])
@@ -80,7 +80,7 @@ def mean_over_senders(sum_: SparseSum) -> SparseSum:
 
 
 def clipped_to_median(sum_: SparseSum) -> SparseSum:
-    """Scales what each rank has sent down to the median of the ranks' norms.
+    """Scales each rank's selection down to the median of all ranks' norms, if it is larger.
 
     Example:
         >>> sum_ = SparseSum(np.arange(3, dtype=np.int32), np.array([9.0, 1.0, 2.0]), np.array([1, 1, 1]))
@@ -99,7 +99,7 @@ def clipped_to_median(sum_: SparseSum) -> SparseSum:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """Applies a mean displacement to the common parameters: SGD, with Nesterov's momentum if it has any.
+    """Applies the mean displacement to the common parameters by SGD, optionally with Nesterov momentum.
 
     ``v <- momentum v + mean,  theta <- theta - lr (mean + momentum v)``
 
@@ -123,7 +123,7 @@ class OuterStep:
 
     @classmethod
     def named(cls, given: str | OuterStep) -> OuterStep:
-        """Returns the outer step of a name, "sgd" or "nesterov"; an `OuterStep` stays what it is."""
+        """Returns the outer step called "sgd" or "nesterov", or the given `OuterStep`."""
         known = {"sgd": cls(), "nesterov": cls(0.7, 0.9)}
         if isinstance(given, str) and given not in known:
             raise UnknownNameError("outer", given, known)
@@ -134,7 +134,7 @@ class OuterStep:
 
 
 class LocalOptions(TypedDict, total=False):
-    """Keywords of local steps beside `every`: see `LocalSchedule`, and `Settings` for the last three."""
+    """Keyword arguments of local steps beside `every`."""
 
     compression: str | Recipe | None
     outer: str | OuterStep
@@ -149,7 +149,7 @@ class LocalOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSchedule(Schedule):
-    """Checked arguments of `LocalSteps`: how often ranks exchange displacements, and how they sum them.
+    """The checked arguments of `LocalSteps`: how often ranks exchange, and how displacements are averaged.
 
     Raises:
         ArgumentError: for a value that is not allowed, or values that do not go together.
@@ -206,7 +206,7 @@ class LocalSchedule(Schedule):
 
     @classmethod
     def of(cls, every: int, options: Mapping[str, Any], front_end: str) -> tuple[LocalSchedule, Settings]:
-        """Reads a front end's arguments: `LocalOptions`, as the user gave them."""
+        """Makes schedule and settings of the user's keyword arguments (`LocalOptions`)."""
         own = LocalOptions.__annotations__.keys() - {one.name for one in fields(Settings)}
         others = {name: value for name, value in options.items() if name not in own}
         settings = Settings.of(others, front_end, LocalOptions, ("every",))
@@ -217,13 +217,13 @@ class LocalSchedule(Schedule):
         return True
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
-        """Allows any sparsifier: selections need other ranks in an exchange alone."""
+        """Accepts every sparsifier, since local steps select in an exchange only."""
 
     def describe(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay", "clip")}
 
     def mean_of(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
-        """Returns a sparse sum and its factor, whose product is the mean displacement."""
+        """Returns a sum and a factor, whose product is the mean displacement."""
         if isinstance(sparsifier, SelectAndGather):
             sum_ = clipped_to_median(sum_) if self.clip else sum_
             if self.combine == "senders":

@@ -26,7 +26,7 @@ _EVERY = 1000
 
 
 class CommonOptions(TypedDict, total=False):
-    """The settings that every front end takes, as keyword arguments; see `Settings`."""
+    """Keyword arguments that every front end takes; `Settings` explains them."""
 
     plan: Plan | None
     on_nonfinite: str
@@ -35,13 +35,13 @@ class CommonOptions(TypedDict, total=False):
 
 
 class WaitingOptions(CommonOptions, total=False):
-    """The settings of front ends that wait with a deadline: torch.distributed's."""
+    """Keyword arguments of front ends with a deadline: those over torch.distributed."""
 
     deadline_seconds: float | None
 
 
 class PlannedOptions(WaitingOptions, total=False):
-    """The settings of front ends that make plans: TensorFlow's."""
+    """Keyword arguments of front ends that make plans: TensorFlow's."""
 
     bucket_bytes: int | None
     merging: Any
@@ -50,7 +50,7 @@ class PlannedOptions(WaitingOptions, total=False):
 
 
 class SettingsOptions(PlannedOptions, total=False):
-    """All settings: PyTorch's front end over Horovod takes them."""
+    """Keyword arguments of PyTorch's front end over Horovod: all settings."""
 
     synchronize_at: str
     max_grad_norm: float | None
@@ -62,7 +62,7 @@ _HARMLESS = {"levels": "flat", "on_nonfinite": RAISE, "synchronize_at": "backwar
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A training's settings beside its sparsifier. Front ends take these as keyword arguments.
+    """The settings of a training that are not part of its recipe; users give them as keyword arguments.
 
     All are taken by `horovod_sparse.torch.DistributedOptimizer`; TensorFlow's front ends take all but
     `synchronize_at` and `max_grad_norm`; `horovod_sparse.ddp` takes `plan`, `on_nonfinite`, `check_every`,
@@ -147,7 +147,7 @@ class Settings:
     def of(
         cls, options: Mapping[str, Any], front_end: str, taken: type[Any], beside: Collection[str] = ()
     ) -> Settings:
-        """Reads keyword arguments; refuses one not in `taken`, and suggests a name of `taken` or `beside`."""
+        """Makes settings of keyword arguments; raises for an unknown one, and suggests a known name."""
         known = [*taken.__annotations__, *beside]
         for name in (one for one in options if one not in taken.__annotations__):
             hint = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, known, 1))
@@ -162,20 +162,20 @@ class Settings:
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, object]:
-        """Returns the settings that have to be equal on all ranks; plans are compared apart."""
+        """Returns the settings that have to be equal on all ranks, but no plan."""
         names = "max_grad_norm", "synchronize_at", "on_nonfinite", "check_every", "levels"
         return {name: getattr(self, name) for name in names}
 
 
 def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:
-    """Refuses options that a dense reduction has no use for."""
+    """Raises if options for a sparsifier were given, but `compression` is none."""
     given = [one for one, value in options.items() if value not in (None, _HARMLESS.get(one))]
     if given:
         raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
 
 
 def _check_interval(every: Any) -> int:
-    """Returns after how many steps ranks compare models: `every`, or the environment's number."""
+    """Returns the number of steps between comparisons of ranks: the argument, or the environment's."""
     name = "check_every"
     if every is None:
         name, text = EVERY_VARIABLE, os.environ.get(EVERY_VARIABLE, "").strip() or str(_EVERY)

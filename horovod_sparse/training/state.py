@@ -36,7 +36,7 @@ _log = logging.getLogger("horovod_sparse")
 
 @dataclass(frozen=True)
 class _Head:
-    """The numbers and names of an entry."""
+    """A checkpoint entry's numbers and names, without its arrays."""
 
     algorithm: str = ""
     recipe: str = ""
@@ -52,7 +52,7 @@ class _Head:
 
 
 def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
-    """Returns this rank's entry of a checkpoint; `array` copies arrays of sparsifier states."""
+    """Returns this rank's checkpoint entry; `array` copies a sparsifier's arrays."""
     (rank, size), recipe = training.rank_and_size, training.recipe
     (residuals, *companions), topology = training.held()[0], training.topology_for(None)
     names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
@@ -72,7 +72,7 @@ def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **m
 
 
 def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
-    """Refuses an entry of another algorithm, feedback or version, and a damaged one."""
+    """Raises if an entry is damaged, or of another algorithm, feedback or version."""
     try:
         _check(entry, recipe, advice)
     except StateMismatchError:
@@ -130,7 +130,7 @@ def _progress(one: Mapping[str, Any], path: str = "") -> Progress:
 
 
 def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses arrays of other shapes than parameters have here."""
+    """Raises if an entry's arrays do not have these parameters' shapes."""
     for arrays in (entry["residuals"], *entry["companions"]):
         for name, values in arrays.items():
             if tuple(values.shape) != shapes[name]:
@@ -140,7 +140,7 @@ def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def checked_states(training: Any, entry: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the sparsifiers' states of an entry, checked, or None if they do not fit; changes nothing."""
+    """Returns the sparsifiers' states in an entry, or None if they do not fit; changes nothing."""
     (rank, size), plan = training.rank_and_size, Plan.from_dict(entry["plan"])
     if plan != training.plan or entry["size"] != size or entry["resized"]:
         return None
@@ -164,7 +164,7 @@ def checked_states(training: Any, entry: Mapping[str, Any]) -> list[Any] | None:
 
 
 def topology_of(entry: Mapping[str, Any]) -> Topology | None:
-    """Returns which ranks shared a host when an entry was saved; None for one level."""
+    """Returns which ranks shared a host when the entry was saved, or None for one level."""
     if not entry["hosts"]:
         return None
     per_host, *ranks = entry["hosts"]
@@ -172,7 +172,7 @@ def topology_of(entry: Mapping[str, Any]) -> Topology | None:
 
 
 def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
-    """Loads an entry that `check_entry` has passed; `factor` multiplies its residuals. No collective."""
+    """Loads a checked entry; `factor` multiplies its residuals. Needs no other rank."""
     size, plan = training.rank_and_size[1], Plan.from_dict(entry["plan"])
     states = checked_states(training, entry)
     forgotten = {"leans": (0.0, 0.0)} if entry["size"] != size or entry["resized"] else {}
@@ -198,7 +198,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
 
 
 def share_factor(old_rank: int, old_size: int, size: int) -> float:
-    """Returns the factor of an old rank's residual on each of its holders, which keeps the mean over ranks.
+    """Returns the factor of an old rank's residual at a new number of ranks; the mean over ranks stays.
 
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
     r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new
@@ -209,7 +209,7 @@ def share_factor(old_rank: int, old_size: int, size: int) -> float:
 
 
 def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Returns the entry for one rank of another number of ranks; keeps the mean residual exactly."""
+    """Returns the entry for a rank at a new number of ranks, made of all old ranks' entries."""
     by_rank = {entry["rank"]: entry for entry in entries}
     old_size = len(entries)
     if sorted(by_rank) != list(range(old_size)) or any(entry["size"] != old_size for entry in entries):
@@ -221,7 +221,7 @@ def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) ->
 
 
 def old_ranks_of(rank: int, old_size: int, size: int) -> range:
-    """Returns the ranks whose entries a rank goes on with at another number of ranks.
+    """Returns the old ranks whose entries a rank joins at a new number of ranks.
 
     Example:
         >>> list(old_ranks_of(0, 5, 2)), list(old_ranks_of(3, 2, 4))
@@ -233,7 +233,7 @@ def old_ranks_of(rank: int, old_size: int, size: int) -> range:
 
 
 def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Joins entries of `old_ranks_of`, in their order, into that of one rank of another number of ranks."""
+    """Joins old ranks' entries into one entry for a rank at a new number of ranks."""
     old_size = entries[0]["size"]
     if old_size == size:
         return dict(entries[0])
@@ -260,7 +260,7 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
 
 
 def _sum(shares: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
-    """Returns sums of factor times array, by name."""
+    """Returns the sum of factor times array over several dicts, name by name."""
     total: dict[str, Any] = {}
     for arrays, factor in shares:
         for name, values in arrays.items():

@@ -38,7 +38,7 @@ _labels = map("steps{}.".format, itertools.count())
 
 
 class Steps(Training):
-    """Carries passes out, for all front ends.
+    """Runs passes for all front ends: own steps, and their exchange every `every` passes.
 
     Attributes:
         schedule: every and delay.
@@ -72,7 +72,7 @@ class Steps(Training):
         return {**super().declared(), **self.schedule.describe()}
 
     def agree(self) -> None:
-        """Agrees as `Training.agree` does, after exchanges in flight are taken back."""
+        """Agrees as `Training.agree` does, after rolling back exchanges in flight."""
         if self.is_agreed:
             return
         if self._to_resume is None:
@@ -82,14 +82,14 @@ class Steps(Training):
         self._resume()
 
     def start_anew(self, start: Any) -> None:
-        """Resets states as in `Training`; `_resume` then adds moves in flight to the residual."""
+        """Resets states as `Training` does; `_resume` then adds moves in flight to the residual."""
         self.started_anew = True
         super().start_anew(start)
 
     # a pass
 
     def pass_(self, *, overflowed: bool = False) -> None:
-        """Carries out one pass once its gradients are computed. Every rank calls it equally often.
+        """Runs one pass, once its gradients are computed; every rank calls it equally often.
 
         A rank whose gradients overflowed (the loss scale was too large) takes part; no parameters change.
 
@@ -122,11 +122,11 @@ class Steps(Training):
                 self._carry_out(self.drift.run(self.step, self.shared_entries()))
 
     def shared_entries(self) -> Sequence[Any]:
-        """Returns the entries that ranks compare from time to time."""
+        """Returns the arrays that have to be equal on all ranks, which a drift check compares."""
         raise NotImplementedError
 
     def _send_facts(self, facts: Facts, name: str) -> None:
-        """Starts two collectives of an exchange: one shares `Facts`, one averages the model's buffers."""
+        """Starts the collectives that share `Facts` and average the model's buffers in an exchange."""
         # counts exchanges applied and in flight: a rank that alone has cancelled one has another number
         number = self.step + len(self._in_flight)
         facts.task = self.starter.start(f"{name}.facts", facts.share(number))
@@ -137,13 +137,13 @@ class Steps(Training):
         self._num_begun += 1
 
     def _read_facts(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
-        """Checks all ranks' facts; returns parameters that weight decay shrinks, and whether all finish."""
+        """Checks all ranks' facts; returns where to apply weight decay, and whether all are finishing."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
         return read_facts(self.parts, *of_ranks)
 
     def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
-        """Raises if ranks are at different exchanges, by their numbers."""
+        """Raises if ranks are not at the same exchange; `numbers` has each rank's."""
         if len(set(numbers)) > 1:
             told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
             raise errors.StateMismatchError(
@@ -152,7 +152,7 @@ class Steps(Training):
             )
 
     def _wait(self, facts: Facts, tasks: Sequence[Task]) -> None:
-        """Waits for an exchange; errors of parts stay in their tasks."""
+        """Waits for an exchange; errors of single parts stay in their tasks."""
         more = [] if facts.averaged is None else [facts.averaged[1]]
         self.starter.wait([facts.task, *more, *tasks])
 
@@ -162,7 +162,7 @@ class Steps(Training):
             self._averaged.move(sent, task.value())
 
     def _move_at_once(self, overflowed: bool) -> None:
-        """Applies this rank's own step at once; begins and applies exchanges that are due."""
+        """Folds, selects and applies this rank's own step; begins or applies exchanges that are due."""
         facts = self._facts
         for part in self.parts:
             part.moves.step_back()
@@ -194,7 +194,7 @@ class Steps(Training):
             self._land(self.schedule.delay)
 
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
-        """Begins an exchange; true if none is needed, since all ranks finish and none has moved alone."""
+        """Begins an exchange; returns True if all ranks are finishing, and none has moves to exchange."""
         facts, self._facts, self.taken = self._facts, Facts(), 0
         facts.finishing = finishing
         if not self.schedule.moves_at_once:
@@ -214,7 +214,7 @@ class Steps(Training):
         return False
 
     def settle(self) -> None:
-        """Exchanges this rank's moves, and waits until no exchange is in flight; every rank calls it."""
+        """Exchanges remaining moves, and waits for all exchanges in flight; every rank calls it."""
         if self.schedule.moves_at_once:
             self.agree()
             if self.taken:
@@ -224,7 +224,7 @@ class Steps(Training):
                 part.moves.step_back()
 
     def _land(self, most: int) -> bool:
-        """Applies exchanges until at most `most` are in flight; True if all ranks are in `finish`."""
+        """Applies exchanges until at most `most` are in flight; returns True if all ranks are finishing."""
         all_finishing = False
         while len(self._in_flight) > most:
             idle = self.starter.idle_seconds
@@ -278,7 +278,7 @@ class Steps(Training):
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Saves as `Training.save` does, with this rank's own moves and those in flight.
+        """Returns the checkpoint entry, with this rank's own moves and the exchanges in flight.
 
         While common parameters are shown moves are saved in the residual: no moves belong to these.
         """
@@ -300,7 +300,7 @@ class Steps(Training):
         return super().save(**more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
-        """Loads as `Training.load` does; exchanges that were in flight begin with the next pass."""
+        """Loads a checkpoint entry; its exchanges in flight begin again with the next pass."""
         passes = None if entry is None else entry.get("passes")
         if entry is not None and passes is not None:
             plan = Plan.from_dict(entry["plan"])
@@ -316,7 +316,7 @@ class Steps(Training):
         self._to_resume = passes
 
     def moved(self) -> list[list[tuple[Any, Any]]]:
-        """Returns this rank's moves that no mean has replaced yet, by part."""
+        """Returns each part's moves that no mean has replaced yet."""
         self._load_moves()
         return [part.moves.pending() for part in self.parts]
 
@@ -326,7 +326,7 @@ class Steps(Training):
                 part.moves.load(moves)
 
     def _resume(self) -> None:
-        """Begins a checkpoint's exchanges in flight, or rolls them back if ranks or schedule have changed."""
+        """Begins a checkpoint's exchanges in flight; rolls them back if ranks or schedule have changed."""
         if self._to_resume is None:
             return
         self._load_moves()
@@ -349,14 +349,14 @@ class Steps(Training):
         self._facts, self.taken = known[-1], passes["taken"]
 
     def roll_back(self) -> None:
-        """Returns moves that no mean has replaced to the residual; parameters become the common ones."""
+        """Undoes moves that no mean has replaced, and returns them to the residual."""
         for part in self.parts:
             part.moves.roll_back()
         self._in_flight.clear()
         self._facts, self.taken = Facts(), 0
 
     def finish(self) -> None:
-        """Ends a training: all ranks call it, and have equal parameters afterwards.
+        """Ends a training, so that all ranks have equal parameters; all ranks call it.
 
         A rank that has taken fewer steps meets the others' exchanges until they finish, too.
         """
@@ -372,7 +372,7 @@ class Steps(Training):
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
-        """Shows the common parameters, which are equal on all ranks; needs no other rank."""
+        """Returns a context in which parameters are the common ones, equal on all ranks."""
         before = self.hidden
         self.hidden = self.moved() if before is None else before
         try:

@@ -39,7 +39,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 class Training:
-    """Parts, plan, step number, hosts and label of one training, and under which start ranks agreed on them.
+    """Base of a front end's training: its parts, plan, step number and topology, agreed between ranks.
 
     A front end derives from it: it knows when gradients are there, starts the parts, and waits for them.
 
@@ -88,7 +88,7 @@ class Training:
 
     @property
     def sparse(self) -> list[Any]:
-        """Returns the parts that are buckets of the plan, in its order."""
+        """The parts that are buckets of the plan, in its order."""
         return [part for part in self.parts if not part.dense]
 
     @property
@@ -97,21 +97,21 @@ class Training:
 
     @property
     def is_agreed(self) -> bool:
-        """True if ranks have agreed since the last start of the collectives, and the last load."""
+        """True if ranks have agreed since Horovod (or the process group) started, and since the last load."""
         return self._agreed_under is not None and self._agreed_under is self.engine.start_token()
 
     # what a front end may add
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns a first plan for new parameters, which uses no measured times."""
+        """Returns the plan for new parameters before times are measured."""
         return fixed_bytes([fact for fact, _ in facts.values()])
 
     def _compare_plans(self) -> Synchronization[None]:
-        """Refuses ranks that ask for different plans."""
+        """Raises if ranks ask for different plans; a front end overrides it."""
         yield from ()
 
     def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
-        """Returns the failures; a sharded training adds those of ranks with other shards."""
+        """Returns this rank's failures; a sharded training adds those of ranks with other shards."""
         return failures
 
     @property
@@ -120,12 +120,12 @@ class Training:
         return self.step == 0
 
     def _add_parts(self, parts: Sequence[Any]) -> None:
-        """Called with new parts after they were made, for a front end to connect to gradients."""
+        """Called with new parts; a front end registers hooks for their gradients."""
 
     # parts and plans
 
     def begin(self, facts: Facts, plan: Plan) -> None:
-        """Makes the first parts. No collective: ranks agree before these are synchronized."""
+        """Makes the first parts, without asking other ranks, which agree before the first step."""
         self.facts = dict(facts)
         self._adopt_rank_and_size(None)
         self.build(plan)
@@ -143,21 +143,21 @@ class Training:
             self.engine.move_to(topology)
 
     def topology_for(self, entry: Mapping[str, Any] | None) -> Topology | None:
-        """Returns the hosts on which ranks have agreed, else those of this rank's entry; None if unknown."""
+        """Returns the topology on which ranks agreed, else that of this rank's entry; None if unknown."""
         if self.settings.levels == "flat" or (self.topology is not None and self.topology.size == self.size):
             return self.topology
         fits = entry is not None and (entry["rank"], entry["size"]) == self.rank_and_size
         return topology_of(entry) if entry is not None and fits else None
 
     def build(self, plan: Plan) -> None:
-        """Makes fresh parts for a plan of all parameters. Gradients stay what they are."""
+        """Makes new parts for a plan of all parameters; leaves gradients as they are."""
         plan.check(self.parameters)
         parts = self._make_plan_parts(plan, self.facts)
         self.plan, self.parts = plan, list(parts)
         self._add_parts(parts)
 
     def _make_plan_parts(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
-        """Returns the parts of a plan: buckets, numbered from `first` on, then what stays dense."""
+        """Returns the parts of a plan: buckets, numbered from `first` on, then groups of dense parameters."""
         recipe, specs = self.recipe, []
         for number, names in enumerate(plan.buckets, first):
             chosen = recipe.for_parameter(names[0], facts[names[0]][0].num_elements)
@@ -173,7 +173,7 @@ class Training:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
     ) -> list[Any]:
-        """Returns fresh parts, with residuals of zeros, for a rank and size; leaves gradients alone.
+        """Returns new parts with residuals of zeros, for a rank and number of ranks.
 
         By default the engine makes them, by a method of this name.
         """
@@ -187,27 +187,27 @@ class Training:
         return {name: part.bucket.progress for part in self.parts for name in part.names}
 
     def held(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
-        """Returns residuals and companions by parameter, in its shape, and how far each has come."""
+        """Returns residuals and companions by parameter, and each parameter's progress."""
         if self._loose is not None:
             return self._loose
         return held_residuals(self.parts, self.recipe.feedback.num_companions), self._progress()
 
     def load_held(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
-        """Loads residuals, companions and progress into fresh states; with two levels ranks agree again."""
+        """Loads residuals, companions and progress into the parts, whose states are reset."""
         assign_residuals(self.parts, held, progress)
         if self.settings.levels == "host" and self.size > 1:
             is_any = any(np.any(np.asarray(values)) for by_name in held for values in by_name.values())
             self._loose, self._agreed_under = (held, progress) if is_any else None, None
 
     def replan(self, plan: Plan) -> None:
-        """Changes the plan between two steps, on all ranks; keeps residuals, resets sparsifiers."""
+        """Changes the plan between two steps, on all ranks; keeps residuals, resets sparsifiers' states."""
         plan.check(self.parameters)
         held = self.held()
         self.build(plan)
         self.load_held(*held)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """Makes parts for new parameters, which all ranks have to add alike, and returns their facts."""
+        """Makes parts for parameters added since, alike on all ranks; returns these parameters."""
         new = dict(self.engine.facts(self.facts))
         if not new:
             return new
@@ -223,7 +223,7 @@ class Training:
         return new
 
     def _join(self, new: Facts, plan: Plan) -> None:
-        """Adds the new parameters' parts to the training, by the plan on which ranks have agreed."""
+        """Appends the parts of new parameters, by the plan on which ranks have agreed."""
         parts, before = self._make_plan_parts(plan, new, first=len(self.plan.buckets)), self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
@@ -234,7 +234,7 @@ class Training:
     # what ranks agree upon
 
     def agree(self) -> None:
-        """Agrees on where to go on, before the first parts after a start or a load; all ranks together."""
+        """Makes all ranks agree on step, plan and states, before the first step after a start or a load."""
         if self.is_agreed:
             return
         under = self.engine.start_token()
@@ -285,7 +285,7 @@ class Training:
         )
 
     def start_anew(self, start: agreement.AgreedStatus) -> None:
-        """Resets states, as all ranks have agreed; keeps residuals, and their mean over ranks."""
+        """Resets all states to the agreed step and plan; keeps residuals, with their mean over ranks."""
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
         if self.rank == 0 and start.step > 0:
@@ -299,11 +299,11 @@ class Training:
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Returns this rank's entry of a checkpoint, between two steps, with `more` beside it."""
+        """Returns this rank's checkpoint entry between two steps, with `more` added."""
         return saved_entry(self, self.engine.to_array, **more)
 
     def check_fits(self, entry: Mapping[str, Any], needed: Iterable[str], known: Mapping[str, Any]) -> None:
-        """Refuses an entry of other parameters; `check_entry` has passed it."""
+        """Raises if a checked entry is of other parameters than this training's."""
         saved = set(Plan.from_dict(entry["plan"]).names())
         unknown, lacking = saved - set(known or saved), set(needed) - saved
         if unknown or lacking:
@@ -315,7 +315,7 @@ class Training:
             check_shapes(entry, {name: tuple(parameter.shape) for name, parameter in known.items()})
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
-        """Continues from an entry that fits, or from nothing; ranks agree in the next step. No collective."""
+        """Loads a checkpoint entry, or resets with None; ranks agree before the next step."""
         topology = self.topology_for(entry)
         if (self.made_for, self.topology) != (self.rank_and_size, topology):
             self._adopt_rank_and_size(topology)
@@ -330,7 +330,7 @@ class Training:
         load_entry(self, entry, self.share_of(entry))
 
     def share_of(self, entry: Mapping[str, Any]) -> float:
-        """Returns the factor of an entry's residual at this number of ranks."""
+        """Returns the factor for an entry's residuals at the present number of ranks."""
         # in elastic training a worker takes back what it saved when there were more or fewer: its own alone
         if entry["size"] in self.sizes:
             return self.size / int(entry["size"])
@@ -338,7 +338,7 @@ class Training:
 
 
 def _advice_if_compiled(names: Iterable[str]) -> str:
-    """Returns a remedy where names differ because one of two models was compiled."""
+    """Returns an advice if the names differ because one of two models was compiled; else ""."""
     found = any(name.startswith("_orig_mod.") for name in names)
     remedy = "named_parameters of the module that it was given (model._orig_mod.named_parameters())"
     return f". torch.compile puts _orig_mod. before every name: give {remedy}" if found else ""

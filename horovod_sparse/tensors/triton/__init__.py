@@ -13,7 +13,7 @@ from horovod_sparse.tensors.triton import select as _select
 
 
 def _there(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Launches go to the current device, wherever the tensors are; so this makes theirs the current one."""
+    """Makes a function run with its tensors' CUDA device as the current one, where Triton launches."""
 
     @functools.wraps(function)
     def launch(values: torch.Tensor, *arguments: Any, **more: Any) -> Any:

@@ -27,13 +27,13 @@ OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def programs(num_elements: int, tile: int = TILE) -> int:
-    """Returns the number of programs that cover n elements; 1 or more."""
+    """Returns how many programs (instances of a kernel) cover n elements; at least 1."""
     return max(triton.cdiv(num_elements, tile), 1)
 
 
 @triton.jit
 def magnitude(values):  # type: ignore[no-untyped-def]
-    """The bits without the sign: int64 for float64, else int32."""
+    """Returns the bits without the sign: int64 for float64, else int32."""
     if values.dtype == tl.float64:
         bits = values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     else:
@@ -43,7 +43,7 @@ def magnitude(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_finite(values):  # type: ignore[no-untyped-def]
-    """False for Inf and NaN: decided by the bits, since a maximum of floats may drop NaN."""
+    """Returns whether values are finite, by their bits, since a maximum of floats may drop NaN."""
     if values.dtype == tl.float64:
         finite = magnitude(values) < 0x7FF0000000000000
     else:
@@ -53,13 +53,13 @@ def is_finite(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def root(values):  # type: ignore[no-untyped-def]
-    """Square roots, rounded as IEEE says: Triton's own of float32 is not."""
+    """Returns correctly rounded square roots, which Triton's own of float32 are not."""
     return tl.sqrt(values) if values.dtype == tl.float64 else tl.sqrt_rn(values)
 
 
 @triton.jit
 def quotient(left, right):  # type: ignore[no-untyped-def]
-    """left / right, rounded as IEEE says: Triton's own of float32 is not."""
+    """Returns correctly rounded quotients, which Triton's own of float32 are not."""
     return left / right if left.dtype == tl.float64 else tl.div_rn(left, right)
 
 
@@ -70,13 +70,13 @@ _KEYS = 2048
 
 
 def digits(num_bits: int) -> list[tuple[int, int]]:
-    """Returns shift and width of each radix digit, from the top; the last has the bits that remain."""
+    """Returns shift and width of each digit of a radix select, from the top; the last has the rest."""
     return [(low, high - low) for high, low in itertools.pairwise([*range(num_bits, 0, -8), 0])]
 
 
 @triton.jit
 def advance(counters, state, k, level, width, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the k-th key's digits before `level`, the last of `width` bits, and its rank among these."""
+    """Returns the k-th key's first digits (before `level`), and its rank among the keys that share them."""
     prefix = tl.zeros([], tl.int64)
     left = prefix + k
     if level > 0:
@@ -98,7 +98,7 @@ def _digit_kernel(  # type: ignore[no-untyped-def]
     keys, size, size_pointer, counters, state, k, level, shift, width,
     SIZE_ON_DEVICE: tl.constexpr, FULL_MASK: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Counts the values of digit `level` over keys whose higher digits are the k-th key's."""
+    """Counts, for each value of digit `level`, the keys whose higher digits are the k-th key's."""
     # The digits before this one have all 8 bits, only the last may be shorter.
     prefix, left = advance(counters, state, k, level, 8, BINS)
     if tl.program_id(0) == 0:
@@ -125,7 +125,7 @@ def _digit_kernel(  # type: ignore[no-untyped-def]
 
 
 class RadixSelect:
-    """Counters and state of one radix select."""
+    """Finds the k-th largest key on a device, digit by digit."""
 
     def __init__(self, counters: Tensor, state: Tensor, k: int, num_bits: int) -> None:
         self.counters, self.state, self.k = counters, state, k
@@ -133,7 +133,7 @@ class RadixSelect:
         self._full_mask = (1 << num_bits) - 1
 
     def count(self, keys: Tensor, num_digits: int, size_on_device: Tensor | None = None) -> None:
-        """Counts the first digits of the keys, one after the other."""
+        """Counts the first `num_digits` digits of the keys, one after another."""
         grid = min(programs(keys.numel(), _KEYS), _MAX_PROGRAMS)
         pointer = self.counters if size_on_device is None else size_on_device
         for level, (shift, width) in enumerate(self.digits[:num_digits]):
@@ -154,7 +154,7 @@ MAX_PROGRAMS = 2112
 
 @dataclass(frozen=True)
 class Passing:
-    """Blocks of a window whose maximum reaches a bound."""
+    """The list of a window's blocks whose maximum reaches a bound."""
 
     blocks: Tensor
     facts: Tensor
@@ -162,7 +162,7 @@ class Passing:
 
     @property
     def max_tiles(self) -> int:
-        """The most tiles that the list can have: the host does not know how many blocks pass."""
+        """The most tiles that the list may need, since the host does not know how many blocks pass."""
         return programs(self.blocks.numel(), self.rows)
 
 
@@ -171,7 +171,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     maxima, first, last, bound, counters, state, k, bound_shift, facts, counts,
     BOUND_DIGITS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Fixes the bound, and counts the passing blocks of each chunk."""
+    """Computes the bound, and counts each chunk's blocks that reach it."""
     limit = tl.zeros([], tl.int64) + bound
     if BOUND_DIGITS > 0:
         prefix, _ = advance(counters, state, k, BOUND_DIGITS, 8, BINS)
@@ -190,7 +190,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 def _write_kernel(  # type: ignore[no-untyped-def]
     maxima, first, last, facts, counts, out, CHUNK: tl.constexpr, STRIDE: tl.constexpr
 ):
-    """Writes the numbers of the passing blocks in ascending order: each chunk behind those before it."""
+    """Writes the numbers of the blocks that reach the bound, ascending."""
     program = tl.program_id(0)
     lanes = tl.arange(0, STRIDE)
     sums = tl.zeros([STRIDE], tl.int32)
@@ -216,7 +216,7 @@ def list_blocks(
     radix: RadixSelect | None = None,
     bound_digits: int = 0,
 ) -> Passing:
-    """Lists the blocks that touch [start, stop) and whose maximum is >= the bound."""
+    """Lists the blocks that overlap [start, stop) and whose maximum is >= the bound."""
     first, last = start // block, -(-stop // block)
     device = maxima.device
     facts = torch.empty(2, dtype=torch.int64, device=device)
@@ -240,7 +240,7 @@ def list_blocks(
 def look(  # type: ignore[no-untyped-def]
     values, blocks, total, tile, start, stop, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns positions and magnitude bits of a tile of listed blocks, and a mask of the window.
+    """Loads a tile of listed blocks: returns indices, magnitude bits, and a mask of the window.
 
     Positions are 32 bits wide: beyond n they may wrap to negative ones, which no window holds.
     """

@@ -23,7 +23,7 @@ def _fold_tile(  # type: ignore[no-untyped-def]
     PLAIN: tl.constexpr, MOMENTUM: tl.constexpr, MOMENT: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS blocks from element `first` on; only a masked tile may reach beyond n."""
+    """Folds a tile of ROWS blocks from element `first` on; MASKED: the tile may reach beyond n."""
     rows = tl.arange(0, ROWS)
     local = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     values += first
@@ -112,7 +112,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
 def _report_kernel(  # type: ignore[no-untyped-def]
     squares, trouble, factors, square_norm, report, n, num_programs, CHUNK: tl.constexpr
 ):
-    """One program: adds the tiles' sums of squares, always in the same order, and writes the report."""
+    """Adds up all tiles' sums of squares in a fixed order, and writes the fold's report."""
     lanes = tl.arange(0, CHUNK)
     sums = tl.zeros([CHUNK], tl.float64)
     for start in range(0, num_programs, CHUNK):
@@ -187,7 +187,7 @@ _OPTIONS = OPTIONS | {"num_warps": 4}
 def _put_kernel(  # type: ignore[no-untyped-def]
     values, indices, new, k, ADD: tl.constexpr, CLEAR: tl.constexpr, LANES: tl.constexpr
 ):
-    """values[indices] = new, or values[indices] + new, or 0."""
+    """Writes values[indices] = new, or with ADD values[indices] + new, or with CLEAR 0."""
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = lanes < k
     where = tl.load(indices + lanes, mask=mask, other=0)
@@ -219,7 +219,7 @@ def add(values: Tensor, indices: Tensor, new: Tensor) -> None:
 
 @triton.jit
 def _raw(values):  # type: ignore[no-untyped-def]
-    """The bits, as a signed integer of the same width."""
+    """Returns the bits as a signed integer of the same width."""
     if values.dtype.primitive_bitwidth == 16:
         bits = values.to(tl.int16, bitcast=True)
     elif values.dtype.primitive_bitwidth == 64:
@@ -231,7 +231,7 @@ def _raw(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _narrow(total, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 to a half type, to nearest, ties to even."""
+    """Converts float32 to a half type, rounding to nearest, ties to even."""
     if kind == tl.bfloat16:
         # In integers: neither every GPU nor Triton's interpreter rounds to bfloat16 this way.
         raw = total.to(tl.uint32, bitcast=True)
@@ -247,7 +247,7 @@ def _narrow(total, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 def _add_sum_kernel(  # type: ignore[no-untyped-def]
     dense, indices, new, touches, k, HALF: tl.constexpr, UNIQUE: tl.constexpr, LANES: tl.constexpr
 ):
-    """The lane at the head of a run of equal indices adds the run, one after the other."""
+    """Adds values at sorted, repeated indices: the first lane of equal indices adds all of theirs."""
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = lanes < k
     where = tl.load(indices + lanes, mask=mask, other=-1)

@@ -43,7 +43,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     bits, blocks, facts, start, stop, buffer, capacity, count,
     FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys of [start, stop) that reach the bound, in any order; `count` says how many there were."""
+    """Collects the keys of [start, stop) that reach the bound, in any order, and counts them."""
     bound = tl.load(facts).to(bits.dtype.element_ty)
     total = tl.load(facts + 1).to(tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(total, ROWS), tl.num_programs(0)):
@@ -58,7 +58,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 def _finish_kernel(  # type: ignore[no-untyped-def]
     counters, state, k, level, width, count, capacity, report, CANDIDATES: tl.constexpr, BINS: tl.constexpr
 ):
-    """Writes the key, and whether the buffer was too small (one program)."""
+    """Writes the k-th key, and whether the buffer of candidates was too small."""
     prefix, _ = advance(counters, state, k, level, width, BINS)
     overflow = tl.zeros([], tl.int64)
     if CANDIDATES:
@@ -80,7 +80,7 @@ def find_kth(
     dense: bool,
     capacity: int | None = None,
 ) -> tuple[Tensor, Passing | None]:
-    """As `plain_kernels.kth`; also the blocks that may hold one of the k largest, None with `dense`."""
+    """Returns the k-th largest's magnitude bits, and the list of blocks that may contain the k largest."""
     block, device = layout.block, values.device
     kind, num_bits = int_type(values.dtype), num_magnitude_bits(values.dtype)
     bits = values.view(kind)
@@ -129,7 +129,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     bits, blocks, facts, floor, start, stop, counts, max_tiles,
     EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per tile: how many are above the floor, in the upper half of the word; equal to it, in the lower."""
+    """Counts each tile's elements above the floor (upper half of a word) and equal to it (lower half)."""
     limit = tl.load(floor).to(bits.dtype.element_ty)
     total = tl.load(facts + 1).to(tl.int32)
     for tile in range(tl.program_id(0), max_tiles, tl.num_programs(0)):
@@ -149,7 +149,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     bits, blocks, facts, floor, start, stop, sums, max_tiles, k, out,
     EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every tile writes behind what the tiles before it found; nothing beyond out[k]. out[0]: how many."""
+    """Writes each tile's indices behind those of the tiles before it, k at most."""
     limit = tl.load(floor).to(bits.dtype.element_ty)
     number = tl.load(facts + 1).to(tl.int32)
     total = tl.load(sums + max_tiles - 1)
@@ -184,7 +184,7 @@ def _select(
     stop: int,
     k: int,
 ) -> Tensor:
-    """Count, running sum, write; the first word of the result is the count (if exact, of those above)."""
+    """Returns the indices of elements above `floor` (with `exact` the k largest), after their count."""
     tiles, bits, device = passing.max_tiles, values.view(int_type(values.dtype)), values.device
     counts = torch.empty(tiles, dtype=torch.int64, device=device)
     out = torch.empty(k + 1, dtype=torch.int32, device=device)
