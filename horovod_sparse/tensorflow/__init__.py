@@ -19,9 +19,6 @@ from horovod_sparse.tensorflow.state import load as load
 from horovod_sparse.tensorflow.state import save as save
 from horovod_sparse.tensorflow.wrappers import DistributedGradientTape as DistributedGradientTape
 from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer
-from horovod_sparse.tensorflow.wrappers import (
-    PartialDistributedGradientTape as PartialDistributedGradientTape,
-)
 
 if _TYPE_CHECKING:
     # horovod.tensorflow has no types: what the star brings is unknown to type checkers

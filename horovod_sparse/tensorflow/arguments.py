@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import op_name
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_variable, checked_variable
+from horovod_sparse.tensorflow.tensors import checked_variable
 from horovod_sparse.training.compression import check_compression
 from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_without_sparsifier
 
@@ -127,15 +127,6 @@ class Arguments:
             **self.settings.describe(),
         }
 
-    def __reduce__(self) -> Any:
-        if self.process_set is not hvd.global_process_set:
-            raise UnsupportedError(
-                "an optimizer of some ranks alone cannot be copied or pickled: wrap a plain optimizer again, "
-                "with the same process_set"
-            )
-        given = {name: getattr(self, name) for name in _NAMES if name != "process_set"}
-        return functools.partial(Arguments, **given), ()
-
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
 
@@ -143,30 +134,3 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
-
-
-class Again:
-    """Wraps a new optimizer as an earlier one was wrapped, without its state: Keras copies optimizers."""
-
-    def __init__(self, wrap: Callable[..., Any], arguments: Arguments) -> None:
-        self._wrap, self._arguments = wrap, arguments
-
-    def __call__(self, other: Any) -> Any:
-        arguments, compression = self._arguments, self._arguments.compression
-        if isinstance(compression, SparseCompressor):
-            arguments = dataclasses.replace(arguments, compression=SparseCompressor(compression.recipe))
-        return self._wrap(other, **arguments.taken_by(self._wrap))
-
-    def from_config(self, base: Any, config: dict[str, Any], **more: Any) -> Any:
-        return self(base.from_config(config, **more))
-
-
-def variables_of_layers(local_layers: Any) -> list[Any]:
-    """Returns the variables of a layer, or of a list of layers."""
-    several = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
-    layers = [layer for layer in several if layer is not None]
-    if not all(hasattr(layer, "trainable_weights") and getattr(layer, "built", True) for layer in layers):
-        raise ArgumentError(
-            "local_layers", local_layers, "layers that are built: they have no variables before"
-        )
-    return [as_variable(variable) for layer in layers for variable in layer.trainable_weights]

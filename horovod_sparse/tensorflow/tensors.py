@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -110,22 +110,35 @@ def divided_by_ranks(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
     return tensor / tf.cast(number, tensor.dtype)
 
 
-def scaled_locally(gradient: Any, process_set: Any) -> Any:
-    """Divides a local gradient by the number of ranks, as averaging the loss would."""
-    return _changed(gradient, lambda values: divided_by_ranks(values, process_set))
-
-
 def times(gradient: Any, factor: Any) -> Any:
     """Multiplies a gradient (or None, or `tf.IndexedSlices`) by a number."""
-    return _changed(gradient, lambda values: values * tf.cast(factor, values.dtype))
-
-
-def _changed(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
-    return change(gradient)
+        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def reduce_if_finite(
+    reducer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    learning_rate: Any,
+    scale: Any,
+    skips: bool = True,
+) -> list[Any]:
+    """Reduces gradients of a loss times the scale, a power of two.
+
+    They are NaN on all ranks where one is not finite on some rank: by these a scaler skips the step.
+    """
+    if not reducer.is_needed:
+        return list(gradients)
+    scale = tf.convert_to_tensor(scale)
+    unscaled = [times(gradient, 1.0 / scale) for gradient in gradients]
+    results, skipped = reducer.synchronize_or_skip(unscaled, variables, learning_rate, scaled=skips)
+    if skipped is not None:
+        scale = tf.where(skipped, tf.cast(float("nan"), scale.dtype), scale)
+    return [times(gradient, scale) for gradient in results]
 
 
 def aligned_zeros(num_bytes: int) -> np.ndarray:

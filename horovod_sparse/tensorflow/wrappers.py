@@ -18,17 +18,42 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, present_start
-from horovod_sparse.tensorflow.arguments import Arguments, variables_of_layers
+from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
-from horovod_sparse.tensorflow.reduction import GradientReduction, Reduction, reduced_once
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.tensorflow.tensors import as_variable
+from horovod_sparse.tensorflow.tensors import as_variable, reduce_if_finite
 from horovod_sparse.training.settings import PlannedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+def reduced_once(
+    reduce: Callable[[list[Any], list[Any]], list[Any]],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+) -> list[Any]:
+    """Reduces one gradient a variable, also where a tape is asked for it twice (of layers that share it)."""
+    first: dict[Any, int] = {}
+    for i, variable in enumerate(variables):
+        first.setdefault(variable.ref(), i)
+    positions = first.values()
+    reduced = reduce([gradients[i] for i in positions], [variables[i] for i in positions])
+    found = dict(zip(first, reduced, strict=True))
+    return [found[variable.ref()] for variable in variables]
+
+
+class GradientReduction:
+    """Reduces gradients in the place of Horovod's own function; Horovod takes it as `compression=`."""
+
+    def __init__(self, synchronizer: Any) -> None:
+        self.synchronizer = synchronizer
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, grads: Sequence[Any], vars: Sequence[Any], _generic_names: bool = False) -> list[Any]:
+        return reduced_once(self.synchronizer.synchronize, grads, vars)
 
 
 def _adopted(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,37 +125,7 @@ def DistributedGradientTape(
         stock = hvd.DistributedGradientTape
         return _comparing_arguments(stock(gradtape, **arguments.taken_by(stock)), arguments)
     compression.serve()
-    return _distributed(gradtape, arguments.checked().synchronizer(), scale_local_gradients)
-
-
-@tf.autograph.experimental.do_not_convert
-@construction_errors.telling
-def PartialDistributedGradientTape(
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: Any = hvd.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    **options: Unpack[PlannedOptions],
-) -> Any:
-    """Wraps a tape as `DistributedGradientTape` does, but keeps the gradients of some layers local.
-
-    Args:
-        local_layers: a layer, or several. All other arguments are those of `DistributedGradientTape`.
-    """
-    given = dict(locals())
-    variables, options = variables_of_layers(given.pop("local_layers")), given.pop("options")
-    tape = DistributedGradientTape(**given, **options)
-    for variable in variables:
-        tape.register_local_source(variable)
-    return tape
+    return _distributed(gradtape, arguments.checked().synchronizer())
 
 
 def DistributedOptimizer(
@@ -192,12 +187,7 @@ class _Methods(tf.GradientTape):
     @property
     def telemetry(self: Any) -> Telemetry:
         """Reports of the last step, and means."""
-        return self._reduction.reducer.telemetry
-
-    @tf.autograph.experimental.do_not_convert
-    def register_local_source(self: Any, source: Any) -> None:
-        """Excludes a variable, whose gradient then stays local."""
-        self._reduction.keep_local("source", source)
+        return self._synchronizer.telemetry
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -230,8 +220,8 @@ class _Methods(tf.GradientTape):
             )
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
-        reduction: Reduction = self._reduction
-        if learning_rate is not None and reduction.reducer.recipe.feedback.applies_rate:
+        synchronizer: GradientSynchronizer = self._synchronizer
+        if learning_rate is not None and synchronizer.recipe.feedback.applies_rate:
             allowed = (
                 "none: what this feedback has normalized goes to a plain keras.optimizers.SGD(learning_rate, "
                 "weight_decay=...)"
@@ -240,30 +230,13 @@ class _Methods(tf.GradientTape):
 
         def reduce(given: list[Any], theirs: list[Any]) -> list[Any]:
             if loss_scale is None:
-                reduced, self.skipped = reduction.reduce(given, theirs, learning_rate)
+                reduced, self.skipped = synchronizer.synchronize_or_skip(given, theirs, learning_rate)
                 return reduced
-            scale = tf.convert_to_tensor(as_variable(loss_scale))
-            return reduction.reduce_if_finite(given, theirs, learning_rate, scale)
+            return reduce_if_finite(synchronizer, given, theirs, learning_rate, as_variable(loss_scale))
 
         results = reduced_once(reduce, gradients, variables)
         mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)
-
-    @tf.autograph.experimental.do_not_convert
-    def get_local_and_global_gradients(
-        self: Any,
-        target: Any,
-        sources: Sequence[Any],
-        output_gradients: Any = None,
-        use_generic_names: bool = False,
-    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Returns two lists of (variable, gradient): those of local variables, and all others."""
-        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
-        local: list[tuple[Any, Any]] = []
-        shared: list[tuple[Any, Any]] = []
-        for source, gradient in zip(sources, gradients, strict=True):
-            (local if self._reduction.is_local(source) else shared).append((source, gradient))
-        return local, shared
 
 
 #: the start of Horovod in which Horovod's own tapes have compared their arguments last, by process set
@@ -291,10 +264,10 @@ def _comparing_arguments(tape: Any, arguments: Arguments) -> Any:
 _COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "__"}
 
 
-def _distributed(gradtape: tf.GradientTape, synchronizer: GradientSynchronizer, scale_local: bool) -> Any:
+def _distributed(gradtape: tf.GradientTape, synchronizer: GradientSynchronizer) -> Any:
     """Changes a tape's class to one that synchronizes gradients; the tape keeps its recording."""
     user: Any = gradtape
     cls: Any = type(type(user).__name__, (type(user),), dict(_COPIED))
     tape = cls(user._persistent, user._watch_accessed_variables)
-    tape._tape, tape._reduction = user._tape, Reduction(synchronizer, scale_local)
+    tape._tape, tape._synchronizer = user._tape, synchronizer
     return tape

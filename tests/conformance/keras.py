@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ EVERYTHING, SPARSE = "topk:density=1.0", "exdyna:density=0.05"
 NIGHT = pytest.mark.nightly
 # a sum of another order differs by rounding
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
-COPIES = {"pickle": lambda one: pickle.loads(pickle.dumps(one)), "deepcopy": copy.deepcopy}
 
 
 def kinds(*by_day: Any, also: Sequence[Any] = ()) -> list[Any]:
@@ -131,19 +129,6 @@ def test_several_passes_per_step(kind, rank, size, everywhere):
     np.testing.assert_allclose(results[1], results[2], **CLOSE)
 
 
-def test_local_layers(rank, size, everywhere):
-    model = make_model()
-    layer = next(one for one in model.layers if one.trainable_weights)
-    optimizer = hvd.PartialDistributedOptimizer(
-        sgd(), compression=hvd.Compression.parse(EVERYTHING), local_layers=[layer]
-    )
-    fit(model, optimizer, rank, size)
-    expected = trained_densely(sgd(), rank, size, kept=(0, 1))
-    np.testing.assert_allclose(flat(model), flat(expected), **CLOSE)
-    weights = everywhere(flat(model))
-    assert not (weights == weights[0]).all()
-
-
 @pytest.mark.parametrize("kind", kinds("legacy"))
 def test_a_checkpoint_of_tensorflow_goes_on_bit_for_bit(kind, tmp_path, rank, size):
     model, optimizer = halfway(kind)
@@ -227,16 +212,6 @@ def test_a_gradient_that_is_none_for_once_moves_no_other_variable(kind, eagerly)
     assert [weight.numpy().tolist() for weight in weights] == [
         [-size * count * factor] * 2 for count, factor in zip((2, 3, 2), factors, strict=True)
     ]
-
-
-@pytest.mark.parametrize("kind", kinds("new", "legacy"))
-def test_copies_are_distributed(kind, rank, size):
-    optimizer = hvd.DistributedOptimizer(sgd(kind, 0.5, 0.0), compression=EVERYTHING, op=stock.Sum)
-    for made in COPIES.values():
-        again, weight = made(optimizer), variable(np.zeros(4))
-        descend(again, [weight], [tf.fill([4], rank + 1.0)])
-        assert weight.numpy().tolist() == [-0.5 * size * (size + 1) / 2] * 4
-        assert again.telemetry is not optimizer.telemetry
 
 
 @pytest.mark.parametrize("kind", kinds("new", "legacy"))

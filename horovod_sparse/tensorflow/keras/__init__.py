@@ -18,9 +18,6 @@ import horovod_sparse.tensorflow.keras.elastic as elastic  # noqa: F401
 from horovod_sparse.tensorflow.compression import Compression as Compression
 from horovod_sparse.tensorflow.compression import SparseCompressor as SparseCompressor
 from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer as DistributedOptimizer
-from horovod_sparse.tensorflow.keras.optimizer import (
-    PartialDistributedOptimizer as PartialDistributedOptimizer,
-)
 from horovod_sparse.tensorflow.keras.optimizer import load_model as load_model
 from horovod_sparse.tensorflow.measuring import measured_profile as measured_profile
 from horovod_sparse.tensorflow.state import load as load

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.keras import callbacks as stock
+from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
 
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError
@@ -112,30 +113,6 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         for name in dict.fromkeys(name for metrics in everyone for name in metrics):
             values = [metrics[name] for metrics in everyone if name in metrics]
             logs[name] = sum(values) / len(values)
-
-
-class BestModelCheckpoint(tf.keras.callbacks.ModelCheckpoint):
-    """`keras.callbacks.ModelCheckpoint` with ``save_best_only``, which writes on rank 0 alone.
-
-    Put `MetricAverageCallback` before it, if `monitor` is a metric that ranks measure separately.
-    """
-
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        save_weights_only: bool = False,
-        mode: str = "auto",
-        save_freq: Any = "epoch",
-        filepath: str | None = None,
-    ) -> None:
-        default = "best.weights.h5" if save_weights_only else "best.keras"
-        given = monitor, verbose, True, save_weights_only, mode, save_freq
-        super().__init__(filepath or default, *given)
-
-    def _save_model(self, *args: Any, **arguments: Any) -> None:
-        if hvd.rank() == 0:
-            super()._save_model(*args, **arguments)
 
 
 class _Rates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,19 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
-from horovod_sparse.tensorflow.arguments import Again, Arguments
+from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, label_of, reduce_densely
 from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_graphs
-from horovod_sparse.tensorflow.keras.steps import no_local_variables, own_class
-from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.keras.steps import own_class
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
-from horovod_sparse.tensorflow.tensors import as_dense, as_variable, build, times, variables_of
+from horovod_sparse.tensorflow.tensors import (
+    as_dense,
+    as_variable,
+    build,
+    reduce_if_finite,
+    times,
+    variables_of,
+)
 
 
 def is_keras3(optimizer: Any) -> bool:
@@ -28,11 +33,10 @@ def is_keras3(optimizer: Any) -> bool:
 
 def wrap(
     optimizer: Any,
-    reduction: Reduction,
+    reducer: Any,
     accumulation: Accumulation | None,
     keeper: StateKeeper | None,
     name: str | None,
-    again: Again,
 ) -> Any:
     """Replaces an optimizer's class by one of the same name that synchronizes before each update."""
     if tf.keras.backend.backend() != "tensorflow":
@@ -46,23 +50,21 @@ def wrap(
             "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer, whose scale may "
             "change between passes: use gradient_accumulation_steps of the inner optimizer"
         )
-    object.__setattr__(optimizer, "__class__", _derived(type(optimizer), is_scaler, again))
+    object.__setattr__(optimizer, "__class__", _derived(type(optimizer), is_scaler))
     if name is not None:
         setattr(optimizer, "name" if is_keras3(optimizer) else "_name", name)
-    optimizer._attach(reduction, accumulation, keeper)
+    optimizer._attach(reducer, accumulation, keeper)
     return optimizer
 
 
-def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
-    own = own_class(base)
-
+def _derived(base: Any, is_scaler: bool) -> Any:
     class Distributed(WithState, base):
         """The user's optimizer, with the methods that exchange gradients or steps."""
 
-        _horovod_sparse_reduction: Reduction | None = None
+        _horovod_sparse_reducer: Any = None
 
         def _attach(
-            self, reduction: Reduction, accumulation: Accumulation | None, keeper: StateKeeper | None
+            self, reducer: Any, accumulation: Accumulation | None, keeper: StateKeeper | None
         ) -> None:
             self._horovod_sparse_accumulation, self._horovod_sparse_keeper = accumulation, keeper
             if keeper is not None:
@@ -70,25 +72,25 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
                 self.horovod_sparse = SavedState(keeper)
                 if not is_keras3(self):  # legacy optimizers do not find it by themselves
                     self._track_trackable(self.horovod_sparse, name="horovod_sparse", overwrite=True)
-            self._horovod_sparse_reduction = reduction
-            if hasattr(reduction.reducer, "also_equal"):
-                reduction.reducer.also_equal = partial(_variables_to_compare, weakref.ref(self))
+            self._horovod_sparse_reducer = reducer
+            if hasattr(reducer, "also_equal"):
+                reference = weakref.ref(self)
+                reducer.also_equal = lambda: variables_of(own) if (own := reference()) is not None else []
 
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
-            """Makes an optimizer from settings, and wraps it alike, without residuals."""
-            return again.from_config(own, config, **arguments)
+            """Makes a plain optimizer with the same settings."""
+            return own_class(base).from_config(config, **arguments)
 
         def __reduce__(self) -> Any:
-            return again.from_config, (own, super().get_config())
-
-        def __deepcopy__(self, memo: Any) -> Any:
-            return again.from_config(own, super().get_config())
+            raise UnsupportedError(
+                "a DistributedOptimizer cannot be copied or pickled: wrap a copy of the plain optimizer"
+            )
 
         def __setattr__(self, name: str, value: Any) -> None:
             # a LossScaleOptimizer sets these of the optimizer that it is made around
             around = name in ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
-            if around and self._horovod_sparse_reduction is not None:
+            if around and self._horovod_sparse_reducer is not None:
                 raise UnsupportedError(
                     "a LossScaleOptimizer around a DistributedOptimizer lets every rank decide alone whether "
                     "to skip a step, and the others would wait for ever. Wrap the other way round: "
@@ -98,16 +100,15 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             super().__setattr__(name, value)
 
         def register_local_var(self, variable: Any) -> None:
-            if own is not base:
-                raise no_local_variables()
-            if self._horovod_sparse_reduction is not None:
-                self._horovod_sparse_reduction.keep_local("variable", variable)
+            raise UnsupportedError(
+                "local variables cannot be combined with this optimizer: give them an optimizer of their own"
+            )
 
         if is_keras3(base):
 
             def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
                 apply = super().apply
-                if self._horovod_sparse_reduction is None or not len(grads):
+                if self._horovod_sparse_reducer is None or not len(grads):
                     return apply(grads, trainable_variables)
                 if trainable_variables is None:
                     if not self.built:
@@ -124,7 +125,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
 
             def apply_gradients(self, grads_and_vars: Any, *more: Any, **named: Any) -> Any:
                 pairs, apply = list(grads_and_vars), super().apply_gradients
-                if self._horovod_sparse_reduction is None or not pairs:
+                if self._horovod_sparse_reducer is None or not pairs:
                     return apply(pairs, *more, **named)
 
                 def apply_pairs(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
@@ -136,7 +137,7 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
         def _reduce_and_apply(
             self, apply: Callable[..., Any], grads: Sequence[Any], variables: Sequence[Any]
         ) -> Any:
-            reduction: Any = self._horovod_sparse_reduction
+            reducer: Any = self._horovod_sparse_reducer
             if any(map(is_synchronized, grads)):
                 raise UnsupportedError(
                     "these gradients were synchronized already, by a DistributedGradientTape: give those of "
@@ -152,18 +153,10 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
             if is_scaler:
                 # gradients have been unscaled under tf-keras, and have not been under Keras 3
                 scale = (self.dynamic_scale.value, True) if is_keras3(self) else (1.0, self.dynamic)
-                return apply(reduction.reduce_if_finite(grads, variables, rate, *scale), variables)
-            # of Keras 3's SGD(loss_scale_factor=...), which divides by it afterwards
-            fixed = getattr(self, "loss_scale_factor", None)
+                return apply(reduce_if_finite(reducer, grads, variables, rate, *scale), variables)
 
             def complete(gradients: Sequence[Any]) -> Any:
-                sparse = not isinstance(reduction.reducer, DenseReducer) and reduction.reducer.is_needed
-                if fixed is None or not sparse:
-                    sums, skipped = reduction.reduce(gradients, variables, rate)
-                else:
-                    unscaled = [times(gradient, 1.0 / fixed) for gradient in gradients]
-                    sums, skipped = reduction.reduce(unscaled, variables, rate)
-                    sums = [times(gradient, fixed) for gradient in sums]
+                sums, skipped = reducer.synchronize_or_skip(gradients, variables, rate)
                 if skipped is None:
                     return apply(sums, variables)
                 return tf.cond(skipped, lambda: False, lambda: [apply(sums, variables), True][1])
@@ -180,14 +173,6 @@ def _derived(base: Any, is_scaler: bool, again: Again) -> Any:
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
     return Distributed
-
-
-def _variables_to_compare(reference: weakref.ref[Any]) -> list[Any]:
-    """Returns the optimizer's variables that are equal on all ranks; none if some variables are local."""
-    optimizer = reference()
-    if optimizer is None or optimizer._horovod_sparse_reduction.local:
-        return []
-    return variables_of(optimizer)
 
 
 _KEY = "state"

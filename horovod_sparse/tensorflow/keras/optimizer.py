@@ -10,12 +10,11 @@ import tensorflow as tf
 from horovod_sparse.checks import check_count
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, takes_part
-from horovod_sparse.tensorflow.arguments import Again, Arguments, variables_of_layers
+from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras.distributed import Accumulation, DenseReducer, is_keras3, wrap
 from horovod_sparse.tensorflow.keras.steps import bound
-from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.compression import refuse_double_momentum
@@ -73,7 +72,7 @@ def DistributedOptimizer(
         num_groups: old name of an integer `groups`.
         groups: number of buckets, or lists of variables that form one each.
         process_set: the ranks that take part.
-        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        scale_local_gradients: accepted for Horovod's sake: no variable is local.
         every: steps from one exchange to the next, with "best" alone: see `horovod_sparse.training.steps`.
         delay: exchanges after which a mean is applied, with "best" alone.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
@@ -81,7 +80,7 @@ def DistributedOptimizer(
 
     Returns:
         The optimizer itself, now of a class derived from its own, with `telemetry`, `plan`, `decision`,
-        `state_dict`, `load_state_dict` and `register_local_var`.
+        `state_dict` and `load_state_dict`.
     """
     arguments = Arguments.of(locals(), DistributedOptimizer).checked()
     check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
@@ -93,7 +92,9 @@ def DistributedOptimizer(
     reducer: Any = None
     keeper: Any = None
     if arguments.is_sparse:
-        recipe = arguments.compression.recipe
+        recipe, fixed = arguments.compression.recipe, getattr(optimizer, "loss_scale_factor", None)
+        if fixed is not None:
+            raise ArgumentError("loss_scale_factor", fixed, "None: give a LossScaleOptimizer(optimizer)")
         if recipe.feedback.applies_rate and takes_part(process_set):
             reducer = bound(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
             for method in ("finish", "common"):
@@ -111,8 +112,7 @@ def DistributedOptimizer(
     if backward_passes_per_step > 1:
         given = backward_passes_per_step, average_aggregated_gradients, sparse_as_dense
         accumulation = Accumulation(*given)
-    reducing = Reduction(reducer or DenseReducer(arguments), scale_local_gradients)
-    return wrap(optimizer, reducing, accumulation, keeper, name, Again(DistributedOptimizer, arguments))
+    return wrap(optimizer, reducer or DenseReducer(arguments), accumulation, keeper, name)
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -138,38 +138,6 @@ def _synchronizer(arguments: Arguments, own: Mapping[str, Any]) -> GradientSynch
     told = {name: value for name, value in told.items() if isinstance(value, (str, float, int, type(None)))}
     synchronizer.engine.given = {**told, **synchronizer.engine.given}
     return synchronizer
-
-
-@construction_errors.telling
-def PartialDistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
-    groups: Any = None,
-    process_set: Any = hvd.global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    **more: Any,
-) -> Any:
-    """Wraps an optimizer as `DistributedOptimizer` does, but keeps the gradients of some layers local.
-
-    Arguments and order are those of ``horovod.keras.PartialDistributedOptimizer``.
-
-    Args:
-        local_layers: a layer, or several; built already. All other arguments are those of
-            `DistributedOptimizer`.
-    """
-    given = dict(locals())
-    variables, more = variables_of_layers(given.pop("local_layers")), given.pop("more")
-    wrapped = DistributedOptimizer(**given, **more)
-    for variable in variables:
-        wrapped.register_local_var(variable)
-    return wrapped
 
 
 def load_model(

@@ -285,14 +285,6 @@ def own_class(kind: Any) -> Any:
     return vars(kind).get("_horovod_sparse_base", kind)
 
 
-def no_local_variables() -> UnsupportedError:
-    """Returns the error for local variables, whose gradients own steps cannot handle."""
-    return UnsupportedError(
-        "local variables cannot be combined with a feedback that makes the optimizer's steps: give "
-        "feedback='error', or the local variables an optimizer of their own"
-    )
-
-
 def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
     """Returns the recipe with the Keras optimizer's rule; raises on settings that the rule ignores."""
     kind = type(optimizer)

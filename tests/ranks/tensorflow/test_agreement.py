@@ -103,20 +103,6 @@ def test_what_differs_from_the_beginning_is_found_in_the_second_step(rank):
         optimizer.apply([tf.zeros([4])], [same])
 
 
-def test_local_variables_are_each_ranks_own(rank, size):
-    variables = [tf.Variable(tf.ones([8])), tf.Variable(tf.ones([5]))]
-    optimizer = hvd_keras.DistributedOptimizer(
-        keras.optimizers.SGD(0.1, momentum=0.9),
-        compression=hvd_keras.Compression.topk(density=0.5),
-        check_every=1,
-    )
-    optimizer.build(variables)
-    optimizer.register_local_var(variables[1])
-    step = tf.function(lambda *given: optimizer.apply(list(given), variables))
-    for number in range(4):
-        step(tf.ones([8]), tf.fill([5], float(rank + number)))  # raises nothing
-
-
 def test_doctor_looks_at_tensorflow(capsys, rank):
     assert main(["doctor", "--framework", "tensorflow"]) in (0, 1)
     if rank == 0:

@@ -19,7 +19,7 @@ WRAPPERS = {"ours": hvd.DistributedGradientTape, "stock": stock.DistributedGradi
 @pytest.mark.parametrize(
     "graph", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graph"]
 )
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, "partial"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_rank_outside_of_the_process_set_gets_its_own(rank, size, wrapper, graph, process_set):
     inner = process_set([0])
     local, shared = tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3]))
@@ -32,16 +32,12 @@ def test_a_rank_outside_of_the_process_set_gets_its_own(rank, size, wrapper, gra
     def gradients(wrap, compression):
         with tf.GradientTape() as tape:
             loss = (rank + 1.0) * (tf.reduce_sum(shared) + tf.reduce_sum(local))
-        tape = wrap(tape, compression=compression, process_set=inner)
-        if wrapper == "partial":
-            tape.register_local_source(local)
-        return tape.gradient(loss, [local, shared])
+        return wrap(tape, compression=compression, process_set=inner).gradient(loss, [local, shared])
 
     expected = run(stock.DistributedGradientTape, stock.Compression.none)
     assert expected == [[rank + 1.0] * 2, [rank + 1.0] * 3]
-    wrap = WRAPPERS.get(wrapper, hvd.DistributedGradientTape)
     for _ in range(2):
-        assert run(wrap, compression) == expected
+        assert run(WRAPPERS[wrapper], compression) == expected
     assert float(hvd.allreduce(tf.ones([]), op=hvd.Sum, name="afterwards")) == size
 
 
@@ -121,65 +117,23 @@ def test_slices_go_horovods_way_or_are_sparsified(rank, size, graph, sparse_as_d
     assert len(compression.synchronizer.facts) == 1 + sparse_as_dense
 
 
-def test_what_is_not_connected_local_or_no_float_is_left_or_passed_on(rank, size):
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_what_is_not_connected_or_empty_is_left_and_horovods_tape_keeps_local_ones(rank, size, wrap):
     used, unused, local = (tf.Variable(tf.ones([3]), name=name) for name in ("used", "unused", "local"))
     compression = hvd.Compression.topk(density=1.0)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(used + local) * (rank + 1)
-    tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum)
-    tape.register_local_source(local)
+    tape, is_stock = wrap(tape, compression=compression, op=hvd.Sum), wrap is WRAPPERS["stock"]
+    if is_stock:
+        tape.register_local_source(local)
     gradients = tape.gradient(loss, [used, unused, local])
     assert gradients[1] is None
-    assert gradients[0].numpy().tolist() == [size * (size + 1) / 2] * 3
-    assert gradients[2].numpy().tolist() == pytest.approx([(rank + 1) / size] * 3)
+    total = size * (size + 1) / 2
+    assert gradients[0].numpy().tolist() == [total] * 3
+    assert gradients[2].numpy().tolist() == pytest.approx([(rank + 1) / size if is_stock else total] * 3)
     empty = tf.Variable(tf.zeros([0, 3]))
     results = compression.synchronizer.synchronize([tf.ones([3]), tf.zeros([0, 3])], [used, empty])
     assert results[1].shape == (0, 3)
-
-
-class _Layer:
-    """What the argument `local_layers` takes: something with trainable weights."""
-
-    def __init__(self, *weights):
-        self.trainable_weights = list(weights)
-
-
-@pytest.mark.parametrize("graph", GRAPH)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_partial_tape_leaves_layers_to_their_rank(rank, size, graph, scaled):
-    shared, first, second = (tf.Variable(tf.ones([3]), name=f"weight{i}") for i in range(3))
-    variables, compression = [first, shared, second], hvd.Compression.topk(density=1.0)
-
-    def step(pairs):
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([(rank + 1.0) * tf.reduce_sum(v) for v in variables])
-        tape = hvd.PartialDistributedGradientTape(
-            tape,
-            compression=compression,
-            op=hvd.Sum,
-            local_layers=[_Layer(first), _Layer(second)],
-            scale_local_gradients=scaled,
-        )
-        if pairs:
-            local, others = tape.get_local_and_global_gradients(loss, variables)
-            assert [v is w for (v, _), w in zip([*local, *others], [first, second, shared], strict=True)]
-            return [gradient for _, gradient in [local[0], others[0], local[1]]]
-        return tape.gradient(loss, variables)
-
-    own = (rank + 1.0) / (size if scaled else 1)
-    for pairs in (False, True):
-        run = tf.function(step) if graph else step
-        gradients = [gradient.numpy().tolist() for gradient in run(pairs)]
-        assert gradients[1] == [size * (size + 1) / 2] * 3
-        assert gradients[0] == gradients[2] == pytest.approx([own] * 3)
-    assert [*compression.synchronizer.facts] == ["weight0"]
-
-
-def test_local_layers_are_layers():
-    with pytest.raises(ArgumentError, match="local_layers"):
-        hvd.PartialDistributedGradientTape(
-            tf.GradientTape(), compression=hvd.Compression.topk(), local_layers=[tf.Variable(1.0)]
-        )
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
