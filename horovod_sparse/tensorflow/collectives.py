@@ -21,7 +21,7 @@ from horovod_sparse import collectives
 from horovod_sparse.carriers.exchanges import answer_for_one_rank, as_alltoall, inbox, over_hosts
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
+from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.tensors import divided_by_ranks
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
@@ -245,8 +245,6 @@ def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch
 
 def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:
     """Compares this dense rank's arguments with other ranks' before the first gradient; some may sparsify."""
-    if not takes_part(process_set):
-        return
     given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
     carry_out_agreement(compared(given), process_set)
 

@@ -101,9 +101,6 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         """Raises, since Horovod calls it to sum a single tensor, which needs `allreduce` of this package."""
         refuse_single_sum(self)
 
-    def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
-        return tensor
-
     def __repr__(self) -> str:
         return f"Compression.parse({self.recipe.describe()!r})"
 

@@ -110,37 +110,6 @@ class EagerCalls:
         return list(function(given, scalar))
 
 
-def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the sums, and makes differentiating them raise an error.
-
-    A number that comes out of the gradients stands between: they are not kept until the sums are there.
-    """
-
-    def raises() -> Any:
-        # by a kind that TensorFlow gives on, and by its name
-        raise ValueError(
-            "UnsupportedError: the gradient of a sparsely synchronized gradient is asked for: there is none, "
-            "since what is sent is selected. Differentiate before synchronizing (tf.GradientTape inside, the "
-            "distributed one outside), or use compression=Compression.none"
-        )
-
-    @tf.custom_gradient
-    def number_of(*given: tf.Tensor) -> Any:
-        def refused(_slope: tf.Tensor) -> list[tf.Tensor]:
-            # run, not built: a gradient is built whenever a function is called under a tape
-            zero = tf.ensure_shape(tf.numpy_function(raises, [], tf.float32), [])
-            return [tf.zeros_like(one) + tf.cast(zero, one.dtype) for one in given]
-
-        return tf.zeros([]), refused
-
-    @tf.custom_gradient
-    def behind(number: tf.Tensor, *given: tf.Tensor) -> Any:
-        return list(given), lambda *_slopes: [tf.ones_like(number), *[None] * len(given)]
-
-    linked: list[tf.Tensor] = behind(number_of(*gradients), *sums)
-    return linked
-
-
 #: attribute of gradients that a distributed tape has synchronized
 _MARK = "_horovod_sparse_synchronized"
 #: operations that a gradient goes through when it is clipped or scaled

@@ -195,8 +195,6 @@ class GradientSynchronizer(VariablesTraining):
         for i in slices:  # with a loss that is scaled, NaN stays what it is
             kept = tf.where(skipped, tf.zeros_like(results[i].values), results[i].values)
             results[i] = tf.IndexedSlices(kept, results[i].indices, results[i].dense_shape)
-        if given := [gradients[i] for i in by_name.values() if gradients[i] is not None]:
-            sums = graph.refuse_differentiation(sums, given)
         for name, sum_ in zip(names, sums, strict=True):
             if name in by_name:
                 results[by_name[name]] = sum_

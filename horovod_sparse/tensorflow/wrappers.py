@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow._horovod import hvd, present_start
+from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments
-from horovod_sparse.tensorflow.collectives import compare_densely, construction_errors
+from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.graph import mark_synchronized, ungated
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
@@ -123,7 +123,7 @@ def DistributedGradientTape(
             )
         arguments.refuse_sparsifier_options()
         stock = hvd.DistributedGradientTape
-        return _comparing_arguments(stock(gradtape, **arguments.taken_by(stock)), arguments)
+        return stock(gradtape, **arguments.taken_by(stock))
     compression.serve()
     return _distributed(gradtape, arguments.checked().synchronizer())
 
@@ -237,28 +237,6 @@ class _Methods(tf.GradientTape):
         results = reduced_once(reduce, gradients, variables)
         mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)
-
-
-#: the start of Horovod in which Horovod's own tapes have compared their arguments last, by process set
-_compared_under: dict[Any, object] = {}
-
-
-def _comparing_arguments(tape: Any, arguments: Arguments) -> Any:
-    """Makes one of Horovod's own tapes compare its arguments over ranks before its first reduction."""
-    reduce = tape._allreduce_grads
-
-    @tf.autograph.experimental.do_not_convert
-    def compared(*given: Any) -> Any:
-        number = arguments.process_set.process_set_id
-        if _compared_under.get(number) is not present_start():
-            compare_densely(arguments.compression, arguments.process_set, **arguments.declared())
-            _compared_under[number] = present_start()
-        results = reduce(*given)
-        mark_synchronized(results)
-        return results
-
-    tape._allreduce_grads = compared
-    return tape
 
 
 _COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "__"}

@@ -57,11 +57,8 @@ def flat(model) -> np.ndarray:
     return np.concatenate([np.asarray(variable).reshape(-1) for variable in model.get_weights()])
 
 
-def trained_densely(optimizer, rank: int, size: int, *, epochs=2, op=stock.Average, ranks=None, kept=()):
-    """What `fit` must come to: a loop with Horovod's allreduce of every gradient, and a plain optimizer.
-
-    Gradients whose positions are `kept` stay local, divided by the number of ranks.
-    """
+def trained_densely(optimizer, rank: int, size: int, *, epochs=2, op=stock.Average, ranks=None):
+    """What `fit` must come to: a loop with Horovod's allreduce of every gradient, and a plain optimizer."""
     model, loss, (images, labels) = make_model(), loss_of(), share(rank, size)
     process_set = ranks or stock.global_process_set
     for _ in range(epochs):
@@ -72,9 +69,7 @@ def trained_densely(optimizer, rank: int, size: int, *, epochs=2, op=stock.Avera
             gradients = tape.gradient(value, model.trainable_weights)
             if process_set.included():
                 gradients = [
-                    gradient / process_set.size()
-                    if i in kept
-                    else stock.allreduce(gradient, op=op, name=f"reference.{i}", process_set=process_set)
+                    stock.allreduce(gradient, op=op, name=f"reference.{i}", process_set=process_set)
                     for i, gradient in enumerate(gradients)
                 ]
             optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))

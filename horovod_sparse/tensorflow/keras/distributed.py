@@ -14,7 +14,6 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import compare_densely, label_of, reduce_densely
 from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_graphs
-from horovod_sparse.tensorflow.keras.steps import own_class
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.tensors import (
     as_dense,
@@ -53,7 +52,16 @@ def wrap(
     object.__setattr__(optimizer, "__class__", _derived(type(optimizer), is_scaler))
     if name is not None:
         setattr(optimizer, "name" if is_keras3(optimizer) else "_name", name)
-    optimizer._attach(reducer, accumulation, keeper)
+    optimizer._horovod_sparse_accumulation, optimizer._horovod_sparse_keeper = accumulation, keeper
+    if keeper is not None:
+        #: Keras and tf.train.Checkpoint save it; it is in no list of variables
+        optimizer.horovod_sparse = SavedState(keeper)
+        if not is_keras3(optimizer):  # legacy optimizers do not find it by themselves
+            optimizer._track_trackable(optimizer.horovod_sparse, name="horovod_sparse", overwrite=True)
+    optimizer._horovod_sparse_reducer = reducer
+    if hasattr(reducer, "also_equal"):
+        reference = weakref.ref(optimizer)
+        reducer.also_equal = lambda: variables_of(own) if (own := reference()) is not None else []
     return optimizer
 
 
@@ -63,24 +71,10 @@ def _derived(base: Any, is_scaler: bool) -> Any:
 
         _horovod_sparse_reducer: Any = None
 
-        def _attach(
-            self, reducer: Any, accumulation: Accumulation | None, keeper: StateKeeper | None
-        ) -> None:
-            self._horovod_sparse_accumulation, self._horovod_sparse_keeper = accumulation, keeper
-            if keeper is not None:
-                #: Keras and tf.train.Checkpoint save it; it is in no list of variables
-                self.horovod_sparse = SavedState(keeper)
-                if not is_keras3(self):  # legacy optimizers do not find it by themselves
-                    self._track_trackable(self.horovod_sparse, name="horovod_sparse", overwrite=True)
-            self._horovod_sparse_reducer = reducer
-            if hasattr(reducer, "also_equal"):
-                reference = weakref.ref(self)
-                reducer.also_equal = lambda: variables_of(own) if (own := reference()) is not None else []
-
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
             """Makes a plain optimizer with the same settings."""
-            return own_class(base).from_config(config, **arguments)
+            return vars(base).get("_horovod_sparse_base", base).from_config(config, **arguments)
 
         def __reduce__(self) -> Any:
             raise UnsupportedError(

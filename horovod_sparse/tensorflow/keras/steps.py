@@ -280,11 +280,6 @@ _REFUSED = {
 }
 
 
-def own_class(kind: Any) -> Any:
-    """Returns the user's optimizer class from which `wrap` derived this one."""
-    return vars(kind).get("_horovod_sparse_base", kind)
-
-
 def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
     """Returns the recipe with the Keras optimizer's rule; raises on settings that the rule ignores."""
     kind = type(optimizer)

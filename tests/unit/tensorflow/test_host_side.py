@@ -202,28 +202,6 @@ def test_equals_the_simulator_with_one_rank(way, feedback):
     assert compression.telemetry.last.step == 6
 
 
-@pytest.mark.parametrize("way", ["eager", "graph", "called"])
-def test_a_gradient_through_a_sparse_gradient_is_refused_where_it_is_asked_for(way):
-    compression, weight = made("error"), tf.Variable(tf.ones(LENGTH))
-
-    def first():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight**3)
-        return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [weight])[0]
-
-    called = tf.function(first) if way == "called" else first
-
-    def second(is_asked):
-        with tf.GradientTape() as tape:
-            norm = tf.reduce_sum(called() ** 2)
-        return tape.gradient(norm, weight) if is_asked else norm
-
-    run = tf.function(second) if way == "graph" else second
-    assert run(False).numpy() == pytest.approx(9 * LENGTH / 10)
-    with pytest.raises(tf.errors.OpError, match="Differentiate before synchronizing"):
-        run(True)
-
-
 def test_a_compressor_for_every_step_is_warned_of(caplog):
     weight = tf.Variable(tf.zeros(LENGTH), name="weight")
     for number in range(4):
