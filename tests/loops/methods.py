@@ -58,25 +58,18 @@ def sharpness_aware_minimization(on):
         optimizer.step()
 
 
-def averaged(on, **more):
+@loop(without=("FSDP2",))
+def averages_of_weights(on):
+    """The exponential average, and that of stochastic weight averaging."""
     net = net_of()
     model, optimizer = on.both(net)
-    average = AveragedModel(net, **more)
+    averages = AveragedModel(net), AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for batch in on.batches():
         backward(model, batch)
         optimizer.step()
-        average.update_parameters(net)
-    return [one.detach() for one in average.module.parameters()]
-
-
-@loop(without=("FSDP2",))
-def exponential_average(on):
-    return averaged(on, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-
-@loop(without=("FSDP2",))
-def stochastic_weight_averaging(on):
-    return averaged(on)
+        for average in averages:
+            average.update_parameters(net)
+    return [one.detach() for average in averages for one in average.module.parameters()]
 
 
 class ActorCritic(torch.nn.Module):

@@ -58,22 +58,13 @@ class Branches(torch.nn.Module):
 
 
 @loop(reference="module")
-def unused_parameters(on):
+def parameters_unused_on_all_ranks_or_on_one(on):
     model = on.model(Branches(), find_unused_parameters=True)
     optimizer = on.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for number, (inputs, targets) in enumerate(on.batches(6)):
+    branches = [(False, True), (True, False), (True, True), (True, on.rank)] * 2
+    for used, (inputs, targets) in zip(branches, on.batches(8), strict=True):
         optimizer.zero_grad()
-        mse_loss(model(inputs, number % 2, number % 2 == 0), targets).backward()
-        optimizer.step()
-
-
-@loop(reference="module")
-def used_on_one_rank_alone(on):
-    model = on.model(Branches(), find_unused_parameters=True)
-    optimizer = on.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for number, (inputs, targets) in enumerate(on.batches(6)):
-        optimizer.zero_grad()
-        mse_loss(model(inputs, True, number % 2 and on.rank), targets).backward()
+        mse_loss(model(inputs, *used), targets).backward()
         optimizer.step()
 
 

@@ -54,10 +54,6 @@ def train_step(
     return found
 
 
-def flat(tensors: Mapping[str, torch.Tensor], names: Any) -> np.ndarray:
-    return np.concatenate([tensors[name].reshape(-1).numpy() for name in names])
-
-
 def in_bucket_order(gradients: Mapping[str, np.ndarray], names: Any) -> np.ndarray:
     return np.concatenate([np.asarray(gradients[name]).reshape(-1) for name in names]).astype(np.float32)
 

@@ -71,10 +71,6 @@ def fold(
     return Folded(new, speed, np.flatnonzero(wrong), float((wide * wide).sum()))
 
 
-def block_maxima(values: Array, block: int) -> Array:
-    return np.array([np.abs(values[i : i + block]).max() for i in range(0, values.size, block)], values.dtype)
-
-
 def largest(values: Array, k: int, start: int, stop: int | None) -> Array:
     """Positions of the k largest magnitudes of a window, ascending; ties go to the lowest."""
     order = np.argsort(-np.abs(values[start:stop]), kind="stable")

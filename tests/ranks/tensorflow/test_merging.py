@@ -21,7 +21,7 @@ def same_everywhere(one) -> bool:
     return len(set(hvd.allgather_object(repr(one)))) == 1
 
 
-@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("graph", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "arguments",
     [

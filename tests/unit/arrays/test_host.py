@@ -93,7 +93,7 @@ def given_to(accumulator, gradient):
 
 
 @pytest.mark.parametrize("kind", FOLDS)
-def test_what_was_there_before_comes_back(kind):
+def test_an_abandoned_step_restores_values_and_companions(kind):
     generator = np.random.default_rng(1)
     first = (generator.integers(-64, 64, N) / 16).astype(np.float32)
     bad = (generator.integers(-64, 64, N) / 16).astype(np.float32)
@@ -134,16 +134,8 @@ def test_sums_that_had_overflowed_are_left_as_they_were():
         assert np.isfinite(accumulator.values()).all()
 
 
-def test_a_refusal_stands_in_the_report():
-    for accumulator in both(0):
-        accumulator.fold(given_to(accumulator, np.ones(N, np.float32)))
-        accumulator.refuse()
-        assert accumulator.report.first_nonfinite == N
-        assert accumulator.report.square_norm == pytest.approx(N)
-
-
 @pytest.mark.parametrize("text", ["spardl:density=0.05", "oktopk:density=0.05", "topk:values=bfloat16"])
-def test_what_was_put_back_is_selected_from_without_reading_all(text, monkeypatch):
+def test_returned_values_are_selected_without_a_pass_over_all(text, monkeypatch):
     monkeypatch.setattr(HostKernels, "scan_maxima", lambda *_: pytest.fail("a pass over n elements"))
     cluster, generator = SimulatedCluster(parse_recipe(text), 2000, 4), np.random.default_rng(0)
     for _ in range(3):
@@ -152,7 +144,7 @@ def test_what_was_put_back_is_selected_from_without_reading_all(text, monkeypatc
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["walk", "ties", "jumps"])
-def test_what_a_fold_notes_spares_reading_all_again(monkeypatch, name, kind):
+def test_bounds_of_the_fold_spare_a_pass_over_all(monkeypatch, name, kind):
     read, whole = [], select.largest
     monkeypatch.setattr(select, "largest", lambda *given: read.append(1) or whole(*given))
     generator, n = np.random.default_rng(3), 40_017

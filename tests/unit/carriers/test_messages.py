@@ -23,7 +23,7 @@ class Gloo:
         return False
 
 
-def test_nothing_is_used_beside_gloo_unasked_and_pairs_are_refused(monkeypatch):
+def test_on_gloo_pairs_are_refused_and_nothing_else_is_chosen(monkeypatch):
     reasons = {"auto": "Horovod does not run on MPI", "alltoall": "HOROVOD_SPARSE_TRANSPORT says so"}
     for asked, reason in reasons.items():
         monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", asked)
@@ -43,7 +43,7 @@ def test_lengths_that_differ_are_an_error(kind):
 
 
 @pytest.mark.parametrize("where", ["start", "done", "result"])
-def test_what_fails_below_is_an_error_of_result_alone(where):
+def test_a_failing_transport_raises_in_result_alone(where):
     class Failing:
         def __getattr__(self, name):
             return lambda: os.stat("no way") if name == where else True

@@ -70,7 +70,7 @@ def test_a_recipe_written_as_text_is_read_back(feedback: Any, schedule: Any, rul
     assert parse_recipe(made.describe()) == made
 
 
-def test_texts_stand_for_these_recipes() -> None:
+def test_texts_are_parsed_to_recipes() -> None:
     text = (
         "topk: density = 0.01, schedule=exponential(steps=400,start=0.25), "
         "feedback=momentum(momentum=0.9, clip_norm=1.0), dense=('*.bias', '*.norm'), dense_below=64"
@@ -120,7 +120,7 @@ _UNKNOWN = """
 
 
 @pytest.mark.parametrize("text", (_REPEATED + _UNKNOWN).split())
-def test_what_is_not_allowed_is_repeated(text: str) -> None:
+def test_a_refused_value_is_repeated_in_the_error(text: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         parse_recipe(text)
     if text in _UNKNOWN.split():
@@ -175,7 +175,7 @@ def test_norms_are_those_of_the_residuals(case: Case) -> None:
         carried = [0.0, 0.0, 0.0] if case.loses_mass else held
 
 
-def test_what_is_applied_is_not_taken_back() -> None:
+def test_an_accepted_step_is_not_abandoned() -> None:
     cluster = SimulatedCluster(recipe("topk", density=0.25), 4, 1)
     cluster.synchronize([np.array([4, 3, 0, 0], np.float32)])
     cluster.buckets[0].accept()

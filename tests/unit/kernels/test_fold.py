@@ -7,18 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_sparse import kernels
+from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.kernels.host import scatter, select
-from horovod_sparse.kernels.layout import Layout, bits_dtype, bits_of
+from horovod_sparse.kernels.host import scatter
 from support import reference
 from support.drawing import FLOATS, SEEDS, make
 from support.gradients import DTYPES, as_gradient
 from support.sampling import rows_by
-
-
-def same_bits(left, right):
-    """Bit for bit, but for the sign of 0 (what is not finite leaves -0 where 0 would be added)."""
-    return left.dtype == right.dtype and np.array_equal(left, right)
 
 
 def indices_for(n, k, seed):
@@ -57,7 +52,7 @@ def test_sums_in_order_are_rounded_once(name, kind, n, k, seed, whole):
     scale=st.sampled_from([1.0, 1 / 3]),
 )
 @settings(max_examples=60, deadline=None)
-def test_sums_in_place_of_what_there_was(dtype, n, offset, counts, in_order, seed, large, scale):
+def test_a_sum_takes_the_gradients_place(dtype, n, offset, counts, in_order, seed, large, scale):
     memory = make("gaussian", n + offset + 20, seed, dtype)
     before, dense = memory.copy(), memory[offset : offset + n]
     drawn = [indices_for(n, k, seed ^ k) for k in counts]
@@ -95,7 +90,7 @@ def test_an_index_outside_is_refused_and_nothing_written(wrong, dtype):
     assert not dense.any()
 
 
-def test_messages_that_cannot_be():
+def test_mismatched_indices_and_values_are_refused():
     dense = np.zeros(10, np.float32)
     with pytest.raises(MessageError, match="2 indices came with 3"):
         kernels.apply_scaled_sum(dense, [1, 2], [1.0, 2.0, 3.0], 1.0)
@@ -121,21 +116,8 @@ def test_read_only_and_unaligned_messages(offset, k, seed):
     np.testing.assert_array_equal(dense, reference.add_into(np.zeros(100, np.float32), indices, values)[0])
 
 
-def maxima_of(values, block):
-    return reference.block_maxima(values, block).view(bits_dtype(values.dtype))
-
-
-def test_blocks_of_which_a_sample_tells_nothing():
-    """Every seventh block is looked at: too large where they alone are, too small where others are."""
-    values = np.random.default_rng(0).standard_normal(64 * 7 * 3000).astype(np.float32)
-    for factors in ([100] + 6 * [1], [0.01] + 6 * [1]):
-        scaled = (values.reshape(-1, 7, 64) * np.array(factors, np.float32)[:, None]).reshape(-1)
-        found = select.largest(scaled, maxima_of(scaled, 64), 8000, 0, scaled.size, Layout(scaled.size))
-        np.testing.assert_array_equal(found, reference.largest(scaled, 8000, 0, scaled.size))
-
-
 def test_a_threshold_between_two_float32():
-    values, layout = np.array([1.0, 2.0, 2.0000002], np.float32), Layout(3)
+    accumulator = HostAccumulator(3)
+    accumulator.assign(np.array([1.0, 2.0, 2.0000002], np.float32))
     for threshold, expected in ((2.0, [1, 2]), (2.0 + 1e-9, [2]), (2.0000003, []), (1.0 - 1e-12, [0, 1, 2])):
-        bits = bits_of(threshold, values.dtype)
-        assert select.at_least(values, maxima_of(values, 64), bits, 0, 3, layout).tolist() == expected
+        assert accumulator.at_least(threshold).tolist() == expected

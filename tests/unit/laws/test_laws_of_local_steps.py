@@ -161,7 +161,7 @@ def test_survivors_and_a_newcomer_go_on_from_what_the_furthest_have():
 @pytest.mark.parametrize("newcomer", [False, True])
 @pytest.mark.parametrize("given", [{}, {"compression": TOPK}, {"compression": TOPK, "delay": 1}], ids=str)
 @pytest.mark.parametrize("number", range(8))
-def test_who_is_lost_in_an_exchange_or_an_agreement_harms_nobody(number, given, newcomer):
+def test_a_rank_lost_in_an_exchange_or_agreement_loses_and_repeats_nothing(number, given, newcomer):
     """Two of three lose the others, one perhaps after its exchange: nothing is lost, nothing comes twice."""
     starts, barrier = [Meeting(3), Meeting(3)], threading.Barrier(3)
 
@@ -220,7 +220,7 @@ def test_a_rank_that_has_diverged_spoils_no_other(policy, compression, delay, he
         assert vectors[0].isfinite().all()
 
 
-def test_steps_that_are_no_steps_do_not_count():
+def test_accumulated_passes_and_skipped_steps_do_not_count():
     def body(one):
         one.gradients()
         one.gradients()  # accumulated
@@ -237,7 +237,7 @@ def test_steps_that_are_no_steps_do_not_count():
 
 
 @pytest.mark.parametrize("memory", ["host", "device"])
-def test_what_lies_on_the_host_and_half_types_follow_the_same_law(memory, monkeypatch):
+def test_replicas_on_the_host_and_of_half_types_stay_equal(memory, monkeypatch):
     choose_memory(monkeypatch, memory)
     plain, offloaded = (
         on_ranks(lambda one: trained(one, 6).vector(), 2, compression="sparseloco", offload=offload)
@@ -296,7 +296,7 @@ def test_a_state_that_all_ranks_load_in_the_midst_of_a_round_is_what_they_go_on_
     assert equal(on_ranks(body, 2, compression=TOPK))
 
 
-def test_parameters_that_are_lent_for_an_evaluation_change_nothing():
+def test_an_evaluation_of_common_parameters_changes_nothing():
     def body(one):
         for _ in range(4):
             one.train(2)
@@ -321,7 +321,7 @@ class SharpnessAware(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
-def test_steps_within_a_wrapper_count_and_none_at_all_are_told():
+def test_steps_of_a_wrapped_optimizer_count_and_none_is_an_error():
     def body(one):
         outer = SharpnessAware(one.model.parameters())
         local = one.binding(stepping_optimizer(outer, one.model))
@@ -337,7 +337,7 @@ def test_steps_within_a_wrapper_count_and_none_at_all_are_told():
 
 
 @pytest.mark.parametrize("how", ["add_param_group", "requires_grad_"])
-def test_parameters_that_are_trained_later_are_not_left_alone(how):
+def test_parameters_that_are_trained_later_are_refused(how):
     def body(one):
         later = nn.Parameter(torch.zeros(7), requires_grad=how == "add_param_group")
         one.train(1)
@@ -369,7 +369,7 @@ def test_local_steps_refuse_what_cannot_be_by_name(given, words):
         Rank(0, Meeting(1), **given)
 
 
-def test_the_preset_is_as_small_as_it_says():
+def test_sparseloco_sends_194_times_fewer_bytes():
     n = 4096 * 256
     cluster = SimulatedCluster(parse_recipe("sparseloco"), n, size=2)
     cluster.synchronize([np.random.default_rng(0).laplace(size=n).astype(np.float32)] * 2)

@@ -20,7 +20,7 @@ from support.sampling import rows_by
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.loses_mass], ids=case_id)
-def test_the_exception_to_law_1_is_one(case: Case) -> None:
+def test_without_feedback_law_1_does_not_hold(case: Case) -> None:
     history = run(case.recipe, scenario := Scenario(size=2, num_elements=50), random_gradients(scenario))
     with pytest.raises(AssertionError, match="lost at element"):
         laws.nothing_is_lost(history)
@@ -289,7 +289,7 @@ def test_nobody_starves_at_any_shape(
         ("dragonn:density=0.25,slots_per_selected=0.5", [[4, 1, 1, 1, 1, 1, 1, 4]], 400),
     ],
 )
-def test_turns_that_never_came(text: str, growth: list[list[int]], most_steps: int) -> None:
+def test_every_element_gets_its_turn(text: str, growth: list[list[int]], most_steps: int) -> None:
     grows = np.array(growth, np.float32)
     cluster = SimulatedCluster(parse_recipe(text), grows.shape[1], grows.shape[0])
     laws.nobody_starves(cluster, grows, np.zeros_like(grows), most_steps)

@@ -55,7 +55,9 @@ GATHER = AllGather(words(0))
         ([(Exchange({}, (1,)),), (Exchange({}, ()),)], "awaits messages from"),
     ],
 )
-def test_ranks_that_do_not_ask_alike(ranks: list[tuple[Request, ...]], complaint: str) -> None:
+def test_ranks_that_request_other_collectives_are_named(
+    ranks: list[tuple[Request, ...]], complaint: str
+) -> None:
     with pytest.raises(CollectiveMismatchError, match=complaint):
         run_lockstep([asking(*requests) for requests in ranks])
 

@@ -83,7 +83,7 @@ def _message(code: Quantization, num_elements: int = 100) -> np.ndarray:
     return message
 
 
-def test_other_messages_are_refused() -> None:
+def test_messages_of_another_length_code_or_unit_are_refused() -> None:
     code, one = Quantization(), _message(Quantization())
     ask: Any = {"votes": False}
     found, _ = sum_quantized(np.concatenate([one, one]), 2, code, 100, np.float32, **ask)
@@ -104,7 +104,7 @@ def test_other_messages_are_refused() -> None:
             sum_quantized(np.concatenate([one, bad]), 2, code, 100, np.float32, **ask)
 
 
-def test_no_index_is_made() -> None:
+def test_a_whole_sum_makes_no_indices_until_asked() -> None:
     cluster = SimulatedCluster(recipe("qsgd"), 1000, 2)
     sum_ = cluster.synchronize([*np.ones((2, 1000), np.float32)])[0]
     assert isinstance(sum_, WholeSum) and sum_.whole and "indices" not in vars(sum_)

@@ -120,13 +120,13 @@ def holding(values: list[float]) -> HostAccumulator:
         (0, 0.995),
     ],
 )
-def test_algorithm_5(count: int, factor: float) -> None:
+def test_the_papers_scaling_of_thresholds_by_hand(count: int, factor: float) -> None:
     state = ThresholdScaling().steer(count, 1000, ThresholdState(threshold=2.0))
     assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
     assert 1 < ThresholdScaling(beta=6).steer(count or 200, 1000, state).threshold / state.threshold < 1.002
 
 
-def test_the_sketch_by_hand() -> None:
+def test_the_sketchs_threshold_and_correction_by_hand() -> None:
     accumulator = holding([0.5, -4.0, 3.0, -1.0, 2.0, 0.0])
     assert Sketch().find(accumulator, 2, ThresholdState()).threshold == 3.0
     # c = 1.5: order round(2 * 1.5) = 3
@@ -179,7 +179,7 @@ _RAMP = np.arange(1, 101)  # magnitudes 1 to 100, k = 10: the tenth largest is 9
         (2000.0, [2000.0 * 0.8**i for i in range(11)], []),
     ],
 )
-def test_dgc_selects_hierarchically(guess: float, asked: list[float], sent: Any) -> None:
+def test_dgc_lowers_or_cuts_by_the_number_that_pass(guess: float, asked: list[float], sent: Any) -> None:
     accumulator = Sampled(_RAMP, [guess] * 10)
     found = DGC(density=0.1).select(accumulator, 10, SparsifierState(), BucketInfo("b", 100))
     assert found.indices.tolist() == list(sent)

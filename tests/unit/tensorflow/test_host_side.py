@@ -14,23 +14,15 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as hvd
 import horovod_sparse.tensorflow.keras as keras_hvd
-from horovod_sparse.collectives import AllGather, AllReduce
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensorflow import waiting
-from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
 from support.sampling import rows_by
 
 pytestmark = pytest.mark.tensorflow
-
-
-def test_a_task_that_fails_sends_empty_messages_of_the_right_type():
-    words, task = np.arange(3, dtype=np.int32), Task("task", (AllGather, AllReduce), np.dtype(np.float32))
-    task.start((one for one in [AllGather(words)]), (0, 2))  # ends before its second round
-    assert task.resume(words, words[:0])[0].dtype == np.float32 and task.error is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
@@ -71,7 +63,7 @@ def test_dense_outputs_are_not_copied_and_used_again_only_when_let_go(dtype):
     check(third, [1, 4, 5], [0.5, 1.0, 2.0])
 
 
-def test_choices_are_those_of_pytorch():
+def test_tensorflow_has_pytorchs_sparsifiers():
     torch_front_end = pytest.importorskip("horovod_sparse.torch")
     ours, theirs = dir(hvd.Compression), dir(torch_front_end.Compression)
     assert {name for name in ours if name[0] != "_"} == {name for name in theirs if name[0] != "_"}

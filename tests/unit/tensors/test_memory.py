@@ -17,7 +17,7 @@ from support.memories import choose_memory
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
-def test_a_device_that_holds_nothing_is_refused():
+def test_the_meta_device_is_refused():
     with pytest.raises(errors.UnsupportedError, match=r"the gradient of w is on meta.*Train on the CPU"):
         gradient_memory(torch.device("meta"), "w")
 

@@ -56,7 +56,7 @@ def asking(cuda, seen):
     return "done"
 
 
-def test_work_goes_on_where_it_began_and_is_waited_for():
+def test_a_coroutine_stays_on_its_stream_which_the_caller_waits_for():
     first, second, third, caller = (Stream(name) for name in ("first", "second", "third", "caller"))
     cuda, seen = Cuda(first), []
     streams = CudaStreams(torch.device("cuda", 1), cuda)

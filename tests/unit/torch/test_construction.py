@@ -5,6 +5,7 @@ import itertools
 from functools import partial
 from types import SimpleNamespace
 
+import horovod.torch
 import pytest
 import torch
 
@@ -47,6 +48,10 @@ def test_names_are_checked_as_horovod_checks_them():
     ):
         with pytest.raises(kind, match=words):
             wrap(net, **wrong)
+    twice = {"compression": hvd.Compression.parse("dgc:density=0.1,feedback=momentum")}
+    for library in (hvd, horovod.torch):
+        with pytest.raises(ArgumentError, match=r"momentum=0.9.*momentum=0 to the optimizer"):
+            library.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), named, **twice)
     for wrapped, compression in itertools.product([wrap(net), wrap(net, "none")], ["topk", "none"]):
         with pytest.raises(ArgumentError, match="made by DistributedOptimizer already"):
             hvd.DistributedOptimizer(wrapped, net.named_parameters(), compression=compression)
@@ -55,7 +60,7 @@ def test_names_are_checked_as_horovod_checks_them():
 
 
 @pytest.mark.parametrize("compression", ["topk:density=0.5", "none"])
-def test_what_is_none_of_its_kind_is_refused_by_name(compression):
+def test_arguments_of_a_wrong_kind_are_refused_by_name(compression):
     net = model()
     for wrong in ("sgd", torch.optim.SGD):
         with pytest.raises(ArgumentError, match=r"^optimizer=.*torch\.optim"):

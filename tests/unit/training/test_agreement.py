@@ -48,7 +48,7 @@ def started(ranks):
     return first, len(recorder.kinds)
 
 
-def test_ranks_that_stand_alike_go_on() -> None:
+def test_ranks_with_equal_states_go_on() -> None:
     start, rounds = started(statuses())
     assert (start.anew, start.step, start.plan, start.reason, rounds) == (False, 5, ONE, "", 1)
 
@@ -95,7 +95,7 @@ def test_launchers_tell_that_ranks_have_ended(variables, rank, again, monkeypatc
     ("fresh", "again", "told"),
     [((1, 1, 1), (0, 0, 1), 3), ((1, 1, 0), (0, 0, 1), 0), ((1, 1, 1), (0, 0, 0), 0)],
 )
-def test_all_ranks_tell_that_a_training_begins_anew(fresh, again, told, caplog) -> None:
+def test_all_ranks_log_that_a_training_begins_anew(fresh, again, told, caplog) -> None:
     started(statuses(fresh=map(bool, fresh), again=map(bool, again)))
     assert caplog.text.count("begins at step 0") == told
 
@@ -141,7 +141,7 @@ def ranks_of(counts: list[int], rank: int, where: str) -> Placement:
 
 
 @pytest.mark.parametrize("where", ["binding", "mpi_ops"])
-def test_ranks_of_unequal_hosts_are_on_their_own(where: str, monkeypatch) -> None:
+def test_ranks_of_unequal_hosts_find_their_own_host(where: str, monkeypatch) -> None:
     """Rank 4, alone at its place on its host, was taken for one of the first host's."""
     monkeypatch.delenv(RANKS_VARIABLE, raising=False)
     found = []
@@ -177,7 +177,7 @@ def checked(everyone: list[dict[str, np.ndarray]]) -> list[Any]:
     return run_lockstep(runs, keep_errors=True)
 
 
-def test_what_some_ranks_have_not_is_not_made_up() -> None:
+def test_an_array_that_a_rank_lacks_is_a_difference() -> None:
     recorder = Recorder()
     run_lockstep([differing_entries(entries_of(arrays(r))) for r in range(RANKS)], recorder)
     assert recorder.bytes_sent == [[8] * RANKS]

@@ -58,7 +58,7 @@ assert weight.numpy().tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("started", ["hvd_torch", pytest.param("hvd", marks=pytest.mark.nightly)])
-def test_nobody_trains_for_itself_without_a_word(started: str) -> None:
+def test_no_rank_trains_alone_by_the_binding_that_was_not_started(started: str) -> None:
     ended = ran(sys.executable, "-c", PROGRAM.format(started=started))
     end, steps = ("refused", 6) if started == "hvd_torch" else ("trained", 4)
     assert ended.stdout.split()[1::2] == [end] * steps

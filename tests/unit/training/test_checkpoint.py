@@ -118,7 +118,7 @@ def test_the_newest_complete_one_is_loaded_and_the_last_few_stay(tmp_path: Path)
         assert_is(entry, rank, 10)
 
 
-def test_what_a_training_taken_back_saves_is_the_newest(tmp_path: Path) -> None:
+def test_a_save_after_going_back_is_the_newest(tmp_path: Path) -> None:
     for step in (5, 10):
         save(tmp_path, step)
     assert_is(load(tmp_path, step=5)[0], 0, 5)
@@ -229,7 +229,7 @@ def test_ranks_at_different_steps_do_not_save_and_all_load_the_same(tmp_path: Pa
         refused(run_lockstep(ranks, keep_errors=True), "ranks [0] have", StateMismatchError)
 
 
-def test_what_is_not_complete_everywhere_or_not_of_one_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+def test_incomplete_and_mixed_checkpoints_are_not_loaded(tmp_path: Path) -> None:
     roots = [tmp_path / "here", tmp_path / "there"]
     for step in (1, 2):
         save(roots, step)

@@ -72,7 +72,7 @@ def mutated(draw: st.DrawFn) -> tuple[str, dict[str, Any], tuple[Any, ...]]:
 
 @settings(max_examples=120, deadline=None)
 @given(mutated())
-def test_it_is_refused_by_name_or_loads_the_same(drawn: Any) -> None:
+def test_a_damaged_entry_is_refused_by_name_or_loads_the_same(drawn: Any) -> None:
     name, entry, path = drawn
     how, original = RECIPES[name], ENTRIES[name]
     engine = ArrayEngine(how, ONE, (1, 2))

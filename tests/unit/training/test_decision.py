@@ -56,12 +56,12 @@ def asked(**arguments):
         ({"merging": "optimal", "profile": 7}, "path of a saved"),
     ],
 )
-def test_what_contradicts_is_named(arguments, match):
+def test_arguments_that_contradict_each_other_are_named(arguments, match):
     with pytest.raises(errors.ArgumentError, match=match):
         plan_request(**arguments)
 
 
-def test_what_needs_no_times_is_planned_at_once():
+def test_plans_without_times_are_made_at_once():
     plan = Plan((("d", "c", "b", "a"),))
     assert plan_request(merging=plan) == (None, plan)
     assert plan_request(groups=2) == (None, None)
@@ -108,7 +108,7 @@ def test_the_environment_sparsifies_all_or_is_refused(nothing_said, monkeypatch)
 
 
 @pytest.mark.parametrize("arguments", [{"groups": 1}, {"bucket_bytes": 1 << 20}, {"plan": Plan((("a",),))}])
-def test_who_says_anything_of_buckets_gets_what_he_asks_for(arguments, nothing_said):
+def test_buckets_that_are_asked_for_are_sparsified_though_small(arguments, nothing_said):
     assert begun(ParameterFacts("a", 1000), **arguments).plan == Plan((("a",),))
 
 

@@ -11,7 +11,7 @@ from horovod_sparse.training import settings
 from horovod_sparse.training.collective_errors import NonFinitePolicy, Outcome, Verdict
 
 
-def test_editors_show_what_there_is() -> None:
+def test_editors_show_every_setting() -> None:
     names = {field.name for field in dataclasses.fields(settings.Settings)}
     assert set(settings.SettingsOptions.__annotations__) == names
 
@@ -71,7 +71,7 @@ def test_the_log_says_what_was_seen_and_that_the_step_is_skipped(error, caplog) 
     assert "No rank applied" not in told and "fc.weight" in told
 
 
-def test_what_becomes_of_a_step() -> None:
+def test_errors_decide_whether_a_step_is_applied_skipped_or_raised() -> None:
     bad, edited = errors.NonFiniteGradientError("fc", {1: "w"}), errors.EditedGradientError("fc", {0: "w"})
     own, rule = errors.UnsupportedError("of this rank"), NonFinitePolicy("raise", Telemetry())
     assert rule.judge([]).outcome is Outcome.APPLIED

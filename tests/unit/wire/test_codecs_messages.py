@@ -49,7 +49,7 @@ def packed(format, n, dtype, counts, seed=0):
     quantum=st.sampled_from([1, 7, 64, 1000]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_what_was_packed_comes_out(format, n, counts, quantum, dtype):
+def test_messages_are_unpacked_as_they_were_packed(format, n, counts, quantum, dtype):
     format = WireFormat(format.values, format.indices, quantum)
     counts = [min(count, n) for count in counts]
     messages, selections = packed(format, n, dtype, counts)
@@ -76,7 +76,7 @@ def test_what_was_packed_comes_out(format, n, counts, quantum, dtype):
     assert notes.leans.tolist() == [-rank for rank in ranks]
 
 
-def test_a_message_by_hand():
+def test_the_words_of_a_message_are_those_worked_out_by_hand():
     # float16 and gaps, n = 16: minus the length, count, health 0, norm 2.0, step 35, lean -1.5, tag, then the
     # two words of 5, 6 and 13, then 1.0 = 0x3C00 and -2.0 = 0xC000 in a word, 0.5 = 0x3800.
     # Gaps: (16 - 1) // 7 = 2 needs two bits, so l = 2: lower bits 01, 10, 01 from the lowest on, then upper
@@ -139,7 +139,7 @@ def test_a_health_mark_outside_the_bucket_is_refused(format):
             unpack_sum(message, 1, format, 400, np.float32)
 
 
-def test_what_cannot_be_packed():
+def test_selections_that_cannot_be_packed_are_refused():
     indices, values, report = np.array([5, 2], np.int32), np.ones(2, np.float32), FoldReport()
     with pytest.raises(ArgumentError, match="ascending"):
         pack(indices, values, report, format=WireFormat(indices="gaps"), num_elements=9)

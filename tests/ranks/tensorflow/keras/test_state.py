@@ -10,6 +10,7 @@ from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.training.checkpoint import write_checkpoint
 from support.keras_models import fit, flat, keras, make_model
+from support.sampling import rows_by
 
 
 def test_residuals_are_no_variables_and_differ(everywhere):
@@ -75,13 +76,14 @@ def test_save_and_load_on_all_ranks(folder, rank, size, everywhere):
     np.testing.assert_allclose(everywhere(residuals(other)).mean(axis=0), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "way", ["BackupAndRestore", "CheckpointCallback", "ModelCheckpoint", "tf.train.Checkpoint"]
+@rows_by(
+    "way,late",
+    ["BackupAndRestore", "CheckpointCallback", "ModelCheckpoint", "tf.train.Checkpoint"],
+    [{}, {"every": 2, "delay": 1}],
 )
-@pytest.mark.parametrize("schedule", [{}, {"every": 2, "delay": 1}], ids=["every step", "late"])
-def test_own_steps_go_on_bit_for_bit(schedule, way, tmp_path, folder, rank, size):
+def test_own_steps_go_on_bit_for_bit(way, late, tmp_path, folder, rank, size):
     """With second moments, this rank's own moves, and what is in flight."""
-    arguments = {"compression": "best:density=0.1", **schedule}
+    arguments = {"compression": "best:density=0.1", **late}
 
     def made():
         return hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **arguments)

@@ -67,18 +67,12 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(folder, rank, size):
     other = LinearModel({**SHAPES, "bias": (8 if rank == size - 1 else 7,)})
     with pytest.raises(StateMismatchError, match="bias"):
         hvd.load(folder, make(other, "exdyna:density=0.1"), model=other)
-    with pytest.raises(StateMismatchError, match="micro"):
-        hvd.load(folder, make(LinearModel(SHAPES), "micro:density=0.1"))
     groups = adam if rank == 0 else make
     fresh = LinearModel(SHAPES)
     with pytest.raises(StateMismatchError, match="param_groups"):
         hvd.load(folder, groups(fresh, "exdyna:density=0.1"), model=fresh)
     assert all((p == 1).all() for p in fresh.parameters())
 
-    optimizer._synchronizer.step += rank
-    with pytest.raises(StateMismatchError, match="different states"):
-        hvd.save(folder, optimizer)
-    optimizer._synchronizer.step -= rank
     names = ("bias",) if rank else ("bias", "second")  # of which one bucket is under way
     model.backward({name: gradients(rank, 5)[name] for name in names})
     with pytest.raises(HorovodSparseError, match="between steps") as error:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import Plan
 from horovod_sparse.simulation import SimulatedCluster
@@ -174,14 +173,6 @@ def test_without_a_sparsifier_it_is_horovods_own(rank):
         train_step(model, optimizer, gradients(rank, 0))
         assert optimizer.telemetry.summary() == "no step yet"
         assert optimizer.plan is None
-
-
-@pytest.mark.parametrize("library", [hvd, stock])
-def test_momentum_twice_is_refused_at_once(library):
-    model, made = LinearModel(SHAPES), hvd.Compression.parse("dgc:density=0.1,feedback=momentum")
-    plain = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
-    with pytest.raises(ArgumentError, match=r"momentum=0.9.*momentum=0 to the optimizer"):
-        library.DistributedOptimizer(plain, model.named_parameters(), made)
 
 
 @pytest.mark.parametrize("named", [True, False])
