@@ -107,26 +107,34 @@ def cluster_command(*arguments: str) -> str:
 
 
 @contextlib.contextmanager
-def cluster_for(num_hosts: int | None, rate: str | None, name: str = "cluster") -> Iterator[Hosts]:
+def cluster_for(
+    num_hosts: int | None, rate: str | None, name: str = "cluster", latency: str = "0ms"
+) -> Iterator[Hosts]:
     """A cluster of so many hosts: the running one of that name where it fits, else one for this time only.
 
     Args:
         num_hosts: at least so many; None takes what the running one has, 8 without one.
         rate: of their ports; None takes what the running one has, 1gbit without one.
         name: of the cluster to look for.
+        latency: that is added to every message of its hosts.
 
     Raises:
         BenchmarkError: if this machine permits no cluster.
     """
     running = {item["name"]: item for item in json.loads(cluster_command("status", "--json"))}
     found = running.get(name)
-    if found is not None and len(found["hosts"]) >= (num_hosts or 2) and rate in (None, found["rate"]):
+    if (
+        found is not None
+        and (rate or found["rate"], latency) == (found["rate"], found["latency"])
+        and len(found["hosts"]) >= (num_hosts or 2)
+    ):
         yield Hosts(name, len(found["hosts"]), found["rate"])
         return
     own, rate, num_hosts = f"bench-{os.getpid()}", rate or "1gbit", num_hosts or 8
     with _ended_tidily():
         try:
-            cluster_command("up", "--name", own, "--hosts", str(num_hosts), "--rate", rate)
+            shape = "--hosts", str(num_hosts), "--rate", rate, "--latency", latency
+            cluster_command("up", "--name", own, *shape)
             yield Hosts(own, num_hosts, rate)
         finally:
             cluster_command("down", "--name", own)

@@ -98,6 +98,17 @@ def test_the_rate_is_reached_and_not_exceeded(request: pytest.FixtureRequest) ->
     pytest.fail(f"10 Mbit/s were asked for, and never reached: {reached}")
 
 
+def test_latency_is_added_to_every_message(request: pytest.FixtureRequest) -> None:
+    if shutil.which("iptables") is None:
+        pytest.skip("without iptables no packet can be held back")
+    late = f"{NAME}-late"
+    cluster("up", "--hosts", "2", "--latency", "50ms", "--name", late)
+    request.addfinalizer(lambda: cluster("down", "--name", late))
+    connect = "TIMEFORMAT=%R; time (: </dev/tcp/198.18.0.2/9)"  # nobody listens there
+    told = cluster("enter", "--name", late, "0", "--", "bash", "-c", connect, check=False).stderr
+    assert "refused" in told and 0.1 <= float(told.split()[-1]) < 0.2
+
+
 def _wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + 15
     while not condition():
@@ -107,14 +118,10 @@ def _wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def _sleepers(name: str) -> list[int]:
     found = [pid for index in range(2) for pid in pids(f"hvds-{name}-{index}")]
-    return [pid for pid in found if _command(pid) == b"sleep\x00777\x00"]
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
+    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in found}
+    return [
+        pid for pid, file in commands.items() if file.exists() and file.read_bytes() == b"sleep\x00777\x00"
+    ]
 
 
 def _runs(pid: int) -> bool:

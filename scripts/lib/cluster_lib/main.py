@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--rate", default="1gbit", help="what each may send, and receive: 1gbit, 100mbit, unlimited"
     )
+    up.add_argument("--latency", default="0ms", help="added to every message: 20ms (default: %(default)s)")
 
     run = commands.add_parser(
         "run", parents=[named], help="run ranks on the hosts", usage="%(prog)s [options] -- COMMAND"
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(options: argparse.Namespace) -> int:
-    cluster = Cluster.check(options.name, options.hosts, options.rate)
+    cluster = Cluster.check(options.name, options.hosts, options.rate, options.latency)
     if make(cluster):
         print("removed what a killed `up` had left", file=sys.stderr)
     print(
@@ -117,7 +118,12 @@ def _state(cluster: Cluster) -> dict[str, Any]:
     except ClusterError:
         hosts = []
     facts = {"name": cluster.name, "complete": bool(hosts), "rate": cluster.rate.text}
-    return {**facts, "num_processes": len(processes(cluster)), "hosts": hosts}
+    return {
+        **facts,
+        "latency": cluster.latency.text,
+        "num_processes": len(processes(cluster)),
+        "hosts": hosts,
+    }
 
 
 def _status(options: argparse.Namespace) -> int:

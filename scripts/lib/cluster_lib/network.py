@@ -7,6 +7,8 @@ its own, and every cable (a pair of veth) is made there, with its other end insi
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked
 from cluster_lib.system import ClusterError, end_if_asked, run
 
+_LATENCY = Path(__file__).with_name("latency.py")
 LOCK = STATE / "lock"
 # Marks what a run started, and nothing that the user started with `enter`.
 RUN_MARK = "HOROVOD_SPARSE_CLUSTER_RUN"
@@ -77,6 +80,19 @@ def _build(cluster: Cluster) -> None:
             run("ip", "-n", host, "link", "set", INTERFACE, "gso_max_size", str(cluster.rate.piece_bytes))
         run("ip", "-n", host, "link", "set", INTERFACE, "up")
         run("ip", "-n", switch, "link", "set", port, "up")
+        if cluster.latency.seconds:
+            _hold_packets_back(host, cluster.latency.seconds)
+
+
+def _hold_packets_back(namespace: str, seconds: float) -> None:
+    """Start what delays a host's packets; it ends with the other processes of the host."""
+    command = ["ip", "netns", "exec", namespace, sys.executable, str(_LATENCY), str(seconds)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, start_new_session=True, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline() != "ready\n":
+        words = process.stderr.read().strip().splitlines()[-5:]
+        raise ClusterError("packets cannot be held back here: this takes iptables and NFQUEUE", *words)
 
 
 def _add_namespace(namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""How fast a host may send and receive, and how a token bucket is told so."""
+"""How fast a host may send and receive, as arguments of a token bucket, and how late its messages come."""
 
 import re
 from dataclasses import dataclass
@@ -62,3 +62,20 @@ class Rate:
             *("tbf", "rate", f"{self.bits_per_second}bit"),
             *("burst", str(self.burst_bytes), "limit", str(self.queue_bytes)),
         ]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How late a message comes, as it was asked for, and in seconds."""
+
+    text: str
+    seconds: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Latency":
+        """Read `20ms`; `0ms` adds nothing."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", text)
+        if not match or float(match[1]) > 10_000:
+            allowed = "Allowed: milliseconds from 0ms to 10000ms, such as 20ms."
+            raise ClusterError(f"--latency {text!r} is no latency", allowed)
+        return cls(text, float(match[1]) / 1000)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster_lib.rate import Rate
+from cluster_lib.rate import Latency, Rate
 from cluster_lib.system import ClusterError
 
 STATE = Path("/run/horovod_sparse_cluster")
@@ -28,19 +28,20 @@ SUBNET = "198.18.0.0/24"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that share a switch, all with the same rate."""
+    """Hosts that share a switch, all with the same rate and latency."""
 
     name: str
     num_hosts: int
     rate: Rate
+    latency: Latency
 
     @classmethod
-    def check(cls, name: str, num_hosts: int, rate: str) -> "Cluster":
+    def check(cls, name: str, num_hosts: int, rate: str, latency: str) -> "Cluster":
         """A cluster as the user asks for it, or a ClusterError that says what is allowed."""
         check_name(name)
         if not 1 <= num_hosts <= MOST_HOSTS:
             raise ClusterError(f"--hosts {num_hosts} is out of range", f"Allowed: 1 to {MOST_HOSTS}.")
-        return cls(name, num_hosts, Rate.parse(rate))
+        return cls(name, num_hosts, Rate.parse(rate), Latency.parse(latency))
 
     def host(self, index: int) -> str:
         return f"{self.name}-{index}"
@@ -83,9 +84,14 @@ class Cluster:
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [f"{self.address(index)} {self.host(index)}" for index in range(self.num_hosts)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        facts = {"name": self.name, "hosts": self.num_hosts, "rate": self.rate.text, "complete": complete}
+        facts = {
+            "name": self.name,
+            "hosts": self.num_hosts,
+            "rate": self.rate.text,
+            "latency": self.latency.text,
+        }
         draft = self.folder / "record.json.new"
-        draft.write_text(json.dumps(facts) + "\n")
+        draft.write_text(json.dumps({**facts, "complete": complete}) + "\n")
         draft.replace(self.folder / "record.json")
 
     def forget(self) -> None:
@@ -108,7 +114,8 @@ def load(name: str) -> tuple[Cluster, bool] | None:
         facts = json.loads((STATE / name / "record.json").read_text())
     except FileNotFoundError:
         return None
-    return Cluster(facts["name"], facts["hosts"], Rate.parse(facts["rate"])), facts["complete"]
+    shape = Rate.parse(facts["rate"]), Latency.parse(facts["latency"])
+    return Cluster(facts["name"], facts["hosts"], *shape), facts["complete"]
 
 
 def load_complete(name: str) -> Cluster:
