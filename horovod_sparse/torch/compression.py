@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from horovod_sparse.feedback import Recipe
+from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.driver import construction_errors
 from horovod_sparse.training import compression as common
@@ -31,10 +32,24 @@ class SparseCompressor(hvd.compression.Compressor):
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self._num_compressed = 0
 
-    def compress(self, tensor: torch.Tensor) -> Any:
-        """Raises, since Horovod calls it to sum a single tensor, which a sparsifier cannot do here."""
-        common.refuse_single_sum(self)
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Returns a tensor with 0 for all elements that are not selected; Horovod sends all of them.
+
+        Called by ``horovod.torch.allreduce(tensor, compression=...)``. No residual is kept. Integers, COO
+        tensors, and tensors with a NaN or Inf stay as they are.
+
+        Example:
+            >>> Compression.topk(density=0.5).compress(torch.tensor([1.0, -4.0]))
+            (tensor([ 0., -4.]), None)
+        """
+        if dtype_name(tensor) is None or tensor.layout != torch.strided:
+            return tensor, None
+        self._num_compressed += 1
+        array = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy()
+        kept = common.keep_selected(self.recipe, array, self._num_compressed)
+        return torch.from_numpy(kept).to(tensor), None
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Returns the tensor unchanged."""

@@ -1,4 +1,4 @@
-"""The argument `compression` of every front end: factories and checks."""
+"""The argument `compression` of every front end: factories, checks, and what Horovod asks of a compressor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
-from horovod_sparse.feedback import ErrorFeedback, MomentumCorrection
+import numpy as np
+
+from horovod_sparse.arrays import GradientParts
+from horovod_sparse.carriers.exchanges import answer_for_one_rank
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError, warn_once
+from horovod_sparse.feedback import Bucket, ErrorFeedback, MomentumCorrection, NoFeedback
 from horovod_sparse.feedback.recipe import PRESETS, Recipe, parse_recipe, recipe, recipe_signature
-from horovod_sparse.sparsifiers import ALGORITHMS
+from horovod_sparse.kernels.host.scatter import apply_scaled_sums
+from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 from horovod_sparse.sparsifiers.base import value_text
+from horovod_sparse.training import engine
+from horovod_sparse.training.parts import host_accumulator
 
 _log = logging.getLogger("horovod_sparse")
 #: Horovod's own
@@ -167,9 +174,28 @@ def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -
         refuse_double_momentum(recipe, lambda: groups)
 
 
-def refuse_single_sum(compressor: Any) -> None:
-    """Refuses what Horovod's own `allreduce` asks of a compressor: the mean of a single tensor."""
-    raise UnsupportedError(
-        f"{compressor} keeps for the next step what it does not send, so it sums gradients alone: give it to "
-        "DistributedOptimizer or to DistributedGradientTape, and Compression.none to allreduce"
+def keep_selected(recipe: Recipe, array: np.ndarray, number: int) -> np.ndarray:
+    """Returns an array with 0 in place of what one rank would not send; one with a NaN or Inf stays as it is.
+
+    Horovod calls `compress` for a single tensor, and sends every element of what that returns.
+
+    Args:
+        recipe: whose sparsifier selects, by its rules for parameters.
+        array: of float32 or float64.
+        number: of the call, from which random numbers follow.
+    """
+    warn_once(
+        "Horovod's own allreduce sends every element of what a sparsifier compresses: elements that are not "
+        "selected are 0, and are kept for no later call. DistributedOptimizer sends sparsely"
     )
+    if not array.size or not np.isfinite(array).all():
+        return array
+    info = BucketInfo(f"compressed.{number}", array.size, 0, 1, array.dtype.name)
+    own = Recipe(recipe.sparsifier, NoFeedback(), recipe.rules).for_parameter(info.name, array.size)
+    bucket = Bucket(info, own, host_accumulator(info, own))
+    gradient = GradientParts([np.ascontiguousarray(array).reshape(-1)])
+    sum_ = engine.carry_out(bucket.step(gradient, scale=1.0), answer_for_one_rank)
+    kept = np.empty_like(array)
+    places = None if sum_.whole else sum_.indices
+    apply_scaled_sums([kept.reshape(-1)], [(0, array.size)], places, sum_.values, 1.0)
+    return kept

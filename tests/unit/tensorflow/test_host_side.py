@@ -194,6 +194,14 @@ def test_equals_the_simulator_with_one_rank(way, feedback):
     assert compression.telemetry.last.step == 6
 
 
+@pytest.mark.parametrize("way", [lambda call: call, tf.function])
+def test_horovods_allreduce_gets_what_one_rank_would_send(way):
+    for dtype in (tf.float32, tf.float64, tf.bfloat16):
+        compress = way(lambda tensor: hvd.Compression.topk(density=0.5).compress(tensor)[0])
+        assert tf.cast(compress(tf.constant([1, -4], dtype)), tf.float32).numpy().tolist() == [0, -4]
+    assert compress(tf.constant([1, -4], tf.int32)).numpy().tolist() == [1, -4]
+
+
 def test_a_compressor_for_every_step_is_warned_of(caplog):
     weight = tf.Variable(tf.zeros(LENGTH), name="weight")
     for number in range(4):

@@ -10,7 +10,7 @@ import horovod.torch
 import pytest
 import torch
 
-from horovod_sparse.errors import UnknownNameError, UnsupportedError
+from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
@@ -52,9 +52,19 @@ def test_a_compressor_travels_as_its_recipe_and_hashes_by_identity():
     assert len({compressor, Compression.exdyna(density=0.02)}) == 2
 
 
-def test_the_sum_of_a_single_tensor_by_a_sparsifier_is_refused():
-    with pytest.raises(UnsupportedError, match=r"topk.*Compression\.none to allreduce"):
-        horovod.torch.allreduce(torch.ones(3), compression=Compression.topk(density=0.5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_horovods_allreduce_gets_what_one_rank_would_send(dtype):
+    for name, given, expected in (
+        ("topk", [[1.0, -4.0], [2.0, 0.5]], [[0.0, -4.0], [2.0, 0.0]]),
+        ("qsgd", [3.0, 3.0], [3.0, 3.0]),
+        ("topk", [1.0, float("inf")], [1.0, float("inf")]),
+        ("topk", [], []),
+    ):
+        compressor = getattr(Compression, name)(**({"density": 0.5} if name == "topk" else {}))
+        tensor = torch.tensor(given, dtype=dtype)
+        found, context = compressor.compress(tensor)
+        assert compressor.decompress(found, context).tolist() == expected and found.dtype == dtype
+    assert Compression.topk(density=0.5).compress(whole := torch.arange(4))[0] is whole
 
 
 def test_without_horovod_the_error_says_how_to_get_it(tmp_path):
