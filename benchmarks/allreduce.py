@@ -8,7 +8,6 @@ do not blur.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from benchmarks.common import ranks
 from benchmarks.common.gradients import GradientSource, random_layers
 from benchmarks.common.options import (
     add_sparsifiers,
-    carry_out,
     count,
     hosts_parser,
     launches,
@@ -118,14 +116,8 @@ class Method(ranks.Measurable):
     """One sparse all-reduce.
 
     Every repetition selects from the gradient alone (no residual), so that all methods sum up alike, and
-    thresholds that follow the last step meet gradients like those of the last step.
-
-    Args:
-        name: in results.
-        text: as `Compression.parse` reads it.
-        source: of gradients, which all methods share.
-        memory: the accumulator that all methods share.
-        driver: runs coroutines.
+    thresholds that follow the last step meet gradients like those of the last step. All methods share the
+    source of gradients and the accumulator.
     """
 
     #: Ok-Topk finds its thresholds and regions in these
@@ -190,12 +182,3 @@ def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     ]
     facts = {name: settings[name] for name in ("elements", "density")}
     return {**facts, "transport": driver.transport, "results": results}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
-    return carry_out(parser(), arguments, measure, tables)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -17,7 +15,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 
 from benchmarks.common import timing
-from benchmarks.common.options import carry_out
 from benchmarks.common.tables import timings_table
 from benchmarks.common.timing import Work
 
@@ -85,12 +82,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return timing.timed(timings, options, baseline="PyTorch")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
-    parser = timing.rank_parser("frameworks", __doc__, 0.001)
-    parser.add_argument("--sparsifiers", default="topk,exdyna", help="names (default %(default)s)")
-    return carry_out(parser, arguments, measure, timings_table)
+tables = timings_table
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = timing.rank_parser("frameworks", __doc__, 0.001)
+    made.add_argument("--sparsifiers", default="topk,exdyna", help="names (default %(default)s)")
+    return made

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
 from benchmarks.common.hosts import cluster_for
 from benchmarks.common.layers import LAYER_TABLES
-from benchmarks.common.options import carry_out, count, hosts_parser, launch
+from benchmarks.common.options import count, hosts_parser, launch
 from benchmarks.common.replay import Replay
 from benchmarks.common.tables import hosts_table
 from horovod_sparse.merging import Profile, fixed, predict
@@ -40,6 +39,8 @@ _WARMUP_STEPS = 30
 _FIRST_ITERATIONS = 4
 #: the training that measured goes on under the plan it decided for, without another launch
 GOES_ON = "optimal, same launch"
+
+tables = hosts_table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,10 +97,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 class Training(ranks.Measurable):
     """A network under one plan, whose repetition is several iterations one behind the other.
 
-    Args:
-        name: in results.
-        settings: of the measurement.
-        profile: of the cluster and the network; None: the optimizer measures it, and decides.
+    Without a profile of cluster and network the optimizer measures them, and decides.
     """
 
     num_warmup = 0
@@ -187,12 +185,3 @@ def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
         hvd.allgather(torch.ones(1), name=f"another.{number}")
     trainings = (Training(name, settings, profile) for name in settings["methods"])
     return {"results": [training.result(repeat, profile) for training in trainings]}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
-    return carry_out(parser(), arguments, measure, hosts_table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,9 +10,7 @@ import argparse
 import ctypes
 import gc
 import os
-import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import timing
-from benchmarks.common.options import carry_out
 from benchmarks.common.tables import timings_table
 from benchmarks.common.timing import Timing, Work, seconds_by
 from horovod_sparse import ddp
@@ -106,10 +103,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return timing.timed(timings, options, **facts)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
-    return carry_out(timing.rank_parser("passes", __doc__, 0.01), arguments, measure, timings_table)
+tables = timings_table
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    return timing.rank_parser("passes", __doc__, 0.01)

@@ -6,9 +6,7 @@ It writes docs/measurements/merging.json, which takes a few minutes; `scripts/re
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -206,18 +204,16 @@ def tables(result: Mapping[str, Any]) -> str:
     return "\n\n".join(make(result) for make in (random_table, paper_table, loss_table))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Predicts, and writes the file."""
-    parser = argparse.ArgumentParser(prog="scripts/bench plans", description=__doc__)
-    parser.add_argument("--json", type=Path, default=FILE, metavar="FILE", help="(default %(default)s)")
-    options = parser.parse_args(arguments)
-    result = {
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="scripts/bench plans", description=__doc__)
+    made.add_argument("--json", default=str(FILE), metavar="FILE", help="(default %(default)s)")
+    return made
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Predicts everything, as it is written to JSON."""
+    return {
         "random": [random_inputs(300, layers) for layers in (8, 14, 30)],
         "tables": [table(model, size) for model in PAPER for size in SIZES],
     }
-    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

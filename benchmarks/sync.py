@@ -6,9 +6,8 @@ import abc
 import argparse
 import os
 import resource
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from benchmarks.common.gradients import GradientSource, random_layers
 from benchmarks.common.options import (
     add_sparsifiers,
     baselines,
-    carry_out,
     count,
     hosts_parser,
     launches,
@@ -35,6 +33,8 @@ _BASELINES = ("dense", "dense float16", "naive")
 LEVELS_SUFFIX = ", two levels"
 #: behind the name of a sparsifier whose rounds are messages between pairs of ranks
 PAIRS_SUFFIX = ", pairs"
+
+tables = launch_tables
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,12 +90,7 @@ class Gradient:
 
 
 class Method(ranks.Measurable, abc.ABC):
-    """One way of synchronizing a gradient.
-
-    Args:
-        name: in results.
-        gradient: what is synchronized.
-    """
+    """One way of synchronizing a gradient."""
 
     num_warmup = 1
 
@@ -175,15 +170,7 @@ class Naive(Method):
 
 
 class Sparse(Method):
-    """A sparsifier, synchronized by the optimizer of `horovod_sparse.torch`.
-
-    Args:
-        name: in results.
-        gradient: what is synchronized.
-        compression: as `Compression.parse` reads it.
-        levels: of `DistributedOptimizer`.
-        transport: what carries its rounds; see `horovod_sparse.carriers.exchanges`.
-    """
+    """A sparsifier, synchronized by our optimizer; `transport` carries its rounds."""
 
     num_warmup = 6
 
@@ -227,14 +214,7 @@ class Sparse(Method):
 
 
 def make_method(name: str, gradient: Gradient, density: float, sparsifiers: Mapping[str, str]) -> Method:
-    """A method by its name.
-
-    Args:
-        name: of a baseline, or of a sparsifier.
-        gradient: what is synchronized.
-        density: for the naive sparsifier.
-        sparsifiers: as `Compression.parse` reads them, by name.
-    """
+    """A baseline or a sparsifier by its name; `sparsifiers` are texts that `Compression.parse` reads."""
     if name == "dense":
         return Dense(name, gradient, hvd.Compression.none)
     if name == "dense float16":
@@ -276,12 +256,3 @@ def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     results = [{"method": name, **result} for name, result in found.items()]
     return {"results": results, "peak_bytes_of_ranks": sum(hvd.allgather_object(peak))}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
-    return carry_out(parser(), arguments, measure, launch_tables)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +23,6 @@ from benchmarks.common.layers import LAYER_TABLES
 from benchmarks.common.options import (
     add_sparsifiers,
     baselines,
-    carry_out,
     hosts_parser,
     launches,
     named_sparsifiers,
@@ -51,6 +48,8 @@ PASSES: dict[str, dict[str, Any]] = {
 BY_DEFAULT = " by default"
 #: behind the name of one whose messages are decoded to n elements each, and these added up
 DENSELY = ", decoded densely"
+
+tables = launch_tables
 
 
 def parser() -> argparse.ArgumentParser:
@@ -128,12 +127,7 @@ def densely(sparsifier: Sparsifier) -> Sparsifier:
 
 
 class Training(ranks.Measurable):
-    """A model, its optimizer, and one way of synchronizing.
-
-    Args:
-        name: in results.
-        settings: of the measurement.
-    """
+    """A model, its optimizer, and one way of synchronizing."""
 
     num_warmup = 3
 
@@ -185,12 +179,3 @@ def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     found = ranks.measure_methods(methods, settings["repeat"])
     results = [{"method": name, **result} for name, result in found.items()]
     return {"elements": methods[0].num_elements, "results": results}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
-    return carry_out(parser(), arguments, measure, launch_tables)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

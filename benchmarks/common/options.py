@@ -161,18 +161,14 @@ def launches(
     return found
 
 
-def command_line(name: str, arguments: Sequence[str] | None) -> str:
+def command_line(name: str, arguments: Sequence[str]) -> str:
     """The command that was given, without where its results went.
-
-    Args:
-        name: of the measurement.
-        arguments: its own; None takes the process's.
 
     Example:
         >>> command_line("sync", ["--hosts", "2", "--json", "x.json", "--mpi"])
         'scripts/bench sync --hosts 2 --mpi'
     """
-    words, kept = list(sys.argv[1:] if arguments is None else arguments), list[str]()
+    words, kept = list(arguments), list[str]()
     while words:
         word = words.pop(0)
         if word == "--json":
@@ -185,21 +181,11 @@ def command_line(name: str, arguments: Sequence[str] | None) -> str:
 
 def carry_out(
     parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
+    arguments: Sequence[str],
     measure: Callable[[argparse.Namespace], Mapping[str, Any]],
     table: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measures, prints tables, and writes the JSON that was asked for.
-
-    Args:
-        parser: of the measurement.
-        arguments: its own; None takes the process's.
-        measure: gives the result.
-        table: makes Markdown of it.
-
-    Returns:
-        The exit code.
-    """
+    """Measures, prints tables, writes the JSON that was asked for, and returns the exit code."""
     options, name = parser.parse_args(arguments), parser.prog.split()[-1]
     facts = {"command": command_line(name, arguments), "benchmark": name, "machine": machine_facts()}
     try:

@@ -107,13 +107,7 @@ def _timing(work: Work, seconds: list[float], ratios: list[float]) -> Timing:
 
 
 def rank_parser(name: str, about: str | None, density_default: float) -> argparse.ArgumentParser:
-    """The command line that measurements of one rank alone, on one thread, have.
-
-    Args:
-        name: of the measurement.
-        about: what it does.
-        density_default: where none is given.
-    """
+    """The command line that measurements of one rank alone, on one thread, have."""
     parser = bench_parser(name, about)
     parser.set_defaults(density=density_default, repeat=15)
     parser.add_argument("--elements", type=count, default=25_600_000, help="n (default %(default)s)")

@@ -6,15 +6,13 @@ On one core, or with `--device cuda` on a GPU.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.common import timing
-from benchmarks.common.options import carry_out, count
+from benchmarks.common.options import count
 from benchmarks.common.tables import timings_table
 from benchmarks.local.steps import StepWorks
 from benchmarks.local.works import DeviceWorks, Works
@@ -49,18 +47,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return timing.timed(timings, options, **facts)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit code."""
-    parser = timing.rank_parser("local", __doc__, 0.001)
-    add = parser.add_argument
+tables = timings_table
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = timing.rank_parser("local", __doc__, 0.001)
+    add = made.add_argument
     add("--ranks", type=count, default=8, help="P (default %(default)s)")
     text = "count the thread's CPU time, not the wall clock (busy machines)"
     add("--cpu-time", action="store_true", help=text)
     text = "only what has one of these words in its name, such as topk,decode"
     add("--only", type=lambda text: text.split(","), default=[""], metavar="WORDS", help=text)
     add("--device", default="cpu", help="cpu, or a device of PyTorch (default %(default)s)")
-    return carry_out(parser, arguments, measure, timings_table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return made

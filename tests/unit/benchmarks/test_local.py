@@ -3,14 +3,15 @@
 import json
 from pathlib import Path
 
-from benchmarks.local.main import main
+from benchmarks.__main__ import main
 from horovod_sparse.collectives import AllToAll, Exchange
 from horovod_sparse.sparsifiers import ALGORITHMS
 
 
 def test_the_local_bench_times_every_sparsifier(tmp_path, capsys):
     file = tmp_path / "result.json"
-    assert main(["--elements", "20003", "--density", "0.01", "--repeat", "2", "--json", str(file)]) == 0
+    sizes = ["--elements", "20003", "--density", "0.01", "--repeat", "2"]
+    assert main("local", *sizes, "--json", str(file)) == 0
     result = json.loads(file.read_text())
     names = [timing["name"] for timing in result["timings"]]
     exchange = "decode 8 messages of local steps, move by their mean"
@@ -25,7 +26,8 @@ def test_the_local_bench_times_every_sparsifier(tmp_path, capsys):
 def test_the_local_bench_runs_on_tensors(tmp_path):
     file = tmp_path / "result.json"
     sizes = ["--elements", "20000", "--density", "0.01", "--repeat", "1"]
-    assert main([*sizes, "--device", "cpu:0", "--only", "fold,exdyna,topk,qsgd", "--json", str(file)]) == 0
+    more = ["--device", "cpu:0", "--only", "fold,exdyna,topk,qsgd"]
+    assert main("local", *sizes, *more, "--json", str(file)) == 0
     result = json.loads(file.read_text())
     names = [timing["name"].split(",")[0].split(" ")[0] for timing in result["timings"]]
     assert {"copy_", "fold", "exdyna", "topk", "qsgd"} <= set(names) and result["device"] == "cpu:0"

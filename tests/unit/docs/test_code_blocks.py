@@ -75,8 +75,7 @@ def help_of(*command: str) -> str:
     if command[0] == "horovod-sparse":
         words = [sys.executable, "-m", "horovod_sparse", *command[1:]]
     elif command[0].endswith("bench") and len(command) > 1:
-        module = f"benchmarks.{command[1]}" + ".main" * (ROOT / "benchmarks" / command[1]).is_dir()
-        words = [sys.executable, "-m", module]
+        words = [sys.executable, "-m", "benchmarks", command[1]]
     done = ran(*words, "--help", PYTHONPATH=str(ROOT))
     return done.stdout + done.stderr
 
