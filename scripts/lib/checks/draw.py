@@ -9,57 +9,45 @@ import ast
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[3] / "horovod_sparse"
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Every module of the package, by its path."""
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
+    """Every node of these kinds in the package, with its module's path."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds):
+                yield str(path.relative_to(PACKAGE)), node
 
 
-def signature(node: ast.AST) -> str:
+def signature(node: Any) -> str:
     """A class' name, or a function's name, arguments and result."""
-    if isinstance(node, FUNCTIONS):
-        result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        return f"{node.name}({ast.unparse(node.args)}){result}"
-    assert isinstance(node, ast.ClassDef)
-    return f"class {node.name}"
+    if isinstance(node, ast.ClassDef):
+        return f"class {node.name}"
+    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{node.name}({ast.unparse(node.args)}){result}"
 
 
 def docstrings() -> list[str]:
     """First paragraphs of docstrings, with their signatures."""
-    found = []
-    for path, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and (text := ast.get_docstring(node)):
-                first = text.split("\n\n")[0].replace("\n", " ")
-                found.append(f"{path}: {signature(node)}\n    {first}")
-    return found
+    texts = ((path, node, ast.get_docstring(node)) for path, node in nodes(*NAMED))
+    firsts = ((path, node, text.split("\n\n")[0].replace("\n", " ")) for path, node, text in texts if text)
+    return [f"{path}: {signature(node)}\n    {first}" for path, node, first in firsts]
 
 
 def errors() -> list[str]:
     """Exceptions that the package raises with a message, as their source text."""
-    nodes = ((path, node) for path, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Raise))
-    return [
-        f"{path}: {ast.unparse(node.exc)}"
-        for path, node in nodes
-        if isinstance(node.exc, ast.Call) and node.exc.args
-    ]
+    raised = ((path, node.exc) for path, node in nodes(ast.Raise))
+    return [f"{path}: {ast.unparse(one)}" for path, one in raised if isinstance(one, ast.Call) and one.args]
 
 
 def names(public: bool) -> list[str]:
     """Functions and classes with their signatures: public ones, or those whose name begins with `_`."""
-    nodes = ((path, node) for path, tree in trees() for node in ast.walk(tree))
-    return [
-        f"{path}: {signature(node)}"
-        for path, node in nodes
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef))
-        and node.name[:2] != "__"
-        and (node.name[0] != "_") == public
-    ]
+    named = ((path, node) for path, node in nodes(*NAMED) if node.name[:2] != "__")
+    return [f"{path}: {signature(node)}" for path, node in named if (node.name[0] != "_") == public]
 
 
 def main() -> None:

@@ -37,14 +37,12 @@ class Corner:
         torch: PyTorch's.
         tensorflow: its version, with Horovod; empty for PyTorch alone.
         horovod: whether Horovod is built, or `horovod_sparse.ddp` tested without it.
-        more: what pip is told besides.
     """
 
     python: str
     torch: str
     tensorflow: str = ""
     horovod: bool = False
-    more: tuple[str, ...] = ()
 
 
 CORNERS = {
@@ -112,7 +110,7 @@ def without_horovod(corner: Corner, python: str, folder: Path) -> tuple[Path, fl
     run([own, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder / "wheel", tree], folder)
     (wheel,) = (folder / "wheel").glob("*.whl")
     install = [own, "-m", "pip", "install", "--quiet"]
-    run([*install, f"{wheel}[torch]", f"torch=={corner.torch}", "pytest>=8.0", *corner.more], folder)
+    run([*install, f"{wheel}[torch]", f"torch=={corner.torch}", "pytest>=8.0"], folder)
     seconds = time.monotonic() - started
     # the tree's own package out of reach
     shutil.rmtree(tree / "horovod_sparse")

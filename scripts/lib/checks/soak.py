@@ -80,31 +80,22 @@ def worker(folder: Path, steps: int, recipe: str) -> None:
                 hvd.save(folder / "saved", optimizer, model=model)
 
 
-def entries(folder: Path) -> list[dict[str, int]]:
-    """Of all ranks; a line that a killed rank did not end is left out."""
+def entries(folder: Path, last: bool = False) -> list[dict[str, int]]:
+    """Returns what all ranks wrote, or the last entry of each, less lines that a kill cut short."""
     found = []
     for path in sorted(folder.glob("rank-*.jsonl")):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+        own: list[Any] = []
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - 1000) if last else 0)
+            for line in file.read().splitlines():
+                with contextlib.suppress(ValueError):
+                    own.append(json.loads(line))
+        found += [one for one in own if isinstance(one, dict)][-1 if last else 0 :]
     return found
 
 
-def last_entries(folder: Path) -> list[dict[str, int]]:
-    """The last one of every rank."""
-    found = []
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - 1000))
-            for line in reversed(file.read().splitlines()):
-                with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
-                    break
-    return [entry for entry in found if isinstance(entry, dict)]
-
-
 def last_step(folder: Path) -> int:
-    return max((entry["step"] for entry in last_entries(folder)), default=-1)
+    return max((entry["step"] for entry in entries(folder, last=True)), default=-1)
 
 
 def soak(given: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +124,7 @@ def soak(given: argparse.Namespace) -> dict[str, Any]:
                 if mark is not None and last_step(folder) >= mark:
                     time.sleep(draw.random() * 0.05)
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(draw.choice(last_entries(folder))["pid"], signal.SIGKILL)
+                        os.kill(draw.choice(entries(folder, last=True))["pid"], signal.SIGKILL)
                     job.wait(60)
         found = figures(entries(folder), steps, ranks)
     asked = {name: getattr(given, name) for name in ("steps", "ranks", "seed", "recipe")}
