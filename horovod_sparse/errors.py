@@ -81,7 +81,7 @@ class NonFiniteGradientError(HorovodSparseError, ArithmeticError):
 
     @property
     def finding(self) -> str:
-        """The text that names ranks and parameters with NaN or Inf, without what became of the step."""
+        """The first part of the error's text: which ranks and parameters have NaN or Inf."""
         words: dict[str, None] = {}
         for rank, place in sorted(self.where.items()):
             host = next((host for host in self.hosts if rank in host and len(host) > 1), None)

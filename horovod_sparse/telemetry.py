@@ -124,7 +124,7 @@ class StepReport:
 
     @property
     def density_target(self) -> float:
-        """The density that schedules asked for, with at least one element per bucket."""
+        """The density that the sparsifiers' schedules asked for in this step."""
         return self.num_target / self.num_elements if self.num_elements else 0.0
 
     @property

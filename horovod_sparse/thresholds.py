@@ -80,7 +80,7 @@ _FEW = 32
 
 @dataclass(frozen=True)
 class Sketch:
-    """The rule `sketch`: the threshold is an order statistic of the rank's own accumulator, in two steps.
+    """The rule `sketch`: the threshold is the c k-th largest magnitude of this rank's accumulator.
 
     The fused pass leaves the maximum of every block, which makes order statistics nearly free, so
     nothing has to be guessed: no start value, no tail model, no message. Ranks may use different

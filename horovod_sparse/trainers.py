@@ -36,7 +36,7 @@ def transformers_callback(compression: str = "best", **options: Any) -> Any:
                 self.sync = ddp.attach(given["model"], compression, given["optimizer"], **options)
             elif os.environ.get("WORLD_SIZE", "1") != "1":  # it trains so on CPUs, and says nothing
                 raise UnsupportedError(
-                    "the Trainer of each rank trains for itself: on CPUs give TrainingArguments(use_cpu=True)"
+                    "each rank would train alone: on CPUs give TrainingArguments(use_cpu=True)"
                 )
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -363,7 +363,7 @@ class Accumulator:
         """
         rule, companion = self._folded
         self._kernels.undo_fold(self._values, companion, gradient, rule)
-        self._start_anew()
+        self._recompute_norm()
 
     def values(self) -> Values:
         """Returns all n values as a read-only host array: a view where that is possible."""
@@ -389,9 +389,9 @@ class Accumulator:
         """Replaces all n values by finite ones, of any float type and shape."""
         self._kernels.assign(self._values, values)
         self._rest = None
-        self._start_anew()
+        self._recompute_norm()
 
-    def _start_anew(self) -> None:
+    def _recompute_norm(self) -> None:
         """Recomputes the norm after all values have changed, and empties the journal."""
         self._norm = self._norm_at_fold = self._kernels.squares(self._values)
         self._maxima_known = False

@@ -115,7 +115,7 @@ class MpiCarrier:
         late = self._inbox.pop(before, {})
         if late and before not in self._open:
             raise CollectiveMismatchError(
-                f"{whose} got messages from ranks {sorted(late)} that it did not expect"
+                f"{whose} received messages from ranks {sorted(late)} that it does not expect"
             )
         self._open.discard(before)
         self._open.add(key)

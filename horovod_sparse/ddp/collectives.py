@@ -47,12 +47,12 @@ class _Channel:
     room: int = _LEAST_ROOM
 
     def next_tag(self) -> int:
-        """Returns the tag for the next message; a second part of it has this tag plus 1."""
+        """Returns the tag for the next message; a long message's second part has the next number."""
         self.number += 1
         return 2 * self.number % _NUM_TAGS
 
     def expect_after(self, length: int) -> None:
-        """Sets the next message's expected length to 1.5 times this one's, or a little below the last."""
+        """Sets `room`, the words reserved for the next message, by the length of this one."""
         self.room = max(_LEAST_ROOM, length + length // 2, self.room - self.room // 8)
 
 

@@ -153,7 +153,9 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self._begin_pass(parameter)
             part = self._part_of[parameter]
             if parameter.grad is not None and parameter.grad.requires_grad:
-                raise UnsupportedError("gradients of create_graph=True cannot be exchanged: sums have none")
+                raise UnsupportedError(
+                    "backward(create_graph=True) is not supported: sums over ranks have no graph"
+                )
             if part.streams is not None:
                 part.streams.note_writer()
             if parameter in self._come:
@@ -281,7 +283,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             UnsupportedError: while a backward pass is under way.
         """
         if self.under_way:
-            raise UnsupportedError("a model is loaded between steps, and this is within a backward pass")
+            raise UnsupportedError("load_state_dict was called within a backward pass: call it between steps")
         self.meet()
         self.load(None if entry is None else checked_entry(self, entry))
 

@@ -101,7 +101,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
 
 class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
-    """Local steps over torch.distributed: ranks train alone, and average displacements now and then.
+    """Local steps over torch.distributed: ranks train alone, and average displacements every `every` steps.
 
         model = DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(model.parameters())

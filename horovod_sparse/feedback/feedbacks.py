@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers.base import BucketInfo
 
 
 class Rates(NamedTuple):
-    """Learning rates (last and present) of one step, and what else a fold's rule depends on.
+    """Learning rates (last and present) of one step, and the companions' age.
 
     Attributes:
         before: learning rate whose gradients the residual is made of; None where unknown.

@@ -80,7 +80,7 @@ class ShardMessage:
         messages: list[ShardMessage] = []
         for _ in range(count):
             if words.size < 2 or words.size < (stop := 2 + int(words[0]) + int(words[1])):
-                raise MessageError("a host's message lacks the sums of some shards: mixed versions?")
+                raise MessageError("a message lacks some shards' sums: do versions of horovod_sparse differ?")
             head, own = words[2 : 2 + int(words[0])], words[2 + int(words[0]) : stop]
             messages.append(cls(*[*json.loads(head.tobytes()), own]))
             words = words[stop:]

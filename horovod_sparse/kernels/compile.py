@@ -71,7 +71,7 @@ def _dispatcher(function: Callable[..., Any]) -> Any:
 
 
 def _refuse(*_arguments: Any) -> Any:
-    raise UnsupportedError("the host kernels are not Python code: unset NUMBA_DISABLE_JIT")
+    raise UnsupportedError("NUMBA_DISABLE_JIT is set, but host kernels must be compiled: unset it")
 
 
 def _stamp(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
@@ -112,7 +112,7 @@ def _cache_lock(folder: str | None) -> Iterator[None]:
 
 
 def _close_inherited_locks() -> None:
-    """Closes locks that a forked child (a DataLoader's worker) inherits: it would hold them for ever."""
+    """Closes locks in a forked child (a DataLoader's worker), which would otherwise hold them for ever."""
     while _held:
         os.close(_held.pop())
 

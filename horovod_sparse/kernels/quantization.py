@@ -83,7 +83,7 @@ CHUNK = 1 << 16
 Array = NDArray[Any]
 
 
-def drawn(words: Any, key: int) -> Any:
+def random_bits(words: Any, key: int) -> Any:
     """Returns a random number of 24 bits for each position, a hash of the key; NumPy and torch agree.
 
     Args:
@@ -167,7 +167,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
             sizes = np.abs(part)
             sizes *= spread(inverse, start, stop, length)
             counted = counters[: part.size] + np.int32(signed(start * COUNTER + key))
-            bits = drawn(counted, key).astype(values.dtype)
+            bits = random_bits(counted, key).astype(values.dtype)
             bits *= values.dtype.type(2.0**-24)
             sizes += bits
             numbers = sizes.astype(np.uint8)

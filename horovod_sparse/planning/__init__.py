@@ -94,6 +94,6 @@ def first_plan(
         return FirstPlan(make_plan(facts), request, failure=failure)
 
 
-def asked_of(request: PlanRequest | None) -> dict[str, str]:
+def described_request(request: PlanRequest | None) -> dict[str, str]:
     """Returns a description of how plans are made, which has to be equal on all ranks."""
     return {"plan": "the default"} if request is None else request.describe()

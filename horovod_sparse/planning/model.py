@@ -247,7 +247,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A predicted step: when computation and when the network is busy, and with what."""
+    """A predicted step: the time spans in which computation and the network are busy."""
 
     computation: tuple[Span, ...]
     communication: tuple[Span, ...]

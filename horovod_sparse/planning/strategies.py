@@ -19,7 +19,7 @@ Strategy: TypeAlias = Callable[[Workload, CostModel], Plan]
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Merges parameters up to a size: ``merging=fixed(num_elements=8192)``, or up to so many bytes.
+    """Merges parameters into buckets up to a size: ``merging=fixed(num_elements=8192)`` or ``bytes=``.
 
     Args:
         num_elements: a bucket is closed once it holds so many elements (MGS-SGD; the paper has 8192).

@@ -96,7 +96,7 @@ class BackwardRecorder:
         gradient's median; so all are scaled by the same factor to the median of whole steps.
         """
         if not self.forward_seconds:
-            raise ProfileMismatchError("no step has been measured yet: train a few steps first")
+            raise ProfileMismatchError("no backward times are measured yet: train a few steps first")
         never = (0.0, len(self._rows))
         # parameters without a gradient are started in the end, as the model's first
         medians = {
@@ -120,7 +120,7 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     line = own and [own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
     measured = [item for item in (yield from shared_lines(line)) if item is not None]
     if not measured:
-        raise ProfileMismatchError("no rank has measured a step yet: train a few steps first")
+        raise ProfileMismatchError("no rank has measured backward times yet: train a few steps first")
     forward, rows, totals = zip(*measured, strict=True)
     ratios = [max(step) / statistics.fmean(step) for step in zip(*totals, strict=False) if any(step)]
     slowest = statistics.median(ratios or [1.0])
@@ -244,7 +244,7 @@ class WarmUp:
             self._recorder.arrived(name, entered, left)
 
     def measure(self, num_steps: int) -> None:
-        """Begins to measure so many further steps; all ranks call it in the same step."""
+        """Begins to measure `num_steps` further steps; all ranks call it in the same step."""
         check_count("measure_steps", num_steps, "a whole number of steps, or leave it out")
         self._record(num_steps, 0).begin(self.stamp())
         self._decides = True

@@ -203,7 +203,7 @@ def _check_round(
         ) from (errors[min(errors)] if errors else None)
     levels = {rank: request.level for rank, request in requests.items()}
     if topology is None and set(levels.values()) != {"all"}:
-        raise CollectiveMismatchError("a request of a single level needs a topology")
+        raise CollectiveMismatchError("requests of level 'host' or 'across' need a topology")
     _check_equal(round_number, levels)
     for ranks in groups_of([requests[rank] for rank in range(size)], topology):
         _check_equal(round_number, {rank: _signature(requests[rank], len(ranks)) for rank in ranks})

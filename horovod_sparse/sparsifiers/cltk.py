@@ -15,7 +15,7 @@ from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 
 @dataclass(frozen=True, kw_only=True)
 class CLTK(Sparsifier):
-    """Rank t mod P selects its k largest magnitudes; every rank sends its own values there.
+    """Rank t mod P selects its k largest magnitudes; every rank sends its own values at those indices.
 
     ``leader = t mod P,  selection = arg top-k |acc_leader|,  sum = sum_i acc_i[selection]``
 

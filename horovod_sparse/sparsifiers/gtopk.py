@@ -11,7 +11,7 @@ from horovod_sparse.arrays import Accumulator
 from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, ceil_log2, mail_words
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, as_sent, missing_in
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, not_among, round_for_wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class GTopK(Sparsifier):
         for distance in _distances(info.size):
             parent, child = _parent(info.rank, distance), _child(info.rank, distance, info.size)
             if parent is not None:
-                seen = as_sent(total, accumulator, self.wire)
+                seen = round_for_wire(total, accumulator, self.wire)
                 message = mail.write(seen, _subtree(info.rank, distance, info))
                 yield Exchange({parent: message}, ())
             elif child is not None:
@@ -58,7 +58,7 @@ class GTopK(Sparsifier):
                 yield Exchange({}, ())
 
         if info.rank == 0:
-            total = as_sent(total, accumulator, self.wire)
+            total = round_for_wire(total, accumulator, self.wire)
         message = mail.write(total, everyone) if info.rank == 0 else np.empty(0, np.int32)
         for distance in reversed(_distances(info.size)):
             parent, child = _parent(info.rank, distance), _child(info.rank, distance, info.size)
@@ -70,7 +70,7 @@ class GTopK(Sparsifier):
             total = mail.read(message, everyone)
 
         # a velocity is stale only where the step has applied something
-        accumulator.mask(indices[~missing_in(indices, total.indices)])
+        accumulator.mask(indices[~not_among(indices, total.indices)])
         return mail.sum_of(total, k), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:

@@ -19,8 +19,8 @@ from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     cut_and_pack,
-    discards_meet,
-    missing_in,
+    keeps_discards,
+    not_among,
     reduce_in_regions,
     split_traffic,
 )
@@ -50,7 +50,7 @@ def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
     return selection[np.arange(1, info.size) * selection.size // info.size].astype(np.int64)
 
 
-def steered(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
+def adjusted(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
     """Returns the threshold times or divided by `factor` if `count` lies above or below `band` times k."""
     low, high = band
     if count < low * k:
@@ -63,7 +63,7 @@ _FINENESS = 1.1
 
 
 @functools.lru_cache(maxsize=64)
-def told_orders(k: int) -> NDArray[np.int64]:
+def reported_orders(k: int) -> NDArray[np.int64]:
     """Returns orders of magnitudes in a message: the largest ten, then each a tenth further down, to k."""
     orders = [1]
     while orders[-1] < k:
@@ -76,12 +76,12 @@ def threshold_and_counts(
 ) -> tuple[float, NDArray[np.int64]]:
     """Returns a global threshold that about k of all ranks' sums pass, and how many of each rank's pass it.
 
-    `magnitudes` are those of `told_orders` [P, orders], `lengths` the sums that each rank has. Kept are k or
-    more in all, by less than a tenth of one rank's unless magnitudes are equal.
+    `magnitudes` are those of `reported_orders` [P, orders], `lengths` the sums that each rank has. Kept are k
+    or more in all, by less than a tenth of one rank's unless magnitudes are equal.
     """
     if lengths.sum() <= k:
         return 0.0, lengths
-    orders = np.minimum(told_orders(k), lengths[:, None])
+    orders = np.minimum(reported_orders(k), lengths[:, None])
     new = np.diff(orders, axis=1, prepend=0).ravel()
     falling = np.argsort(-magnitudes, axis=None, kind="stable")
     enough = np.searchsorted(np.cumsum(new[falling]), k)
@@ -115,7 +115,7 @@ class OkTopk(Sparsifier):
 
     Args:
         threshold_steps: 0, or as the paper has it: thresholds are found exactly every so many steps, from
-            all magnitudes, and steered by their counts in between.
+            all magnitudes, and adjusted by their counts in between.
         region_steps: how often regions are drawn anew.
 
     Source: Li & Hoefler, PPoPP 2022. Departures: thresholds of every step, since kept ones let many times k
@@ -151,16 +151,16 @@ class OkTopk(Sparsifier):
 
         pruned = yield from self._prune(total, indices, state, info, k)
         kept, selected, sizes, threshold, bounds = pruned
-        spread, kept_error = yield from self._deal_out(kept, sizes, info)
+        spread, kept_error = yield from self._rebalance(kept, sizes, info)
         shared, shared_error = spread.rounded(self.wire)
         sum_ = yield from exchange_selections(accumulator, shared.indices, shared.values, info, self.wire)
 
-        applied = ~missing_in(indices, sum_.indices)
+        applied = ~not_among(indices, sum_.indices)
         accumulator.clear(indices[applied])
         left = applied
-        if discards_meet(state.step):  # the others leave, too, for the owners of their regions
+        if keeps_discards(state.step):  # the others leave, too, for the owners of their regions
             accumulator.put(indices[~applied], np.zeros_like(selection.values[~applied]))
-            dropped = missing_in(total.indices, kept.indices)
+            dropped = not_among(total.indices, kept.indices)
             accumulator.add(total.indices[dropped], total.values[dropped])
             left = np.ones_like(applied)
         for where, lost in (
@@ -173,8 +173,8 @@ class OkTopk(Sparsifier):
         facts = {"local_threshold": local_threshold, "threshold": threshold}
         if self.threshold_steps:
             passed = int(sizes.sum())
-            local_threshold = steered(local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
-            threshold = steered(threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
+            local_threshold = adjusted(local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
+            threshold = adjusted(threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
         after = replace(state, local_threshold=local_threshold, global_threshold=threshold, bounds=bounds)
         return SparseSum(sum_.indices, sum_.values, selected, arrived.notes, facts), after
 
@@ -200,15 +200,15 @@ class OkTopk(Sparsifier):
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of
-        `told_orders`, so that the message is as long in every step of one k; or with `threshold_steps` all
-        of them, in the steps that find the threshold exactly.
+        `reported_orders`, so that the message is as long in every step of one k; or with `threshold_steps`
+        all of them, in the steps that find the threshold exactly.
         """
         magnitudes, of_every_step = np.abs(total.values), self.threshold_steps == 0
         falling = np.argsort(-magnitudes, kind="stable") if of_every_step else np.empty(0, np.int64)
         finds = self._exact(state.step) or not state.global_threshold
         length, told = len(total), magnitudes
         if of_every_step:
-            orders = told_orders(k)
+            orders = reported_orders(k)
             told = np.zeros(orders.size, magnitudes.dtype)
             if length:
                 told = magnitudes[falling[np.minimum(orders, length) - 1]]
@@ -244,10 +244,10 @@ class OkTopk(Sparsifier):
             kept = np.flatnonzero(magnitudes >= threshold)
         return total[kept], selected, sizes, threshold, bounds
 
-    def _deal_out(
+    def _rebalance(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
     ) -> Synchronization[tuple[SparseVector, Values | None]]:
-        """Spreads the sums evenly over ranks by an all-to-all if one rank holds far more than its share."""
+        """Spreads sums evenly over ranks by an all-to-all, if one rank holds more than 4 times its share."""
         union = int(sizes.sum())
         if info.size * int(sizes.max()) <= _IMBALANCE * union:
             yield AllToAll((np.empty(0, np.int32),) * info.size)
@@ -270,7 +270,7 @@ class OkTopk(Sparsifier):
         per_value = info.value_dtype.itemsize // 4
         magnitudes = (0, most * per_value)
         if self.threshold_steps == 0:
-            magnitudes = (told_orders(self.num_selected(info, step)).size * per_value,) * 2
+            magnitudes = (reported_orders(self.num_selected(info, step)).size * per_value,) * 2
         return (
             split_traffic(int(counts[info.rank]), info, self.wire),
             Traffic(AllGather, 4 * (told + magnitudes[0]), 4 * (told + magnitudes[1])),

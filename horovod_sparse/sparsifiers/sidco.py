@@ -40,7 +40,7 @@ def exponential(excess: Excess, density: float) -> float:
 
 
 def generalized_pareto(excess: Excess, density: float) -> float:
-    """Returns the threshold of a fitted generalized Pareto; with alpha near 0 it is the exponential's.
+    """Returns the threshold of a fitted generalized Pareto distribution.
 
     ``alpha = (1 - q) / 2,  beta = mean (q + 1) / 2,  q = mean^2 / variance``;
     ``threshold = (beta / alpha) (density^-alpha - 1)``.

@@ -16,8 +16,8 @@ from horovod_sparse.sparsifiers.rounds.shared import gather_parts
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     Window,
-    as_sent,
     reduce_in_regions,
+    round_for_wire,
     split_traffic,
 )
 
@@ -54,7 +54,7 @@ class TopkDSA(Sparsifier):
         if self._is_dense(sizes, regions, info):
             indices, values = yield from self._gather_dense(total, accumulator, regions, info)
         else:
-            total = as_sent(total, accumulator, self.wire)
+            total = round_for_wire(total, accumulator, self.wire)
             sent = accumulator, total.indices, total.values, info, self.wire
             sum_ = yield from exchange_selections(*sent)
             indices, values = sum_.indices, sum_.values

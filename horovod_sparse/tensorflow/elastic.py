@@ -96,7 +96,7 @@ class TensorFlowState(_VariableState, stock.TensorFlowState):
     ) -> None:
         self.variables, self.session = list(variables or ()), session
         if not self.variables:
-            raise ArgumentError("variables", variables, "variables: eager execution has no list of them")
+            raise ArgumentError("variables", variables, "a list of variables: eager TensorFlow keeps none")
         self._init_state(attributes)
 
     def _all_variables(self) -> Sequence[Any]:

@@ -72,7 +72,7 @@ def measured_profile(
             value = loss()
         pairs = zip(tape.gradient(value, own), own, strict=True)
         if not (sent := [pair for pair in pairs if is_sparsifiable(*pair)]):
-            raise ArgumentError("variables", variables, "some that loss() has dense gradients of")
+            raise ArgumentError("variables", variables, "variables of which loss() has dense gradients")
         gradients, chosen = zip(*sent, strict=True)
         found.update(zip(unique_names(chosen), chosen, strict=True))
         with tf.device(HOST):

@@ -275,7 +275,7 @@ def _saved(variable: Any) -> dict[str, Any]:
     variable = as_variable(variable)
     array = np.asarray(variable.numpy())
     if array.dtype.hasobject:
-        raise UnsupportedError(f"{variable.name} holds {variable.dtype.name}, a checkpoint holds numbers")
+        raise UnsupportedError(f"{variable.name} is {variable.dtype.name}: checkpoints hold numbers only")
     # of bfloat16 and the like NumPy has bytes alone
     bits = np.frombuffer(array.tobytes(), np.uint8)
     return {"dtype": variable.dtype.name, "shape": list(array.shape), "bits": bits}

@@ -73,7 +73,7 @@ class GradientSynchronizer(VariablesTraining):
         """Returns the checkpoint entry; raises in the middle of a step."""
         if self.under_way:
             raise UnsupportedError(
-                "residuals are saved between steps: a step is under way, or was interrupted"
+                "residuals can only be saved between steps, but a step is in progress or was interrupted"
             )
         return super().save(**more)
 

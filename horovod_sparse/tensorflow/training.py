@@ -13,7 +13,7 @@ from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_aske
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, UnsupportedError, warn_once
 from horovod_sparse.feedback import ParameterRules, Recipe
-from horovod_sparse.planning import asked_of, first_plan, plan_request
+from horovod_sparse.planning import described_request, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
@@ -195,7 +195,7 @@ class VariablesTraining(Training):
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._plan_arguments["bucket_bytes"])
         else:
-            yield from compared(asked_of(request))
+            yield from compared(described_request(request))
             if request is not None and request.measures and not (request.has_times or request.failure):
                 allowed = "one with backward times of this model, which hvd.measured_profile(...) makes"
                 raise ArgumentError("profile", request.profile and "one without them", allowed)

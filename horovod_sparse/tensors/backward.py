@@ -140,7 +140,7 @@ class GradientTraining(Training):
             self._part_of |= dict.fromkeys(part.given, part)
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Hook: counts a computed gradient, and starts its bucket if it was the last of the bucket."""
+        """Hook: counts a computed gradient, and starts the exchange of its bucket after the last one."""
         with self._hooks:
             part, complete = self._part_of[parameter], self._count(parameter)
             ready = complete and part.num_missing == 0 and self.starts_early
@@ -170,7 +170,7 @@ class GradientTraining(Training):
             )
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(
-                "backward(create_graph=True) cannot be synchronized: what is sent has no gradient"
+                "backward(create_graph=True) is not supported: sums over ranks have no graph"
             )
         if gradient is not None and gradient.is_sparse and not self.takes_coo:
             raise errors.UnsupportedError(
@@ -319,7 +319,7 @@ class GradientTraining(Training):
         """Returns this rank's entry of tensors, numbers and strings, which ``weights_only=True`` accepts."""
         if any(part.task is not None for part in self.parts):  # passes may be accumulated
             raise errors.UnsupportedError(
-                "a training is saved between steps: call optimizer.step() or optimizer.synchronize() first"
+                "save between steps: call optimizer.step() or optimizer.synchronize() before"
             )
         return super().save(**more)
 

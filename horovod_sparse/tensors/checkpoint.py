@@ -132,7 +132,7 @@ def load(
         if not training.facts:
             training.meet()
         checked_entry(training, _to_tensors(entry))
-        kept = _kept_in(entry)
+        kept = _saved_states(entry)
         if optimizer is not None:
             check_groups(optimizer, kept.get("optimizer"))
         if model is not None:
@@ -142,7 +142,7 @@ def load(
     loaded = "" if model is None else "the optimizer and a model"
     together = load_together(directory, check, **place, step=step, owner=training, loaded=loaded)
     entry = training.engine.carry_out(together, training.topology, "checkpoint")
-    kept = _kept_in(entry)
+    kept = _saved_states(entry)
     if model is not None:
         inner_of(model).load_state_dict(kept["model"])
     entry = _to_tensors({key: value for key, value in entry.items() if key != "training"})
@@ -170,7 +170,7 @@ def _training_of(given: Any) -> Any:
     return training
 
 
-def _kept_in(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _saved_states(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the optimizer's and the model's states in a checkpoint entry."""
     kept = _to_tensors(entry.get("training"))
     if not isinstance(kept, dict):

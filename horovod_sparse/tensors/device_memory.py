@@ -106,7 +106,7 @@ class WholeTensor(WholeGradient):
         return values, positions_by_rank(told[:-2], size), float(np.abs(told[-2:]).max())
 
 
-def _stand_apart(indices: NDArray[np.int32]) -> bool:
+def _has_no_repeats(indices: NDArray[np.int32]) -> bool:
     """True if it is certain that no index is repeated: the ascending runs do not overlap."""
     ends = np.flatnonzero(indices[1:] <= indices[:-1])
     firsts = indices[np.concatenate([[0], ends + 1])]
@@ -140,7 +140,7 @@ def apply_scaled_sum(
     if flat.itemsize == 2:
         new, scale = new * new.dtype.type(scale), 1.0
     kernels = kernels_for(flat.device) if kernels is None else kernels
-    unique = _stand_apart(where)
+    unique = _has_no_repeats(where)
     places, added = to_device(where, flat.device), to_device(new, flat.device)
     if not unique:
         places, order = torch.sort(places, stable=True)

@@ -56,7 +56,7 @@ class GradientMemory:
         return host_accumulator(info, recipe, whole=whole)
 
     def streams(self) -> CudaStreams | None:
-        """Returns what orders a bucket's work on CUDA streams; None on the host."""
+        """Returns an object that orders a bucket's work over CUDA streams; None on the host."""
         return None
 
     def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> Any:
@@ -249,7 +249,7 @@ class GradientBucket(ParameterBucket):
         if self.carried is not None:
             self._take_away(*self.carried)
         self._taken = [
-            (gradient, -1 if gradient is None else gradient._version, _probed(one))
+            (gradient, -1 if gradient is None else gradient._version, _sampled_bits(one))
             for gradient, one in zip(gradients, self._flat, strict=True)
         ]
 
@@ -273,7 +273,7 @@ class GradientBucket(ParameterBucket):
             elif now is not None and probed is not None and not now.is_sparse:
                 # in memory of its own, or another type's, it is the same gradient while its values are
                 there = _flat_view(self._local_gradient(now), self.layouts[number])
-                if there.dtype == self.kind and not torch.equal(probed, _probed(there)):
+                if there.dtype == self.kind and not torch.equal(probed, _sampled_bits(there)):
                     changed.append(self.names[number])
         return changed
 
@@ -354,7 +354,7 @@ class GradientBucket(ParameterBucket):
         self._remembered = self._first_of_sum()
 
     def has_last_sum(self) -> bool:
-        """True if that element has not changed; version counters do not see changes by ``.data``."""
+        """True if the element stored by `remember_sum` has not changed since."""
         return self._first_of_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:
@@ -382,7 +382,7 @@ def _flat_view(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return own.as_strided((own.numel(),), (1,), own.storage_offset())
 
 
-def _probed(values: torch.Tensor) -> torch.Tensor | None:
+def _sampled_bits(values: torch.Tensor) -> torch.Tensor | None:
     """Returns the bits of a few elements; None on a device, where reading them would block the host."""
     if values.device.type != "cpu":
         return None

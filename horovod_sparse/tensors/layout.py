@@ -101,7 +101,7 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     if not entries:
         raise ArgumentError("entries", entries, "the entry of every old rank")
     if len({repr(entry.get("shard")) for entry in entries}) > 1:
-        raise StateMismatchError("entries of several shards were given: give those of one shard")
+        raise StateMismatchError("the entries belong to several shards: give the entries of one shard only")
     return redistributed([on_host(entry) for entry in entries], rank, size)
 
 

@@ -232,7 +232,7 @@ class LocalBinding(local_steps.LocalTraining):
         return super()._begin_exchange(finishing=finishing)
 
     def finish(self) -> None:
-        """Ends a training: exchanges until all ranks have called it, after equally many steps or not.
+        """Ends a training: takes part in exchanges until all ranks have called it, even with unequal steps.
 
         Ranks that have skipped steps, or have had fewer batches, are met by the others' exchanges.
         """

@@ -26,7 +26,7 @@ class _Pass:
         self.scaler = scaler
 
     def end(self) -> None:
-        """Called by PyTorch after a pass that has not failed."""
+        """Called by PyTorch after a pass that has not failed; removes the pass from `scaled_passes`."""
         scaled_passes[:] = [one for one in scaled_passes if one() not in (None, self)]
 
 

@@ -99,7 +99,7 @@ class TensorParameters(HostParameters):
                 _subtract(array, ..., values[slice(*place)])
         elif total is not None:
             indices = scatter.checked(total.indices, int(self._stops[-1]))
-            indices, values, _ = scatter.added_up(indices, scaled(total, scale))
+            indices, values, _ = scatter.sum_duplicates(indices, scaled(total, scale))
             num_union = indices.size
             for array, here, where in self._by_parameter(indices):
                 _subtract(array, where, values[here])
@@ -181,7 +181,7 @@ class StepBucket(ParameterBucket, StepPart):
             yield momentum, local(gradient).to(momentum.dtype) * self.now.weights[0]
 
     def _steps(self) -> Iterator[torch.Tensor]:
-        """Yields the steps of all parameters, flat."""
+        """Yields each parameter's step, flat; zeros for a parameter without a gradient."""
         made, moving = self._whole(), set(self._counted)
         for number, parameter in enumerate(self.given):
             if number in moving:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.kernels.quantization import COUNTER, WORD, Quantization, drawn, signed, windows
+from horovod_sparse.kernels.quantization import COUNTER, WORD, Quantization, random_bits, signed, windows
 
 
 def device_block_size(density: float) -> int:
@@ -309,7 +309,7 @@ def encode(values: Tensor, code: Quantization, key: int) -> tuple[Tensor, Tensor
         below, sent = part < 0, units[group]
         planes = [below]
         if code.levels:
-            bits = drawn(positions * signed(COUNTER) + signed(key), key).to(values.dtype)
+            bits = random_bits(positions * signed(COUNTER) + signed(key), key).to(values.dtype)
             numbers = (part.abs() * inverse[group] + bits * 2.0**-24).int().clamp_(max=code.levels)
             planes += [(numbers >> place & 1).bool() for place in range(code.planes - 1)]
             sent = numbers.to(values.dtype) * sent

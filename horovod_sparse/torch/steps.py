@@ -89,7 +89,7 @@ class StepSynchronizer(OverHorovod, Binding):
 
 
 class LocalSteps(OverHorovod, LocalBinding):
-    """Local steps over Horovod: ranks train alone, and average displacements every so many steps.
+    """Local steps over Horovod: ranks train alone, and average their displacements every `every` steps.
 
         optimizer = torch.optim.AdamW(model.parameters())
         local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")

@@ -14,7 +14,7 @@ import torch
 from horovod_sparse import errors
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.planning import asked_of, first_plan, plan_request
+from horovod_sparse.planning import described_request, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, claim
@@ -125,7 +125,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             "backward_passes_per_step": str(own.backward_passes_per_step),
             "sparse_as_dense": str(bool(own.sparse_as_dense)),
         }
-        return {**super().declared(), **more, **asked_of(self._first.request)}
+        return {**super().declared(), **more, **described_request(self._first.request)}
 
     def _compare_plans(self) -> Synchronization[None]:
         yield from raise_together(self._first.failure)
@@ -193,7 +193,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             self.warmup.forget_step()
 
     def finish_pending(self, *, drop: bool = False) -> None:
-        """Cancels a step in progress; all ranks call it. If Horovod has failed, it logs that alone."""
+        """Completes the collectives of a step in progress, and cancels it; only logs a failure of Horovod."""
         try:
             super().finish_pending(drop=drop)
         except hvd.HorovodInternalError as error:

@@ -36,7 +36,7 @@ class Algorithms(type):
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_arguments: Any) -> Any:
-        """Makes the class; `__init__` uses the keyword arguments."""
+        """Makes the class without the keyword arguments, which `__init__` uses."""
         return super().__new__(cls, name, bases, body)
 
     def __init__(

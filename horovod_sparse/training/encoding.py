@@ -46,7 +46,7 @@ def read_tree(file: IO[bytes]) -> Any:
     try:
         with zipfile.ZipFile(file) as members:
             if damaged := members.testzip():
-                raise ValueError(f"{damaged} does not have its checksum")
+                raise ValueError(f"{damaged} is damaged: its checksum differs")
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return _unflatten(json.loads(arrays[_TREE].tobytes()), arrays)
@@ -145,7 +145,7 @@ def from_plain(fresh: Any, plain: Any, path: str = "") -> Any:
         sound = sound and (isinstance(fresh, float) or plain == int(plain))
     if not sound:
         kind = "a finite number" if isinstance(fresh, float) else f"of type {type(fresh).__name__}"
-        raise StateMismatchError(f"{path} is {reprlib.repr(plain)} in the saved state, which is not {kind}")
+        raise StateMismatchError(f"{path} is {reprlib.repr(plain)} in the saved state, allowed: {kind}")
     return plain
 
 

@@ -15,7 +15,7 @@ from horovod_sparse.errors import NonFiniteGradientError
 
 
 class Averaged(Protocol):
-    """Numbers of a model without gradients (batch statistics), which every exchange averages over ranks."""
+    """Numbers of a model without gradients (batch statistics), which exchanges average over ranks."""
 
     def read(self) -> np.ndarray:
         """Returns all numbers as one float64 array, of the same length on all ranks."""
@@ -33,7 +33,7 @@ def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
 
 @dataclass
 class Facts:
-    """What a rank tells all others in an exchange, beside its moves: NaN, present gradients, weight decay."""
+    """Sent to all ranks in an exchange, beside moves: NaN or Inf, present gradients, weight decay."""
 
     #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
     bad: int = 0

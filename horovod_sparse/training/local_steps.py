@@ -24,7 +24,7 @@ from horovod_sparse.training import agreement
 from horovod_sparse.training.agreement import Entry, HostEntry
 from horovod_sparse.training.engine import Engine, Facts, Starter, Task
 from horovod_sparse.training.facts import Averaged, mean_of_finite
-from horovod_sparse.training.parts import BucketPart, Parameters, assign_residuals, scaled, shared_out
+from horovod_sparse.training.parts import BucketPart, Parameters, assign_residuals, multiplied, scaled
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Steps
@@ -128,7 +128,7 @@ class Displacement:
 
 
 class LocalTraining(Steps):
-    """Training by local steps: ranks step alone, and exchange displacements every so many steps.
+    """Training by local steps: each rank steps alone, and ranks exchange displacements every `every` steps.
 
     Attributes:
         taken: local steps since the last exchange began.
@@ -182,7 +182,7 @@ class LocalTraining(Steps):
     # what ranks agree upon
 
     def agree(self, *, as_first: bool = False) -> None:
-        """Agrees as `Training.agree` does; ranks that are new or behind copy the furthest rank's state.
+        """Makes all ranks agree on step, plan and states; new and late ranks copy the furthest rank's.
 
         With `as_first` ranks that all begin take what the first one has, and need not begin alike.
         """
@@ -230,7 +230,7 @@ class LocalTraining(Steps):
                 self._statistics.move(own_numbers, np.ascontiguousarray(received).view(np.float64))
             if self._if_completed is not None and own_step < furthest[1]:
                 size, held = self._if_completed
-                held = shared_out(held, self.size / size, self.recipe.feedback)
+                held = multiplied(held, self.size / size, self.recipe.feedback)
                 assign_residuals(self.parts, held, self._progress())
             self.taken = max(taken for *place, taken in told if place == furthest)
         num_lost = old_size + num_new - self.size
@@ -283,7 +283,7 @@ class LocalTraining(Steps):
         if len(set(replaced)) > 1:
             ranks = [rank for rank, loaded in enumerate(replaced) if loaded]
             raise StateMismatchError(
-                f"ranks {ranks} alone have loaded other parameters since the last exchange: call "
+                f"only ranks {ranks} have loaded parameters since the last exchange: call "
                 "model.load_state_dict on all ranks"
             )
         if len(set(sizes)) > 1:
@@ -344,9 +344,7 @@ class LocalTraining(Steps):
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns the checkpoint entry, once the exchange in flight has ended; all ranks call it together."""
         if self.hidden is not None and (self.taken or self._in_flight):
-            raise UnsupportedError(
-                "local steps are saved outside of `with local.common():`, with this rank's own parameters"
-            )
+            raise UnsupportedError("state_dict() was called within `with local.common():`, call it outside")
         self._land(0)
         local = {"taken": self.taken, "has_begun": self._has_begun, **self._arrays_by_parameter(*_SAVED)}
         return Training.save(self, local=local, **more)
@@ -369,5 +367,5 @@ class LocalTraining(Steps):
             wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
             found = {name: tuple(values.shape) for name, values in local.get(what, {}).items()}
             if found != wanted:
-                raise StateMismatchError(f"local.{what} in the saved state is of other parameters or shapes")
+                raise StateMismatchError(f"local.{what} in the saved state is of another model")
         return local

@@ -21,7 +21,7 @@ import numpy as np
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.feedback import OwnStep
-from horovod_sparse.kernels.host.scatter import added_up
+from horovod_sparse.kernels.host.scatter import sum_duplicates
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.telemetry import BucketStep
@@ -147,7 +147,7 @@ class OwnMoves:
         self.step_back()
         bucket, info = self._bucket, self._bucket.info
         mine = self.moves[sum(one.num_moves for one in self.in_flight) :]
-        indices, values = _added_up(mine, info)
+        indices, values = _sum_of_moves(mine, info)
         sent = values
         if not self._wire.exact:
             sent = self._wire.round(values)
@@ -351,7 +351,7 @@ class StepPart(BucketPart):
             residuals[name] = residuals[name] + self.shaped(number, total[slice(*place)])
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls the pass back, as `Bucket.abandon` does."""
+        """Rolls the pass back: its steps leave the residual (`drop`), or stay there."""
         self.bucket.abandon(drop=drop)
 
 
@@ -360,7 +360,7 @@ def _gather_moves(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Sy
     return unpack_sum(words, info.size, wire, info.num_elements, info.value_dtype)
 
 
-def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]:
+def _sum_of_moves(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]:
     """Returns the sum of several moves: indices, ascending and unique, and values."""
     if len(moves) == 1:
         return moves[0].indices, moves[0].values
@@ -368,4 +368,4 @@ def _added_up(moves: Sequence[Move], info: BucketInfo) -> tuple[Indices, Values]
         return np.empty(0, np.int32), np.empty(0, info.value_dtype)
     indices = np.concatenate([move.indices for move in moves])
     values = np.concatenate([move.values for move in moves])
-    return added_up(indices, values)[:2]
+    return sum_duplicates(indices, values)[:2]

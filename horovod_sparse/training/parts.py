@@ -270,7 +270,7 @@ def _part_arrays(
     return filled
 
 
-def shared_out(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
+def multiplied(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
     """Multiplies residuals (and companions that add up) by a factor, after the number of ranks changed."""
     return [
         {name: values * factor for name, values in by_name.items()}

@@ -12,7 +12,7 @@ import numpy as np
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import ErrorFeedback, NoFeedback, Recipe, parse_recipe
-from horovod_sparse.kernels.host.scatter import added_up
+from horovod_sparse.kernels.host.scatter import sum_duplicates
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
@@ -75,7 +75,7 @@ def mean_over_senders(sum_: SparseSum) -> SparseSum:
         >>> mean.indices.tolist(), mean.values.tolist()
         ([2, 5], [2.0, 4.0])
     """
-    indices, totals, senders = added_up(sum_.indices, sum_.values)
+    indices, totals, senders = sum_duplicates(sum_.indices, sum_.values)
     return dataclasses.replace(sum_, indices=indices, values=totals / senders)
 
 

@@ -28,7 +28,7 @@ from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
-from horovod_sparse.training.parts import shared_out
+from horovod_sparse.training.parts import multiplied
 
 FORMAT = 3
 _log = logging.getLogger("horovod_sparse")
@@ -106,7 +106,7 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
     held |= {f"companions[{number}]": one for number, one in enumerate(companions)}
     for path, arrays in held.items():
         if not bucketed <= set(arrays) <= set(plan.names()):
-            raise StateMismatchError(f"{path} of the saved state are of other parameters than its plan")
+            raise StateMismatchError(f"{path} of the saved state have other parameters than its plan")
         for name, values in arrays.items():
             array = np.asarray(values)
             sound = tuple(values.shape) == array.shape and array.dtype in (np.float32, np.float64)
@@ -125,7 +125,7 @@ def _progress(one: Mapping[str, Any], path: str = "") -> Progress:
     del fields["state"]  # which is checked against the sparsifier's own
     progress: Progress = from_plain(Progress(), fields, path)
     if not 0 <= progress.since <= progress.step:
-        raise StateMismatchError(f"{path}.since is {progress.since}: give 0 to {progress.step}, the step")
+        raise StateMismatchError(f"{path}.since is {progress.since}, allowed: 0 to {progress.step}")
     return progress
 
 
@@ -183,7 +183,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
     }
     # of what is dense nothing but the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
-    held = shared_out([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
+    held = multiplied([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
     training.load_held(held, progress)
     training.step = int(entry["step"])
     if states is not None:
@@ -265,6 +265,6 @@ def _sum(shares: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     for arrays, factor in shares:
         for name, values in arrays.items():
             if name in total and total[name].shape != values.shape:
-                raise StateMismatchError(f"{name} has not the same shape in the states of all ranks")
+                raise StateMismatchError(f"{name} has different shapes in the ranks' saved states")
             total[name] = total[name] + values * factor if name in total else values * factor
     return total

@@ -72,7 +72,7 @@ class Steps(Training):
         return {**super().declared(), **self.schedule.describe()}
 
     def agree(self) -> None:
-        """Agrees as `Training.agree` does, after rolling back exchanges in flight."""
+        """Makes all ranks agree on step, plan and states, after rolling back exchanges in flight."""
         if self.is_agreed:
             return
         if self._to_resume is None:
@@ -81,10 +81,10 @@ class Steps(Training):
         super().agree()
         self._resume()
 
-    def start_anew(self, start: Any) -> None:
-        """Resets states as `Training` does; `_resume` then adds moves in flight to the residual."""
+    def reset_states(self, start: Any) -> None:
+        """Resets states to the agreed step; `_resume` then adds moves in flight to the residual."""
         self.started_anew = True
-        super().start_anew(start)
+        super().reset_states(start)
 
     # a pass
 

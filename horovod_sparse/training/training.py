@@ -29,8 +29,8 @@ from horovod_sparse.training.parts import (
     dense_groups,
     gather_shards,
     held_residuals,
+    multiplied,
     resumed,
-    shared_out,
 )
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.state import check_shapes, load_entry, saved_entry, share_factor, topology_of
@@ -241,7 +241,7 @@ class Training:
         start = self._carry_out(self._agreement())
         self.label = start.label
         if start.anew:
-            self.start_anew(start)
+            self.reset_states(start)
         if self.topology is not None and start.loose:
             self._carry_out(gather_shards(self.parts, *self.held()))
         self._loose, self._agreed_under = None, under
@@ -284,7 +284,7 @@ class Training:
             again=agreement.started_again(self.engine.ranks().world_rank),
         )
 
-    def start_anew(self, start: agreement.AgreedStatus) -> None:
+    def reset_states(self, start: agreement.AgreedStatus) -> None:
         """Resets all states to the agreed step and plan; keeps residuals, with their mean over ranks."""
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
@@ -294,7 +294,7 @@ class Training:
         held, known = self.held()
         progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
-        self.load_held(shared_out(held, self.size / old_size, self.recipe.feedback), progress)
+        self.load_held(multiplied(held, self.size / old_size, self.recipe.feedback), progress)
 
     # checkpoints
 

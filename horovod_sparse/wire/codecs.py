@@ -72,7 +72,7 @@ class Gaps:
     code = 1
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """Returns the words for the best l; both parts begin with a new word, which takes one word more."""
+        """Returns the words that `count` indices take: their low bits, then the rest in unary."""
         if count == 0:
             return 0
         low = low_bits(count, num_elements)

@@ -291,7 +291,7 @@ def apply_scaled_sums(
 def _apply_half_sums(
     arrays: Sequence[Array], places: Sequence[tuple[int, int]], where: Array, new: Array
 ) -> int:
-    where, totals, _ = added_up(where, new)
+    where, totals, _ = sum_duplicates(where, new)
     for array, (start, stop) in zip(arrays, places, strict=True):
         flat, here = native_bits(array), slice(*np.searchsorted(where, (start, stop)))
         # past the caches where it is large: half the time of an ordinary loop
@@ -300,11 +300,11 @@ def _apply_half_sums(
     return int(where.size)
 
 
-def added_up(indices: Array, values: Array) -> tuple[Array, Array, Array]:
+def sum_duplicates(indices: Array, values: Array) -> tuple[Array, Array, Array]:
     """Returns the different indices, ascending, the sum of each one's values, and how many it had.
 
     Example:
-        >>> added_up(np.array([3, 0, 3], np.int32), np.array([1.0, 2.0, 4.0]))
+        >>> sum_duplicates(np.array([3, 0, 3], np.int32), np.array([1.0, 2.0, 4.0]))
         (array([0, 3], dtype=int32), array([2., 5.]), array([1., 2.]))
     """
     where, new, at, stops = runs_of(compiled_for(indices, np.int32), compiled_for(values, values.dtype))

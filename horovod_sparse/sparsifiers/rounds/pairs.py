@@ -50,7 +50,7 @@ class Mail:
         """Returns the vector of a message, and stores its notes, which are about the given ranks."""
         end = words.size - _WORDS_PER_NOTE * len(ranks)
         if end < 0:
-            raise MessageError(f"a message of {words.size} words is too short: mixed versions?")
+            raise MessageError(f"a message of {words.size} words is too short: do versions differ?")
         gathered = unpack_sum(words[:end], 1, self._wire, self._info.num_elements, self._info.value_dtype)
         self._notes[list(ranks)] = words[end:].reshape(-1, _WORDS_PER_NOTE)
         return SparseVector(gathered.indices, gathered.values)
@@ -62,7 +62,7 @@ class Mail:
 
 
 def bruck_bags(num_members: int) -> list[int]:
-    """Returns how many messages a member sends in each round: all it has, if the receiver lacks as many."""
+    """Returns how many messages a member of an all-gather sends in each round: at most all that it has."""
     return [min(1 << stage, num_members - (1 << stage)) for stage in range(ceil_log2(num_members))]
 
 

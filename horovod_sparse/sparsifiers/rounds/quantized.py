@@ -134,7 +134,7 @@ class Quantizer(Sparsifier):
         return False
 
     def key(self, info: BucketInfo, step: int) -> int:
-        """Returns the 64 bits from which a rank draws the random numbers of a step; 0 if it draws none."""
+        """Returns the 64-bit seed of this rank's random rounding in a step; 0 without random rounding."""
         return 0
 
     def synchronize(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllToAll, Synchronization, Words
 from horovod_sparse.kernels.host.kth import kth_of
-from horovod_sparse.kernels.host.scatter import added_up
+from horovod_sparse.kernels.host.scatter import sum_duplicates
 from horovod_sparse.kernels.layout import bits_dtype
 from horovod_sparse.sparsifiers.base import BucketInfo, Traffic
 from horovod_sparse.wire import SparseSum, WireFormat, pack, unpack_sum
@@ -48,7 +48,7 @@ class SparseVector:
         if not len(self):
             return other
         indices = np.concatenate([self.indices, other.indices])
-        return SparseVector(*added_up(indices, np.concatenate([self.values, other.values]))[:2])
+        return SparseVector(*sum_duplicates(indices, np.concatenate([self.values, other.values]))[:2])
 
     def split_largest(self, k: int) -> tuple[SparseVector, SparseVector]:
         """Returns the k elements of largest magnitude, and the rest; of equal ones the lowest indices."""
@@ -75,17 +75,17 @@ class SparseVector:
         return SparseVector(self.indices, values), self.values - values
 
 
-def missing_in(indices: Indices, others: Indices) -> NDArray[np.bool_]:
+def not_among(indices: Indices, others: Indices) -> NDArray[np.bool_]:
     """Returns a mask of the indices that are not among `others`; both are ascending.
 
     Example:
-        >>> missing_in(np.array([1, 3, 5], np.int32), np.array([3, 4], np.int32))
+        >>> not_among(np.array([1, 3, 5], np.int32), np.array([3, 4], np.int32))
         array([ True, False,  True])
     """
     return np.append(others, -1)[np.searchsorted(others, indices)] != indices
 
 
-def shared_out(values: Values, num_parts: int, part: int) -> Values:
+def split_exactly(values: Values, num_parts: int, part: int) -> Values:
     """Splits values into `num_parts` nearly equal addends, which add up exactly, and returns one of them."""
     if num_parts == 1:
         return values
@@ -97,7 +97,7 @@ def shared_out(values: Values, num_parts: int, part: int) -> Values:
     return values - values.dtype.type(num_parts - 1) * equal if part == 0 else equal
 
 
-def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) -> SparseVector:
+def round_for_wire(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) -> SparseVector:
     """Rounds a vector's values to the wire format; adds the rounding errors to this rank's accumulator."""
     seen, error = vector.rounded(wire)
     if error is not None:
@@ -105,7 +105,7 @@ def as_sent(vector: SparseVector, accumulator: Accumulator, wire: WireFormat) ->
     return seen
 
 
-def discards_meet(step: int) -> bool:
+def keeps_discards(step: int) -> bool:
     """True in one of 16 steps: elements dropped on the way then stay with the rank that dropped them.
 
     Discards that go back to where they came from never meet: where the gradients of two ranks cancel, as

@@ -12,7 +12,7 @@ from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Sparsifier, Traffic
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import keeps_discards
 from horovod_sparse.sparsifiers.spardl.phases import RESIDUAL_MODES, Phases
 from horovod_sparse.sparsifiers.spardl.teams import SparDLState, TeamLayout, is_power_of_two, teams_by_cost
 
@@ -128,7 +128,7 @@ class SparDL(Sparsifier):
         else:
             sum_ = yield from phases.gather_among_all(block)
 
-        phases.ledger.settle(sum_.indices, self.residuals, in_place=discards_meet(state.step))
+        phases.ledger.settle(sum_.indices, self.residuals, in_place=keeps_discards(state.step))
         sum_.facts.update(facts)
         return sum_, after
 

@@ -8,7 +8,7 @@ from horovod_sparse.arrays import Accumulator, Indices, Values
 from horovod_sparse.collectives import Exchange, Synchronization, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, bruck_all_gather
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, missing_in, shared_out
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, not_among, split_exactly
 from horovod_sparse.sparsifiers.spardl.teams import TeamLayout
 from horovod_sparse.wire import WireFormat
 
@@ -45,13 +45,13 @@ class Ledger:
     def discard(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> None:
         """Adds dropped values to the residual, or a share of them if `num_holders` ranks drop the same."""
         if len(vector):
-            self.receive(SparseVector(vector.indices, shared_out(vector.values, num_holders, holder)))
+            self.receive(SparseVector(vector.indices, split_exactly(vector.values, num_holders, holder)))
 
     def round(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> SparseVector:
         """Rounds a vector to the wire format; keeps this rank's share of the errors in the residual."""
         seen, error = vector.rounded(self._wire)
         if error is not None:
-            share = SparseVector(vector.indices, shared_out(error, num_holders, holder))
+            share = SparseVector(vector.indices, split_exactly(error, num_holders, holder))
             self._rounding.append(share)
             self.receive(share)
         return seen
@@ -66,17 +66,17 @@ class Ledger:
         """
         if mode == "global":
             for indices, before in [] if in_place else reversed(self._changes):
-                unsent = missing_in(indices, final)
+                unsent = not_among(indices, final)
                 self._put(indices[unsent], before[unsent])
             for indices in self._selected:
-                self._accumulator.mask(indices[~missing_in(indices, final)])
+                self._accumulator.mask(indices[~not_among(indices, final)])
             return
         for indices, before in reversed(self._changes):
             self._put(indices, before)
         for indices in self._selected:
-            self._accumulator.clear(indices if mode == "local" else indices[~missing_in(indices, final)])
+            self._accumulator.clear(indices if mode == "local" else indices[~not_among(indices, final)])
         for error in self._rounding:
-            applied = ~missing_in(error.indices, final)
+            applied = ~not_among(error.indices, final)
             self._accumulator.add(error.indices[applied], error.values[applied])
 
     def _put(self, indices: Indices, values: Values) -> None:

@@ -261,7 +261,7 @@ def _host(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) 
     def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
         own = steps()
         if own is None:
-            raise UnsupportedError("this tf.function's optimizer no longer exists: keep it")
+            raise UnsupportedError("the optimizer of this tf.function was deleted: keep a reference to it")
         gradients = dict(zip(present, arrays, strict=False))
         return own.run(gradients, arrays[len(present) :], float(rate[0]), scaled)
 

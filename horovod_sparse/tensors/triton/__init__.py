@@ -12,7 +12,7 @@ from horovod_sparse.tensors.triton import fold as _fold
 from horovod_sparse.tensors.triton import select as _select
 
 
-def _there(function: Callable[..., Any]) -> Callable[..., Any]:
+def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function run with its tensors' CUDA device as the current one, where Triton launches."""
 
     @functools.wraps(function)
@@ -25,7 +25,7 @@ def _there(function: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-fold, add, add_sum = _there(_fold.fold), _there(_fold.add), _there(_fold.add_sum)
-refresh_maxima, put, zero = _there(_fold.refresh_maxima), _there(_fold.put), _there(_fold.zero)
-at_least, largest = _there(_select.at_least), _there(_select.largest)
-kth, find_kth = _there(_select.kth), _there(_select.find_kth)
+fold, add, add_sum = _placed(_fold.fold), _placed(_fold.add), _placed(_fold.add_sum)
+refresh_maxima, put, zero = _placed(_fold.refresh_maxima), _placed(_fold.put), _placed(_fold.zero)
+at_least, largest = _placed(_select.at_least), _placed(_select.largest)
+kth, find_kth = _placed(_select.kth), _placed(_select.find_kth)

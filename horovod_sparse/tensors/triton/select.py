@@ -149,7 +149,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     bits, blocks, facts, floor, start, stop, sums, max_tiles, k, out,
     EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes each tile's indices behind those of the tiles before it, k at most."""
+    """Writes each tile's selected indices behind those of earlier tiles, k at most."""
     limit = tl.load(floor).to(bits.dtype.element_ty)
     number = tl.load(facts + 1).to(tl.int32)
     total = tl.load(sums + max_tiles - 1)

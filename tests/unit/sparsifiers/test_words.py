@@ -10,9 +10,9 @@ from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import Recorder, SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.sparsifiers.oktopk import told_orders
+from horovod_sparse.sparsifiers.oktopk import reported_orders
 from horovod_sparse.sparsifiers.rounds.pairs import Mail
-from horovod_sparse.sparsifiers.rounds.sparse_vectors import discards_meet, shared_out
+from horovod_sparse.sparsifiers.rounds.sparse_vectors import keeps_discards, split_exactly
 from horovod_sparse.wire import WireFormat
 from support.gradients import gaussian
 from support.sampling import rows_by
@@ -31,7 +31,7 @@ def test_teams_and_messages_that_cannot_be_are_refused() -> None:
 def test_shares_add_up_exactly(num_parts: int, dtype: str) -> None:
     generator = np.random.default_rng(num_parts)
     values = (generator.standard_normal(5000) * 10.0 ** generator.integers(-20, 20, 5000)).astype(dtype)
-    parts = [shared_out(values.copy(), num_parts, part) for part in range(num_parts)]
+    parts = [split_exactly(values.copy(), num_parts, part) for part in range(num_parts)]
     assert (np.sum(parts, axis=0, dtype=np.longdouble) == values).all()
     for part in parts:
         np.testing.assert_allclose(part, values / num_parts, rtol=0.01)
@@ -100,12 +100,12 @@ def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> Non
         assert sums[0].counts.tolist() == [k] * size
         assert k <= sums[0].indices.size <= 1.1 * k
         # words that a rank receives: headers, the notes of the thresholds, bounds; the rest is of elements
-        notes = (size - 1) * (2 + told_orders(k).size + 3 * 5 + size)
+        notes = (size - 1) * (2 + reported_orders(k).size + 3 * 5 + size)
         received = [cluster.recorder.total(rank).bytes_received / 4 - notes for rank in range(size)]
         assert np.mean(received) <= 6 * k * 1.1
         # those that come back are the largest sums, but for the tenth to which they are told
         chosen = np.abs(accumulators) >= np.sort(np.abs(accumulators))[:, -k][:, None]
         total = np.abs((accumulators * chosen).sum(0))
-        if not discards_meet(step):
+        if not keeps_discards(step):
             left = np.delete(total, sums[0].indices)
             assert (left > 1.1 * np.sort(total)[-k]).sum() <= 0.12 * k
