@@ -88,13 +88,13 @@ class Accumulator:
         self._journal = Journal(kernels, (self._values, *self.companions))
         #: sums of squares, now and after the last fold
         self._norm = self._norm_at_fold = kernels.number(0.0)
-        #: of the last fold, and the companion that it changed
+        #: rule of the last fold, and the companion that it changed
         self._folded: tuple[FoldRule, Memory | None] = _PLAIN, None
-        #: the values after `quantize`, until they are needed
+        #: rounding errors from `quantize`: the values from the next use on
         self._rest: Memory | None = None
         self._maxima = kernels.empty_maxima()
         self._maxima_known = False
-        #: whether a magnitude may be above its block's bound, which the next selection raises
+        #: True if a value may exceed its block's maximum, which the next selection then recomputes
         self._has_grown = False
 
     @property
@@ -168,7 +168,7 @@ class Accumulator:
 
     def refuse(self) -> None:
         """Marks the last fold's report, so that all ranks learn that this rank cancels the step."""
-        # a report that waits for a device is no FoldReport
+        # a `PendingReport` is no dataclass FoldReport
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 

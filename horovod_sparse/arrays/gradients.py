@@ -252,7 +252,7 @@ def _subtract(values: Any, step: Any, library: Any) -> None:
     """Subtracts a step, but not at elements whose sum was not finite, to which no fold added it."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
-        # a sum that overflows now may have done so then, when nothing was added
+        # where this overflows, the fold's sum may have overflowed too, and nothing was added
         left_out = ~library.isfinite(values + step) & (abs(without) > abs(values))
         values[...] = library.where(library.isfinite(without) & ~left_out, without, values)
 

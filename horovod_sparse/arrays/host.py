@@ -30,7 +30,7 @@ _SQUARED = 8192
 _FEWEST, _SPARSE = 256, 32
 # Bins in which the k-th largest of the candidates is looked for are 2**-12 of an exponent wide.
 _FINE = 12
-# In place of a number of candidates: the values are others now.
+# In place of the count: the values have changed, so candidates are invalid.
 _STALE = -2
 
 
@@ -78,7 +78,7 @@ class Candidates:
     def __init__(self, num_elements: int, dtype: np.dtype[Any]) -> None:
         self._most, self._dtype, self._bits = num_elements // _SPARSE, dtype, bits_dtype(dtype)
         self._exponent = int(np.finfo(dtype).nmant)
-        # what every finite magnitude is below
+        # a bound above all finite magnitudes: nothing is a candidate
         self._never = np.finfo(dtype).max.view(self._bits) + self._bits.type(1)
         self._next, self._room = self._never, 0
         self._bound, self._count = np.array([self._never]), np.array([_STALE, 0, 0])

@@ -143,7 +143,7 @@ class Kernels(Protocol):
 
     #: n elements, and the blocks whose maxima are kept
     layout: Layout
-    #: of the values: float32 or float64
+    #: dtype of the values: float32 or float64
     dtype: np.dtype[Any]
 
     def zeros(self) -> Memory:

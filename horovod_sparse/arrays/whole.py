@@ -43,7 +43,7 @@ class WholeGradient(Accumulator):
         self.num_elements, self.dtype = num_elements, np.dtype(accumulating(dtype))
         self.companions = ()
         self.step, self.report = 0, FoldReport()
-        #: of this step, and what error feedback adds to it
+        #: this step's gradient, and a loaded residual to add to it
         self._gradient: Any = None
         self._carried: Any = None
 

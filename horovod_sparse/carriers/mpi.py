@@ -51,7 +51,7 @@ def why_not_mpi(hvd: Any) -> str:
     return ""
 
 
-#: how often messages were forgotten, a hash of the exchange's name, and how often that name was used before
+#: key of an exchange: number of `forget` calls, hash of its name, earlier uses of that name
 Key: TypeAlias = tuple[int, bytes, int]
 
 #: words before every message: its key, in four, and its length
@@ -80,7 +80,7 @@ class MpiCarrier:
         self._epoch, self._numbers = 0, Counter[bytes]()
         #: messages by source
         self._inbox: defaultdict[Key, dict[int, Words]] = defaultdict(dict)
-        #: exchanges that were started, and whose messages were not taken
+        #: exchanges in progress
         self._open = set[Key]()
         self._arriving: list[tuple[Any, int, Key, Words]] = []
         #: MPI reads the memory of messages until their requests are complete

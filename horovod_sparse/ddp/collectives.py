@@ -25,13 +25,13 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import Task, carry_out
 
-#: messages under way between two ranks have different tags; tags are used again after so many
+#: number of tags; messages in flight between two ranks have different ones
 _NUM_TAGS = 2**20
-#: words before each message: its length, and what it belongs to
+#: words before each message: its length, and the tag of its request
 _HEADER = 2
 #: words that are summed behind each sum are below this
 _NUM_SUMMED = 2**12
-#: words that any message may have before its receiver knows how many it has
+#: words received before a message's length is known, at least
 _LEAST_ROOM = 1024
 
 
@@ -75,7 +75,7 @@ class Carrier:
         self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._host = _host_group(self.group)
-        #: what requests belong to, the same on all ranks; and all that there have been, by their word
+        #: name of the present task, equal on all ranks; and all names so far, by their hash
         self.name, self._names = "", dict[int, str]()
         #: which ranks share a host, where requests are of single levels
         self.topology: Topology | None = None
@@ -225,12 +225,12 @@ def _timeout_of(group: dist.ProcessGroup) -> Any:
     return None
 
 
-#: raised by all ranks alike, after the same messages: what comes next fits together
+#: errors that all ranks raise after the same messages, so that later ones still match
 _COLLECTIVE = (errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError)
 
-#: how often one who waits looks at its deadline
+#: seconds between checks of the deadline
 _LOOK_SECONDS = 0.5
-#: how long a thread is waited for when its owner goes; it may wait for a rank that is gone
+#: seconds to wait for the thread's end; it may itself wait for a rank that is gone
 _END_SECONDS = 2.0
 
 
@@ -242,7 +242,7 @@ class _Shared:
         self.waiting: queue.SimpleQueue[tuple[Task, Synchronization[Any]] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
-        #: held by the thread, but within requests
+        #: lock that the thread holds except during requests
         self.working = threading.Lock()
         self._carried: tuple[float, float | None] = 0.0, None
 
@@ -275,9 +275,9 @@ class Communicator:
 
     def __init__(self, carrier: Carrier, deadline: Deadline) -> None:
         self._shared, self._deadline = _Shared(carrier), deadline
-        #: goes before names: a process may train several models, whose ranks must not wait crosswise
+        #: prefix of names: a process may train several models
         self.label = ""
-        #: seconds that `wait` waited for other ranks and the network, ever
+        #: total seconds that `wait` waited for other ranks and the network
         self.idle_seconds = 0.0
         thread = threading.Thread(target=_work, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
         thread.start()

@@ -28,10 +28,10 @@ from horovod_sparse.training.engine import Facts
 
 _log = logging.getLogger("horovod_sparse")
 
-#: after which the log says for whom this rank waits, and how often it looks for them
+#: seconds until the log says which ranks are missing, and between checks
 _QUIET_SECONDS, _LOOK_SECONDS = 5.0, 0.05
 
-#: by name of a group: how many have attached here, and how many of these have come to their first step
+#: by a group's name: number of models attached here, and of those at their first step
 _attached: Counter[str] = Counter()
 _begun: Counter[str] = Counter()
 #: by group: one that is made when another was destroyed may have its name, and other ranks
@@ -141,9 +141,9 @@ class DistributedEngine:
             one for one in trained_by(optimizer, model).values() if hasattr(one, "device_mesh")
         ]
         mesh = shards[0].device_mesh if shards else None
-        #: number of this rank's shard, and of how many; all ranks that synchronize have the same
+        #: number of this rank's shard, and number of shards; equal on all ranks that synchronize
         self.shard: tuple[int, int] | None = mesh and (mesh.get_local_rank(), mesh.size())
-        #: ranks that have the other shards of the same parameters: they step alike
+        #: group of ranks with the other shards of the same parameters, which skip or apply the same steps
         self.within = Carrier(mesh.get_group()) if mesh else None
         #: made with the first step
         self.communicator: Communicator | None = None

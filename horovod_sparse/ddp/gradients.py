@@ -49,20 +49,20 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     ) -> None:
         engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds)
         super().__init__(engine, recipe, settings, optimizer)
-        #: whether ranks tell which parameters have gradients
+        #: True if ranks exchange which parameters have gradients
         self._tells = True
         self._bucket_bytes = settings.bucket_bytes or DEFAULT_BUCKET_BYTES
         self._of_ddp = isinstance(model, DistributedDataParallel)
-        #: whether the gradients of the pass under way are exchanged: it is none within `no_sync`
+        #: True if the present pass exchanges gradients; False within `no_sync`
         self.exchanges = self._of_ddp
-        #: gradients as the last exchange has left them; and whether no step has used them yet
+        #: gradients after the last exchange, with versions; and whether no step has used them
         self._left: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
         self._unused = self._kept = False
-        #: whether a parameter's gradient comes several times in a pass, so that buckets wait for its end
+        #: True if parameters get several gradients in a pass, so that buckets start at its end
         self._repeats = False
-        #: parameters whose gradients have come in this pass
+        #: parameters with a gradient in this pass
         self._come: set[torch.Tensor] = set()
-        #: the end of this pass, which PyTorch holds until then, or until the pass has failed
+        #: weak reference to this pass's end callback; dead after the pass has ended or failed
         self._ending: Callable[[], object] = lambda: None
         if isinstance(model, DistributedDataParallel):
             self._tells = model.find_unused_parameters or model.static_graph
@@ -300,7 +300,7 @@ class _ForwardHooks:
     def __reduce__(self) -> tuple[Any, ...]:
         _log.warning(
             "a copy of a model, or a model that is saved whole, is not synchronized sparsely: attach it. "
-            "What is held back is saved by state_dict()"
+            "Its residual is saved by state_dict()"
         )
         return _ForwardHooks, (None,)
 

@@ -23,8 +23,8 @@ from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import step_generator
 
-#: elements whose signs are drawn in a step; how much this step counts beside those before, which is as one
-#: that leans so many times as far, squared, at most
+#: most elements of a projection; weight of a step's square in the running mean; and the most, as a multiple
+#: of the mean, that a step's square counts
 _SAMPLE, _NEWS, _MOST = 4096, 0.03, 10.0
 
 
@@ -62,7 +62,7 @@ class Normalizing(Rule):
             "masking": False,
             "moment": self._beta2,
             "eps": 1e-8 if self.eps is None else self.eps,
-            # where none is known who applies the sum multiplies it
+            # without a known rate, the caller multiplies the sum by it
             "rate": rates.longer * (1.0 if rates.given is None else rates.given),
             "count": rates.age + 1 if self.corrected else math.inf,
         }
@@ -205,7 +205,7 @@ class RankSimilarity:
     def next_leans(self, leans: tuple[float, float], projections: np.ndarray) -> tuple[float, float]:
         """Returns the running means of two squares, given the P projections that ranks sent in a step."""
         squares = float(projections.mean()) ** 2, float(np.square(projections).mean())
-        # the first steps are as long as one rank's
+        # before the first estimate, steps are as long as one rank's
         known = leans if any(leans) else (squares[1], squares[1])
         # else one bad batch would dominate hundreds of steps
         part = _NEWS * min(1.0, _MOST * known[1] / squares[1])

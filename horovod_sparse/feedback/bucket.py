@@ -107,16 +107,16 @@ class Bucket:
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
         self.members = members or {self.whole.name: (0, self.whole.num_elements)}
         self.state = recipe.sparsifier.init(info)
-        #: of this step: where it follows the optimizer's settings, front ends put in the recipe's for them
+        #: this step's feedback: the recipe's, with the optimizer's present settings
         self.feedback = recipe.feedback
         self._progress = Progress(summed=self.num_summed)
         self.last = BucketStep(info.name, info.num_elements)
-        #: before the step that may still be given up
+        #: sparsifier's state and progress before the last step, until it is committed
         self._before: tuple[SparsifierState, Progress] | None = None
         self._gradient: Any = None
-        #: in a step: its age before, and residual and companions of what has no gradient
+        #: during a step: age before it, and the hidden elements of parameters without a gradient
         self._hidden: tuple[int, Any] | None = None
-        #: where ranks normalize their gradients by parts of a batch
+        #: for rules that divide each rank's gradient by its own second moment
         apart = info.size > 1 and isinstance(recipe.feedback, Normalizing) and recipe.feedback.whole_batch
         self._similarity = RankSimilarity(info) if apart else None
 
@@ -213,7 +213,7 @@ class Bucket:
         report = BucketStep(self.info.name, self.info.num_elements, target)
         feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
         if target == self.info.num_elements:
-            # all is sent: a velocity that is cleared where values leave would be none
+            # all is sent: clearing the velocity at sent elements would leave none
             feedback = feedback.for_dense()
         longer = 1.0 if self._similarity is None else self._similarity.step_ratio(now.leans)
         rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
@@ -262,7 +262,7 @@ class Bucket:
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:
             report.global_error = float(np.add.reduce(norms)) / len(norms)
-        # all ranks have the same sum: so they find the same, without a message
+        # all ranks have the same sum, so all find the same overflow
         return overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
 
     def learn(self, leans: np.ndarray) -> None:
@@ -360,7 +360,7 @@ def overflowing(sum_: SparseSum, info: BucketInfo, scale: float) -> int | None:
     values, limit = sum_.values, _LARGEST[info.dtype]
     if not len(values):
         return None
-    # a NaN, if there is one, is both of them
+    # with a NaN, minimum and maximum both are NaN
     largest = sum_.largest if isinstance(sum_, WholeSum) else max(float(values.max()), -float(values.min()))
     # every rank adds an element once at most, and front ends scale before they add
     if largest * max(1.0, info.size) * scale <= limit and np.isfinite(largest):

@@ -33,7 +33,7 @@ class Rates(NamedTuple):
     longer: float = 1.0
 
 
-#: a value that is the same in most steps, and checks itself when it is made
+#: cached, since most steps have the same rule, and making one checks its arguments
 _fold_rule = functools.lru_cache(maxsize=64)(FoldRule)
 
 
@@ -44,17 +44,17 @@ class Feedback:
     can let the residual follow the learning rate.
     """
 
-    #: in recipes written as text; empty where none can name it
+    #: its name in recipes as text; empty if text cannot name it
     text_name: ClassVar[str] = ""
-    #: arrays of n elements that it needs beside the residual
+    #: number of arrays of n elements beside the residual
     num_companions: ClassVar[int] = 0
-    #: whether what is not sent is sent later
+    #: True if unsent elements stay in the residual
     keeps_residual: ClassVar[bool] = True
-    #: whether what is sent is a step, the learning rate included, that nothing is to multiply any more
+    #: True if messages hold steps that include the learning rate
     applies_rate: ClassVar[bool] = False
-    #: whether a rank that moves alone moves by its largest unsent elements, too, until its next pass
+    #: True if ranks also step ahead by their largest unsent elements, until the next pass
     steps_ahead: ClassVar[bool] = False
-    #: whether companions add up over ranks as residuals do, and are shared out among others like these
+    #: True if companions add up over ranks as residuals do, so that a new number of ranks scales them
     adds_up: ClassVar[bool] = True
 
     clip_norm: float | None = None
@@ -75,7 +75,7 @@ class Feedback:
             >>> [feedback.rule(bucket, falling).decay for feedback in both]
             [2.0, 1.0]
         """
-        # of the sum over ranks; what one rank's gradient may have is less
+        # clip_norm bounds the sum over ranks; one rank's gradient gets less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
         return _fold_rule(decay=self.units(rates) * self.decay, clip_norm=norm, **self._rule_arguments(rates))
 
@@ -234,16 +234,16 @@ class Rule(Feedback):
     """
 
     applies_rate: ClassVar[bool] = True
-    #: the optimizers of PyTorch, and of Keras, that step so, by name
+    #: names of PyTorch's and of Keras' optimizers with this rule
     optimizers: ClassVar[tuple[str, ...]] = ()
     keras: ClassVar[tuple[str, ...]] = ()
     #: the companion's name in the state of PyTorch's optimizer, and Keras' attribute of it, with its sign
     moment: ClassVar[str]
     keras_moment: ClassVar[str]
     keras_sign: ClassVar[float] = 1.0
-    #: settings of PyTorch's that are not followed, and why
+    #: PyTorch's settings that the rule does not follow, and why
     refused: ClassVar[Mapping[str, str]] = {}
-    #: whether parameters have to be whole on a rank: no shards
+    #: True if it needs whole parameters, so no shards
     takes_whole: ClassVar[bool] = False
     #: the smallest and the largest density that cost no accuracy, where these are known
     densities: ClassVar[tuple[float, float]] = (0.0, 1.0)

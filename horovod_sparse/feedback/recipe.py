@@ -23,7 +23,7 @@ from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.sparsifiers.schedule import SCHEDULES
 from horovod_sparse.thresholds import RULES
 
-#: what may stand as ``name(...)`` for an argument
+#: arguments whose values may be written as ``name(...)``
 NESTED: dict[str, Mapping[str, type]] = {
     "feedback": FEEDBACKS,
     "schedule": SCHEDULES,
@@ -190,7 +190,7 @@ class Recipe:
     sparsifier: Sparsifier
     feedback: Feedback = field(default_factory=ErrorFeedback)
     rules: ParameterRules = field(default_factory=ParameterRules)
-    #: False where the density is the sparsifier's default, which an optimizer's rule may raise
+    #: False if the user gave no density, so that an optimizer's rule may raise the default
     density_given: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:

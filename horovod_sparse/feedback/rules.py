@@ -33,7 +33,7 @@ _BY_NAME = {name: rule for rule in RULES for name in rule.optimizers}
 _KNOWN_STEPS = "torch.optim.", "horovod.torch", "horovod_sparse.torch"
 #: methods of an optimizer that make its step
 _STEP = "step", "_init_group"
-#: why other optimizers are refused, by patterns of their names; the first one counts
+#: by patterns of names: why these optimizers are refused; the first match counts
 _REASONS: Mapping[str, str] = {
     "*ScheduleFree*": "it moves other parameters than those at which gradients are taken",
     "*8bit* Paged* FusedAdam* *CPUAdam": "kernels of its own do the step: give torch.optim.AdamW",

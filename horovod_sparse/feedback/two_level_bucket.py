@@ -32,9 +32,9 @@ from horovod_sparse.telemetry import BucketStep
 from horovod_sparse.topology import Topology
 from horovod_sparse.wire import Notes, WireFormat, pack, unpack_sum
 
-#: within a host bytes are cheap, and every index is written by who knows its shard
+#: within a host bytes are cheap: exact values, int32 indices
 _INSIDE = WireFormat()
-#: errors of a column that its host's other ranks raise as they are; others are a HorovodSparseError there
+#: errors that the host's other ranks raise with the same type; others become a HorovodSparseError
 _MADE_OF_TEXT = errors.StateMismatchError, MessageError, errors.CollectiveMismatchError
 
 
@@ -55,15 +55,15 @@ class ShardMessage:
     """The result of one shard, which its rank sends to the ranks of its host: facts as JSON, and the sum."""
 
     step: int
-    #: elements that each host has selected; the first of its sum that is not finite; norm of its residual
+    #: by host: selected elements, index of the first NaN or Inf, norm of the residual
     counts: list[int]
     marks: list[int | None]
     norms: list[float] | None
-    #: the first element of the sum that its type cannot hold
+    #: index of the sum's first element that overflows the gradient's dtype
     overflow: int | None
-    #: name and text of the column's error, in place of a sum
+    #: class name and text of the error raised in place of a sum
     failure: tuple[str, str] | None
-    #: whether the sum has the values of all elements, and no indices
+    #: True if the sum has all elements, without indices
     whole: bool
     sum: Words
 

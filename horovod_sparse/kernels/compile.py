@@ -141,9 +141,7 @@ def _lock(folder: str | None) -> int | None:
         except OSError:  # a file system without locks
             break
         if waited > _MOST_SECONDS:
-            _log.warning(
-                "%s is held for %.0f s: this process compiles its kernels all the same", path, waited
-            )
+            _log.warning("another process has held %s for %.0f s: compiling all the same", path, waited)
             break
         if waited > _QUIET_SECONDS and path not in _logged:
             _logged.add(path)

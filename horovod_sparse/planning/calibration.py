@@ -26,13 +26,13 @@ from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.topology import ClusterFacts, Topology
 from horovod_sparse.training.parts import host_accumulator
 
-#: sizes that are measured whatever time they take: fewer fix no line
+#: number of sizes that are always measured: a line needs three
 _FEWEST_SIZES = 3
 #: a second density, so that time per element and time per selected element can be told apart
 _DENSER = 4.0
 #: steps in which thresholds settle
 _WARMUP_STEPS = 3
-#: kept off 0, which no fit takes, where a clock is coarse
+#: least seconds, since fits need times above 0 and clocks may be coarse
 _TINY_SECONDS = 1e-9
 #: of the time that a collective gets: a sparsifier is measured at two densities, and has rounds of its own
 _SPARSIFIERS_SHARES = 2
@@ -42,11 +42,11 @@ _SPARSIFIERS_SHARES = 2
 class Extent:
     """The sizes at which to measure (3 or more of each kind, ascending), repetitions, and a time budget."""
 
-    #: that a rank puts into a collective
+    #: bytes that a rank sends in a collective
     message_bytes: tuple[int, ...]
-    #: n of the buckets that are selected from
+    #: sizes n of the buckets to select from
     bucket_elements: tuple[int, ...]
-    #: of each size, beside one to warm up
+    #: repetitions of each size, after one to warm up
     repetitions: int
     #: in shares for every collective and sparsifier; one that does not suffice leaves out all but 3 sizes
     budget_seconds: float

@@ -55,9 +55,9 @@ class AffineTime:
 class Fit(AffineTime):
     """A time ``a + b * amount (+ c * selected)`` fitted to measurements, and its error."""
 
-    #: 0 where it was not asked for
+    #: 0 unless selected sizes were given
     seconds_per_selected: float = 0.0
-    #: distinct amounts that it stands on
+    #: number of distinct amounts measured
     num_points: int = 0
     #: median of |model - measured| / measured, and the largest of them
     median_error: float = 0.0
@@ -129,16 +129,16 @@ class CostModel:
     The paper's model, and `optimal`'s proof, are without it for buckets.
     """
 
-    #: of a bucket, by its elements n: what the thread that runs backward does for it
+    #: seconds of backward's thread for a bucket (fold and selection), by its elements n
     selection: AffineTime
-    #: of a bucket, by its n: from the first message to the last one's arrival
+    #: seconds from a bucket's first message to the last one's arrival, by its n
     communication: AffineTime
-    #: allreduce of a parameter that stays dense, by its bytes; and that thread's work, by its elements
+    #: seconds of a dense parameter's allreduce, by its bytes; and of backward's thread, by its elements
     dense: AffineTime = AffineTime()
     dense_work: AffineTime = AffineTime()
     fuse_dense: bool = True
     fuse_sparse: bool = False
-    #: at most so many in one fused allreduce (HOROVOD_FUSION_THRESHOLD)
+    #: most bytes of one fused allreduce (HOROVOD_FUSION_THRESHOLD)
     fusion_bytes: int = 128 * 2**20
 
 

@@ -83,7 +83,7 @@ class BackwardRecorder:
             seconds = max(0.0, float(self._between(before, entered)))
             total += seconds
             if place == 0:
-                # nobody tells where forward ends; nothing can be sent before, so nothing hangs on it
+                # the end of forward is unknown, but nothing is sent before, so it does not matter
                 self.forward_seconds.append(seconds)
             self._rows[name].append((seconds if place else 0.0, place))
             before = left
@@ -220,7 +220,7 @@ class WarmUp:
         self._recorder: BackwardRecorder | None = None
         self._own: BackwardTimes | None = None
         self._between, self._left = stamps.seconds_between, 0
-        #: True while hooks have to take stamps
+        #: True while hooks have to record times
         self.recording = False
         #: True from the step on, the same on all ranks, after which `decide_now` may be called
         self.is_measured = False
@@ -268,7 +268,7 @@ class WarmUp:
         self.is_measured = True
         if self._decides:
             return self.decide_now().plan
-        _log.info("backward is measured: replan() makes the plan (%s)", self.request.asked)
+        _log.info("backward times are measured: call replan() to make the plan (%s)", self.request.asked)
         return None
 
     def stop_measuring(self) -> None:

@@ -47,9 +47,9 @@ def share_of_bytes(kind: str, size: int) -> float:
 class CollectiveCost:
     """The rounds and bytes of collectives for one rank."""
 
-    #: messages one behind the other, each of which pays alpha
+    #: number of successive messages; each costs alpha
     rounds: int
-    #: payload that arrives at this rank, each byte of which pays beta
+    #: payload bytes that this rank receives; each costs beta
     bytes_received: float
 
     def __add__(self, other: CollectiveCost) -> CollectiveCost:

@@ -36,7 +36,7 @@ class BucketInfo:
     rank: int = 0
     size: int = 1
     dtype: str = "float32"
-    #: in its plan; names of layers may change from one process to the next
+    #: the bucket's number in its plan: layer names may differ between processes
     number: int | None = None
 
     @property
@@ -97,13 +97,13 @@ class Traffic:
     """One collective of a step: its kind, and the bytes this rank sends; tests compare it with counts."""
 
     kind: type[Request]
-    #: payload that this rank puts in; the least, where it depends on the data
+    #: payload bytes that this rank sends; the least, if it depends on the data
     bytes_sent: int
     #: the most, where it depends on the data
     at_most: int | None = None
 
 
-#: a value that is asked for several times a step, and checks itself when it is made
+#: cached, since it is needed several times a step, and making it checks its arguments
 _wire_format = functools.lru_cache(maxsize=64)(WireFormat)
 
 
@@ -204,11 +204,11 @@ class Sparsifier(abc.ABC):
 class Selected(NamedTuple):
     """The elements that `SelectAndGather.select` chose, with facts for the telemetry."""
 
-    #: that this rank sends, int32, ascending and unique
+    #: indices that this rank sends: int32, ascending and unique
     indices: Indices
     #: for the telemetry
     facts: dict[str, float] = {}  # noqa: RUF012
-    #: after the step, None where it stays as it is
+    #: the state after the step; None if it does not change
     state: SparsifierState | None = None
 
 

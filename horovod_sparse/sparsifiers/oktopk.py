@@ -58,7 +58,7 @@ def adjusted(threshold: float, count: int, k: int, band: tuple[float, float], fa
     return threshold * factor if count > high * k else threshold
 
 
-#: an order by the one before it: what a rank keeps is known to a tenth
+#: ratio of successive orders: how many of its sums a rank keeps is known to a tenth
 _FINENESS = 1.1
 
 

@@ -33,7 +33,7 @@ from horovod_sparse.training.collective_errors import ConstructionErrors
 #: the latter is empty where the kind needs no such thing.
 Wire = tuple[np.ndarray, np.ndarray]
 
-#: one of the words by which `hvd.elastic.run` knows Horovod's failures
+#: a word by which `hvd.elastic.run` recognizes Horovod's failures
 ELASTIC_WORD = "HorovodAllgather"
 
 NO_SPLITS = np.empty(0, np.int32)
@@ -53,7 +53,7 @@ def not_folded(gradient: Any) -> Any:
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
     if tf.executing_eagerly():
         return gradient
-    one = tf.minimum(hvd.size_op(), 1)  # which nobody knows before the graph runs
+    one = tf.minimum(hvd.size_op(), 1)  # known only when the graph runs
     if gradient.shape.rank == 0:
         return gradient * tf.cast(one, gradient.dtype)
     # all of it: where that begins is known only then. Nothing is copied. A shape of that kind would not do:
@@ -155,10 +155,10 @@ def marks_of(gradients: Sequence[Any], name: str, process_set: Any) -> tf.Tensor
 
 # what ranks agree upon: eagerly, also while a function is traced
 
-#: of optimizers, tapes and compressors
+#: publishes errors of optimizers, tapes and compressors
 construction_errors = ConstructionErrors.of_horovod(hvd)
 
-#: between two looks around of who waits
+#: seconds between two checks while waiting
 _LOOK_SECONDS = 0.1
 
 

@@ -13,7 +13,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from horovod_sparse.errors import UnsupportedError
 
-#: where messages live: what has k elements stays on the host
+#: device of messages: arrays of k elements stay on the host
 HOST = "/cpu:0"
 
 
@@ -62,7 +62,7 @@ class HostFunctions:
 
     def _keep_with_graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
         graph: Any = tf.compat.v1.get_default_graph()
-        while hasattr(graph, "outer_graph"):  # a branch's graph goes when its operation has been made
+        while hasattr(graph, "outer_graph"):  # also for outer graphs, since a branch's graph is freed early
             self._by_graph.setdefault(graph, []).append(function)
             graph = graph.outer_graph
         reference = weakref.ref(function)
@@ -76,7 +76,7 @@ class HostFunctions:
             except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
                 raise
             except Exception as error:
-                # TensorFlow looks at the kind, and quotes its name
+                # TensorFlow maps ValueError to an error that quotes the class name
                 raise type(type(error).__name__, (ValueError,), {})(str(error)) from error
 
         return call
@@ -93,7 +93,7 @@ class EagerCalls:
         self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor, *fixed: Any
     ) -> list[Any]:
         missing = tuple(gradient is None for gradient in gradients)
-        # a tensor is another one in every step, and only its place among the others counts
+        # tensors differ in every step, so only their positions count
         ids = tuple(None if isinstance(variable, tf.Tensor) else id(variable) for variable in variables)
         key = (ids, missing, fixed)
         if key not in self._functions:
@@ -110,6 +110,40 @@ class EagerCalls:
         return list(function(given, scalar))
 
 
+<<<<<<< HEAD
+=======
+def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the sums, and makes differentiating them raise an error.
+
+    A number that comes out of the gradients stands between: they are not kept until the sums are there.
+    """
+
+    def raises() -> Any:
+        # TensorFlow passes ValueError on, so the text names our class
+        raise ValueError(
+            "UnsupportedError: the gradient of a sparsely synchronized gradient is asked for: there is none, "
+            "since what is sent is selected. Differentiate before synchronizing (tf.GradientTape inside, the "
+            "distributed one outside), or use compression=Compression.none"
+        )
+
+    @tf.custom_gradient
+    def number_of(*given: tf.Tensor) -> Any:
+        def refused(_slope: tf.Tensor) -> list[tf.Tensor]:
+            # run, not built: a gradient is built whenever a function is called under a tape
+            zero = tf.ensure_shape(tf.numpy_function(raises, [], tf.float32), [])
+            return [tf.zeros_like(one) + tf.cast(zero, one.dtype) for one in given]
+
+        return tf.zeros([]), refused
+
+    @tf.custom_gradient
+    def behind(number: tf.Tensor, *given: tf.Tensor) -> Any:
+        return list(given), lambda *_slopes: [tf.ones_like(number), *[None] * len(given)]
+
+    linked: list[tf.Tensor] = behind(number_of(*gradients), *sums)
+    return linked
+
+
+>>>>>>> 6df60b3b (Comments and log lines name what they are about)
 #: attribute of gradients that a distributed tape has synchronized
 _MARK = "_horovod_sparse_synchronized"
 #: operations that a gradient goes through when it is clipped or scaled

@@ -86,7 +86,7 @@ class Part(common.BucketPart):
 
     def take_back(self, names: Collection[str]) -> None:
         """Returns these variables' last sum, which no rank applies, to the residuals in equal shares."""
-        # those that hold the same elements: with two levels the ranks of a column
+        # ranks that hold the same elements; with two levels those of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
         first, last = self.bucket.shard
         for name, (start, stop) in zip(self.names, self.places, strict=True):

@@ -56,9 +56,9 @@ class GradientSynchronizer(VariablesTraining):
         self.host = self._driver.host
         self._replicas = Replicas(self, self.host)
         self._eagerly, self._agreeing = graph.EagerCalls(self._build), threading.Lock()
-        #: gives further variables that have to be equal on all ranks, in one order: the optimizer's
+        #: returns further variables that have to be equal on all ranks: the optimizer's
         self.also_equal: Callable[[], Sequence[Any]] = lambda: ()
-        #: called when variables have got their buckets, for saved state to be put into them
+        #: called when buckets were made, to load a saved state into them
         self.on_planned: Callable[[], None] | None = None
 
     @property
@@ -238,7 +238,7 @@ class GradientSynchronizer(VariablesTraining):
             self.agree()
         results, by_name, slices = list(gradients), dict[str, int](), set[str]()
         makes_steps = self.recipe.feedback.applies_rate
-        # where ranks come and go a first bucket may wait for the other ranks
+        # in elastic training a new bucket may wait for other ranks
         with self._order.behind(), graph.WAITING.behind() if is_elastic() else contextlib.nullcontext():
             for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
                 name = self.name_of(variable)

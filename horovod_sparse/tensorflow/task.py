@@ -42,7 +42,7 @@ class Task:
     ) -> None:
         #: round r communicates as ``{name}.{r}``; an error calls it by its title
         self.name, self.kinds, self.value_dtype, self.title = name, kinds, value_dtype, title or name
-        #: whether one host function waits for all rounds, see `has_open_rounds`
+        #: True if one host function runs all rounds; see `has_open_rounds`
         self.waits = waits
         self.place = (0, 1)
         #: what the coroutine returned, or raised
@@ -51,9 +51,9 @@ class Task:
         self._coroutine: Synchronization[Any] | None = None
         self._request: Request | None = None
         self._round = 0
-        #: begin and end of every piece of work of the last synchronization, in seconds of `time.perf_counter`
+        #: begin and end (`time.perf_counter`) of each piece of work between the last step's collectives
         self.legs: list[tuple[float, float]] = []
-        #: whether the last synchronization's result was used, or taken back; set to True by who does so
+        #: True once the last result was applied or rolled back; the part sets it
         self.settled = True
         self._held: weakref.ref[np.ndarray] | None = None
 
@@ -107,7 +107,7 @@ class Task:
     def drop(self) -> None:
         """Closes the coroutine of a step that failed elsewhere."""
         if self._coroutine is not None:
-            _log.warning("%s: its last synchronization did not end, and is given up", self.name)
+            _log.warning("%s: the last synchronization did not end, and is cancelled", self.name)
             self._coroutine.close()
             self._coroutine = None
 
@@ -117,7 +117,7 @@ class Task:
         self.result, self.error, self.place, self._round = None, None, place, 0
 
     def _advance(self, answer: Any) -> Wire:
-        assert self._coroutine is not None  # the callers have looked
+        assert self._coroutine is not None  # callers have checked this
         try:
             request = self._coroutine.send(answer)
         except StopIteration as stop:

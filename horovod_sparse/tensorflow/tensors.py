@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
-#: TensorFlow takes the memory of an array that is aligned so, and copies others
+#: alignment in bytes at which TensorFlow uses an array's memory without a copy
 ALIGNMENT = 64
 
 _NAMES = {dtype: dtype.name for dtype in (tf.float32, tf.float64, tf.float16, tf.bfloat16)}

@@ -44,7 +44,7 @@ class VariablesEngine:
         self.given: Mapping[str, object] = {}
         #: of collectives, known with the first gradients
         self.label = ""
-        #: has the deadline of collectives in which ranks agree
+        #: the `Watch` with the deadline of collectives in which ranks agree
         self.watch: Any = None
 
     def rank_and_size(self) -> tuple[int, int]:
@@ -110,10 +110,10 @@ class VariablesTraining(Training):
         self.decision: Decision | None = None
         #: why variables stay dense, see `FirstPlan.selection`
         self.selection = ""
-        #: those of the present plan; graphs that were traced for another one are refused
+        #: tasks of the present plan; graphs traced for another plan raise
         self._by_task: dict[Task, Part] = {}
         self._names: dict[Any, str] = {}
-        #: of the last step, raised on the host; in a graph TensorFlow raises one of its own, which quotes it
+        #: the last step's error on the host; in a graph TensorFlow raises another one, which quotes it
         self.last_error: BaseException | None = None
 
     @property
@@ -248,7 +248,7 @@ def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
     lives = getattr(variable, _LIVES, ())
     if [life.num_steps for life in lives] == [1, 1]:
         warn_once(
-            "%s has had a new compressor in each of the last steps, and residuals were lost with them: "
+            "each step made a new compressor for %s, which loses the residual: "
             "make it once, outside of the training loop",
             variable.name,
         )

@@ -29,16 +29,16 @@ from horovod_sparse.training.deadline import Deadline
 
 _log = logging.getLogger("horovod_sparse")
 
-#: the seconds so far, and name and round of the collective that is waited for
+#: seconds waited so far, name of the collective, and its round
 Wait = tuple[float, str, int]
 
-#: between two looks, as a share of the deadline, and in seconds
+#: between two checks: share of the deadline, shortest and longest seconds
 _LOOK_SHARE, _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 0.05, 1.0
-#: from the assertion to Horovod's end: the graphs of other ranks come to their deadlines, too
+#: seconds from the assertion to Horovod's shutdown, in which other ranks' deadlines expire too
 _SPREAD_SECONDS = 1.0
-#: in which Horovod has to end: Gloo gives a rank up after 30 s, MPI never
+#: seconds for Horovod's shutdown: Gloo stops waiting for a rank after 30 s, MPI never
 ENDS_SECONDS = 45.0
-#: of the assertions in a graph
+#: queues of the assertions, by graph, which keeps them alive
 _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +52,7 @@ class Watch:
         self.deadline = Deadline(deadline_seconds, rank_and_members)
         self._owner = None if owner is None else weakref.ref(owner)
         self._queue: Any = None
-        #: begin, and name, of collectives that run eagerly now
+        #: begin and name of the eager collectives in progress
         self._eager: list[tuple[float, str]] = []
         self._error: DeadlineError | None = None
 
@@ -168,7 +168,7 @@ class _WatchThread:
                 error = watch.look(time.perf_counter())
             except Exception as problem:  # Horovod was shut down meanwhile, or a process set is no more
                 # a thread that ended here would leave all that comes later without a deadline
-                words = "what waits for other ranks could not be looked at, which is tried again: %s"
+                words = "the deadline of collectives could not be checked, will retry: %s"
                 warn_once(words, str(problem))
                 continue
             if error is not None:

@@ -181,7 +181,7 @@ _horovod_keras.create_distributed_optimizer = _create_optimizer
 class _Methods(tf.GradientTape):
     """Methods that are copied into the class of each distributed tape."""
 
-    #: bool [], after `gradient`: whether all ranks are to skip the step; None unless `on_nonfinite` asks
+    #: after `gradient`: bool [], True if all ranks must skip the step; None unless on_nonfinite="skip"
     skipped: tf.Tensor | None = None
 
     @property

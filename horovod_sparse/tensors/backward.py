@@ -27,10 +27,10 @@ from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
-#: unfinished collectives that a hook looks at, at most: with many buckets under way, a look at all of them in
+#: most unfinished collectives that a hook polls: polling all of many buckets in
 #: every hook takes longer than it saves
 _PATIENCE = 4
-#: errors that all ranks find in the same messages, after all rounds of a step
+#: errors that all ranks find in the same messages, so that their rounds still match
 _ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
 
 
@@ -68,9 +68,9 @@ class GradientTraining(Training):
         self.loss_scale = loss_scale.ScaleOfStep()
         self.overflow: BaseException | None = None
         self.skipped: BaseException | None = None
-        #: backward passes that each gradient lacks, where a step has several
+        #: by parameter: backward passes still missing in this step
         self.delays: dict[torch.Tensor, int] = {}
-        #: complete parts that `synchronize` starts: their gradients may not be changed until then
+        #: parts with all gradients that `synchronize` starts; these gradients must not change until then
         self._deferred_parts: list[GradientBucket] = []
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
@@ -113,7 +113,7 @@ class GradientTraining(Training):
     def cancel_collectives(self, *, alike: bool) -> None:
         """Cancels a step's collectives in flight; `alike`: all ranks cancel it after the same rounds."""
 
-    #: raises a better error in place of one, if there is any
+    #: raises an error with a remedy for a known failure
     raise_explained: Callable[[BaseException], None] = staticmethod(lambda error: None)
 
     # gradients
@@ -122,7 +122,7 @@ class GradientTraining(Training):
         """Registers `on_gradient` as a hook of each of these parameters."""
         new = [one for one in parameters if one not in self._watched]
         self._watched |= set(new)
-        # bound to a weak reference: PyTorch's garbage collection does not see what hooks refer to
+        # a weak reference, since Python's garbage collector does not see references from PyTorch's hooks
         hook = types.MethodType(type(self).on_gradient, weakref.proxy(self))
         handles = [one.register_post_accumulate_grad_hook(hook) for one in new]
         self._handles += handles
@@ -144,7 +144,7 @@ class GradientTraining(Training):
         with self._hooks:
             part, complete = self._part_of[parameter], self._count(parameter)
             ready = complete and part.num_missing == 0 and self.starts_early
-            # the last one waits for `synchronize`: it tells all ranks whether one has changed gradients
+            # `synchronize` starts the last bucket, whose message tells all ranks of edited gradients
             works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
             if ready and not works:
                 part.take_gradients()
@@ -234,7 +234,7 @@ class GradientTraining(Training):
             self.cancel_step()
             raise
         except errors.HorovodSparseError as error:
-            # what hooks have begun is ended first: its names are the collectives' until then
+            # first ends the collectives that hooks began, which use the same names
             self.finish_pending()
             self.failures_of_all_shards([error])
             raise
@@ -263,13 +263,13 @@ class GradientTraining(Training):
         if verdict.outcome is Outcome.OVERFLOW:
             self.cancel_step(drop=drop, alike=True)
             given = (one.grad for part in self.parts for one in part.given if one.grad is not None)
-            next(given).fill_(torch.inf)  # for the scaler to find
+            next(given).fill_(torch.inf)  # so that the scaler finds it
             self.overflow = error
             return
         self.cancel_step(drop=drop, alike=isinstance(error, _ALIKE))
         if verdict.outcome is Outcome.SKIPPED:
             self.skipped = error
-            self.compare_models()  # where parameters of one rank are not finite all would skip for ever
+            self.compare_models()  # if one rank's parameters are not finite, all would skip for ever
             return
         assert error is not None  # there are errors
         if isinstance(error, errors.EditedGradientError) and edited:

@@ -28,11 +28,11 @@ from horovod_sparse.training.steps import Steps
 
 _log = logging.getLogger("horovod_sparse")
 
-#: where an optimizer's state of a parameter has the residual
+#: key of the residual in an optimizer's state of a parameter
 RESIDUAL = "horovod_sparse_residual"
-#: and how alike ranks' gradients are: `Progress.leans`
+#: key of `Progress.leans`: how similar ranks' gradients are
 LEANS = "horovod_sparse_leans"
-#: what a loss scaler leaves at an optimizer for its step
+#: attributes that a loss scaler sets at an optimizer for its step
 _BY_SCALER = "found_inf", "grad_scale"
 _MOMENTS = frozenset(rule.moment for rule in RULES)
 
@@ -81,19 +81,19 @@ class Binding(Steps):
             allowed = "'flat' with this feedback; feedback='error' takes 'host', too"
             raise ArgumentError("levels", settings.levels, allowed)
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
-        #: gradients that each parameter has had, by name
+        #: number of gradients that each parameter has had, by name
         self.ages: dict[str, int] = {}
-        #: what was loaded into the optimizer, by parameter, until there are parts
+        #: by parameter: states loaded into the optimizer, until the parts are made
         self._loaded: dict[torch.Tensor, Mapping[str, Any]] = {}
         self._loss_scale = 1.0
-        #: found_inf and grad_scale, which a loss scaler has set at the optimizer for this step
+        #: found_inf and grad_scale, as a loss scaler set them at the optimizer for this step
         self._scaler_found: tuple[Any, ...] = (None, None)
         super().__init__(engine, recipe, settings, schedule, averaged)
         former = getattr(optimizer, "_horovod_sparse", None)
-        # a trainer may have loaded before, and plain PyTorch may have trained
+        # the optimizer may have a state already: loaded, or from steps of plain PyTorch
         self._loaded = _with_moments(optimizer.state if former is None else former.state_for_copy()["state"])
         if former is not None:
-            former.detach()  # the one that was made last has the optimizer
+            former.detach()  # the newer binding takes the optimizer over
         optimizer._horovod_sparse = self
         self._handles = [
             optimizer.register_step_pre_hook(self._step_pre_hook),
@@ -105,15 +105,15 @@ class Binding(Steps):
             optimizer.register_load_state_dict_pre_hook(self._before_loading),
             optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
-        # other hooks on what a step has done come behind it
+        # our hook runs before the user's post hooks
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)
-        # a state that is empty has torch.distributed.checkpoint step the optimizer
+        # with an empty state, torch.distributed.checkpoint would step the optimizer
         for one in self._trained():
             optimizer.state[one].setdefault("step", torch.tensor(0.0))
             optimizer.state[one].pop("exp_avg", None)
-        # copies and pickles have no hooks: PyTorch's own step has to find its state there
+        # copies and pickles have no hooks, so they need a state that PyTorch's own step can use
         optimizer.__getstate__ = self.state_for_copy
-        # a loss scaler leaves a step to who can do without it, and so every rank enters every exchange
+        # so a loss scaler calls `step` even if it skips, and every rank takes part in every exchange
         optimizer._step_supports_amp_scaling = True
 
     def detach(self) -> None:
@@ -147,10 +147,10 @@ class Binding(Steps):
     def _take_gradients(self, closure: Callable[[], Any] | None) -> Any:
         """Calls the user's closure, then moves the parameters' gradients to `_gradients`."""
         loss = None if closure is None else closure()
-        # read here: hooks may change gradients until now
+        # read here, since other pre-hooks may change gradients until now
         self._scaler_found = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
         self.is_scaled = self._scaler_found[0] is not None
-        if self.is_scaled:  # some optimizers of PyTorch refuse these where they have no gradients
+        if self.is_scaled:  # some of PyTorch's optimizers reject them without gradients
             self.optimizer.found_inf = self.optimizer.grad_scale = None
         self._gradients = {one: one.grad for one in self._trained()}
         for one in self._gradients:
@@ -166,7 +166,7 @@ class Binding(Steps):
                 optimizer.found_inf, optimizer.grad_scale = found, scale
             self._loss_scale = 1.0 if scale is None else float(scale)
             self.meet()
-            self.agree()  # which may make other parts
+            self.agree()  # agreeing may replace the parts
             self._prepare_parts()
             self.pass_(overflowed=found is not None and bool(found))
         finally:
@@ -177,9 +177,9 @@ class Binding(Steps):
                 part.release()
 
     def finish(self) -> None:
-        if not self.facts:  # this rank has had no batch
+        if not self.facts:  # this rank had no batch
             self.meet()
-        self._prepare_parts()  # there are no gradients: nothing of this rank is sent any more
+        self._prepare_parts()  # without gradients this rank sends nothing more
         super().finish()
 
     # the optimizer's own state
@@ -194,7 +194,7 @@ class Binding(Steps):
                 self.optimizer.state[parameter].update(zip(names, views, strict=False))
 
     def _before_saving(self, _: Any) -> None:
-        if not self.facts:  # torch.distributed.checkpoint loads into what it finds here
+        if not self.facts:  # torch.distributed.checkpoint loads into the tensors that it finds here
             self.meet()
         for part in self.parts:
             leans = torch.tensor(part.bucket.progress.leans, dtype=torch.float64)

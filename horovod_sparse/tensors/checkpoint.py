@@ -16,7 +16,7 @@ from horovod_sparse.tensors.binding import Binding
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, inner_of
 from horovod_sparse.training.training import Training
 
-#: marks a tensor of a type that NumPy has not
+#: marks a tensor with a dtype that NumPy lacks
 _BITS = "horovod_sparse.bits"
 
 
@@ -64,7 +64,7 @@ def save(
 
     given, training = training, _training_of(training)
     made, failure = dict[str, Any](), None
-    try:  # here: local steps wait for what is in flight, in the thread that carries `save_together` out
+    try:  # called here, since local steps wait for exchanges in the thread that runs `save_together`
         made = _make_entry(given, training, model)
     except Exception as error:
         failure = error
@@ -148,7 +148,7 @@ def load(
     entry = _to_tensors({key: value for key, value in entry.items() if key != "training"})
     if optimizer is not None:
         optimizer.load_state_dict({**kept["optimizer"], ENTRY: entry})
-    if training is given:  # an optimizer of Horovod's has passed the entry on
+    if training is given:  # one of Horovod's optimizers has included the entry
         training.load_state_dict(entry)
     return int(entry["step"])
 

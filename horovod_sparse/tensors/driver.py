@@ -43,11 +43,11 @@ class Driver:
         self, failure: type[Exception], size: Callable[[], int], deadline: Deadline | None = None
     ) -> None:
         self._kind_of_failure, self._size, self._deadline = failure, size, deadline
-        #: goes before the names of all collectives; the same on all ranks
+        #: prefix of the names of all collectives, equal on all ranks
         self.label = ""
-        #: seconds that `wait` had nothing to do, ever
+        #: total seconds that `wait` had nothing to do
         self.idle_seconds = 0.0
-        #: by name, the tasks whose collective is under way
+        #: by name: tasks whose collective is in flight
         self.parked: dict[str, tuple[Task, Synchronization[Any], Handle]] = {}
         self._failure: BaseException | None = None
 
@@ -88,7 +88,7 @@ class Driver:
         while again and self._failure is None:
             again, num_vain = False, 0
             for task, coroutine, handle in list(self.parked.values()):
-                if task.done:  # a failure, met while resuming another task, has ended this one too
+                if task.done:  # a failure in another task has ended this one too
                     continue
                 done = handle.done()
                 if done is None:
@@ -128,7 +128,7 @@ class Driver:
             moved = self.advance()
             now = time.perf_counter()
             looking = 0.0 if moved else now - resumed  # with many parked tasks, half a core at most
-            idle = (resumed if moved else now) - paused  # polling in vain is idleness, resuming is work
+            idle = (resumed if moved else now) - paused  # time without a result counts as idle
             self.idle_seconds += idle
             for task in pending:
                 task.waited_seconds += idle

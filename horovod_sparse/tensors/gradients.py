@@ -30,7 +30,7 @@ from horovod_sparse.training.parts import BucketPart, host_accumulator
 if TYPE_CHECKING:
     from horovod_sparse.tensors.streams import CudaStreams
 
-#: places of a gradient that are looked at to notice a change that PyTorch did not count
+#: elements of a gradient that are compared, to notice changes that PyTorch does not count
 _NUM_PROBES = 16
 
 #: types of devices whose memory NumPy can read
@@ -92,7 +92,7 @@ HOST = GradientMemory()
 def gradient_memory(device: torch.device, parameter_name: str) -> GradientMemory:
     if device.type in HOST_DEVICES:
         return HOST
-    # by its name: it derives from what is here, and is loaded with the first gradient on a device
+    # imported by name at the first gradient on a device, since it derives from this class
     devices: Any = importlib.import_module("horovod_sparse.tensors.device_memory")
     try:
         memory: GradientMemory = devices.device_memory(device)
@@ -179,13 +179,13 @@ class GradientBucket(ParameterBucket):
     ) -> None:
         super().__init__(spec, facts, place, topology=topology)
         self.whole, self._optimizer, self._group = spec.whole, optimizer, facts[spec.names[0]][0].group
-        #: sums within hosts are of all parameters
+        #: True: a sum within a host needs all parameters' gradients
         self._all_get = topology is not None
         self._sharded, self.streams = hasattr(self.given[0], "device_mesh"), self.memory.streams()
         self.num_missing = len(self.names)
         self.task: Task | None = None
         self.scale = self._loss_scale = 1.0
-        #: gradients as they were when they were taken, with PyTorch's count of changes and some elements
+        #: gradients when they were taken, with their version counter and a few elements
         self._taken: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []
         self._flat: list[torch.Tensor] = []
         self.absent: list[int] = []
@@ -271,7 +271,7 @@ class GradientBucket(ParameterBucket):
             if now is not gradient or (now is not None and now._version != version):
                 changed.append(self.names[number])
             elif now is not None and probed is not None and not now.is_sparse:
-                # in memory of its own, or another type's, it is the same gradient while its values are
+                # a gradient with another address or dtype is unchanged if its values are
                 there = _flat_view(self._local_gradient(now), self.layouts[number])
                 if there.dtype == self.kind and not torch.equal(probed, _sampled_bits(there)):
                     changed.append(self.names[number])

@@ -24,7 +24,7 @@ from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 
-#: parameters that some LocalSteps exchanges
+#: all parameters that some `LocalSteps` exchanges
 _have_local_steps: Any = WeakTensorKeyDictionary()
 
 
@@ -74,7 +74,7 @@ class Displacement(local_steps.Displacement):
             self.sent[slice(*place)] if self.sent.numel() else flat(parameter, layout.stride())
             for place, parameter, layout in zip(self.places, self._parameters, self._layouts, strict=True)
         ]
-        # half types went on from `start` as they can hold it: its rounding is no displacement
+        # half types began from `start` rounded to their dtype: that rounding is no displacement
         pairs = [
             (self.start[slice(*place)].to(line.dtype), line.to(self.start.device))
             for place, line in zip(self.places, lines, strict=True)
@@ -162,14 +162,14 @@ class LocalBinding(local_steps.LocalTraining):
         _have_local_steps.update(dict.fromkeys(self._trained(), True))
         #: of parameters that others may train, whether they were frozen, and a digest, where training begins
         self._known: dict[str, tuple[bool, bytes]] = {}
-        #: digests of the parameters before a state was loaded since the last step
+        #: hashes of the parameters before a state was loaded since the last step; None without a load
         self._before_load: list[bytes] | None = None
         self._is_restored = False
         super().__init__(engine, schedule, settings, engine.facts({}), ModelBuffers(model))
-        for hook in getattr(optimizer, "_local_hooks", ()):  # the one that was made last has the optimizer
+        for hook in getattr(optimizer, "_local_hooks", ()):  # the newer binding takes the optimizer over
             hook.remove()
         roll_back_before_loading(model.modules(), self)
-        # the optimizer keeps this alive: a script need not. torch.compile(optimizer.step) leaves it as it is
+        # a reference from the optimizer keeps this alive; torch.compile(optimizer.step) does not change it
         optimizer._local_hooks = [
             optimizer.register_step_pre_hook(self._step_pre_hook),
             optimizer.register_step_post_hook(self._step_post_hook),
@@ -181,7 +181,7 @@ class LocalBinding(local_steps.LocalTraining):
 
     @torch._disable_dynamo
     def _step_post_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
-        # a fused optimizer is called by a GradScaler where it skips, too, and told so
+        # GradScaler calls a fused optimizer also for a skipped step, and sets found_inf
         skipped = getattr(optimizer, "found_inf", None)
         if not (skipped is not None and bool(skipped)):
             self.after_step()

@@ -30,7 +30,7 @@ class _Pass:
         scaled_passes[:] = [one for one in scaled_passes if one() not in (None, self)]
 
 
-#: the passes under way, the innermost last; those that have failed are dead
+#: weak references to passes in progress, the innermost last; dead for failed ones
 scaled_passes: list[weakref.ref[_Pass]] = []
 
 
@@ -67,7 +67,7 @@ class ScaleOfStep:
     """The loss scale of one step's gradients, whose backward passes may be several."""
 
     def __init__(self) -> None:
-        #: of the step under way, or of the last one; None where losses are not scaled
+        #: scaler of this step, or of the last one; None if losses are not scaled
         self.scaler: torch.amp.GradScaler | None = None
         self.value = 1.0
 

@@ -18,7 +18,7 @@ from horovod_sparse.tensors.layout import dtype_name, local, on_host
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.state import check_entry, checked_states
 
-#: where an optimizer's state_dict has this rank's exact entry; PyTorch passes over what it does not know
+#: key of this rank's exact entry in an optimizer's state_dict; PyTorch ignores unknown keys
 ENTRY = "horovod_sparse"
 _ADVICE = (
     "the training uses {}: use the same algorithm, or load None (a state_dict without 'horovod_sparse') to "
@@ -73,7 +73,7 @@ def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
     check_entry(entry, training.recipe, _ADVICE)
     facts = {**training.facts, **training.engine.facts(training.facts)}
     known = {name: local(one) for name, (_, one) in facts.items()}
-    # of parameters that have joined, residuals are saved or zeros
+    # parameters that joined have saved residuals or zeros
     training.check_fits(entry, set(training.facts) - training.joined, known)
     checked_states(training, entry)
     return dict(entry)
@@ -86,7 +86,7 @@ def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     lacking: set[str] = set()
     if isinstance(groups, (list, tuple)) and isinstance(saved.get("state"), Mapping):
         numbers = [len(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
-        # switches that PyTorch has got since are set to their defaults; of numbers it has always had all
+        # options that newer versions of PyTorch added get their defaults; hyperparameters were always saved
         settings = {name for name, value in optimizer.defaults.items() if isinstance(value, (float, tuple))}
         lacking = settings.difference(*groups)
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -101,9 +101,9 @@ def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
         )
 
 
-#: by parameter, what exchanges its gradients; neither is kept alive
+#: by parameter: its owner, which exchanges its gradients; both weak
 _owners: Any = WeakTensorKeyDictionary()
-#: by module, whom it tells before it loads; a hook of the module that held them would go into its copies
+#: by module: trainings to call before a load; a hook that held them would be copied with the module
 _followers: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
@@ -178,7 +178,7 @@ class ModelBuffers:
         self._model = model
 
     def _numbers(self) -> list[torch.Tensor]:
-        # asked for each time: ``self.mean = 0.9 * self.mean + ...`` puts another tensor in its place
+        # listed anew each time, since ``self.mean = 0.9 * self.mean + ...`` replaces the tensor
         given = [one for one in self._model.buffers() if one.numel() and not one.is_complex()]
         counts = [one.numel() == 1 and one.dtype != torch.bool for one in given]
         found = [one for one, count in zip(given, counts, strict=True) if count or one.is_floating_point()]
@@ -198,6 +198,6 @@ class ModelBuffers:
             before, after = (torch.from_numpy(array.copy()).view(one.shape) for array in pair)
             if not before.isfinite().all() or torch.equal(one.detach().double().cpu(), before):
                 one.copy_(after)
-            else:  # what was learned since stays
+            else:  # changes made since then stay
                 one.add_((after - before).to(one.device, one.dtype))
             first = here.stop

@@ -149,9 +149,9 @@ class StepBucket(ParameterBucket, StepPart):
         super().__init__(spec, facts, place)
         #: of the optimizer
         self.group = facts[spec.names[0]][0].group
-        #: gradients that each parameter has had, by name: the moments of one that is used late are young
+        #: number of gradients of each parameter, by name: a late parameter's moment has fewer
         self.ages = ages
-        #: of the pass: moments that `_raise_moment` changed, and copies from before
+        #: this pass's moments that `_raise_moment` changed, with copies of their old values
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
         self.bind(moved_parameters(self.given, self.places), moves_at_once)
@@ -177,7 +177,7 @@ class StepBucket(ParameterBucket, StepPart):
         for number in self._counted:
             momentum = self.parameter_view(number, self.bucket.accumulator.companions[0])
             gradient = self.gradients[number]
-            assert gradient is not None  # such a parameter stands still
+            assert gradient is not None  # without a gradient a parameter does not move
             yield momentum, local(gradient).to(momentum.dtype) * self.now.weights[0]
 
     def _steps(self) -> Iterator[torch.Tensor]:
@@ -206,7 +206,7 @@ class StepBucket(ParameterBucket, StepPart):
         step = _flat(gradient, parameter).to(moment.dtype) * weight
         if beside:
             step += flat(parameter).to(moment.dtype) * beside
-        square = step.square_().nan_to_num_(0.0, 0.0, 0.0)  # the fold finds out what is not finite
+        square = step.square_().nan_to_num_(0.0, 0.0, 0.0)  # the fold detects NaN and Inf
         if before:
             moment.mul_(after / before)
         moment.add_(square, alpha=(after - 1.0) * (1.0 - feedback.beta2) / feedback.beta2)

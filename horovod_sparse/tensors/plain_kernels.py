@@ -259,7 +259,7 @@ def largest_of_each(values: Tensor, chunk: int, quotas: Tensor) -> Tensor:
     return torch.cat(found).to(torch.int32)
 
 
-#: elements that are worked on at once: what is made on the way takes a few times their memory
+#: elements per chunk, which bounds the memory for intermediates
 _QUANTIZED = 1 << 20
 
 

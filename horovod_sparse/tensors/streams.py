@@ -137,7 +137,7 @@ class CudaStreams:
                         finished: Result = stop.value
                         return finished
                 if isinstance(getattr(request, "buffer", None), torch.Tensor):
-                    self.wait_for_coroutine()  # whoever carries it out reads it on the current stream
+                    self.wait_for_coroutine()  # the collective reads it on the current stream
                 answer = yield request
         finally:
             coroutine.close()

@@ -29,7 +29,7 @@ from horovod_sparse.training.collective_errors import horovod_binding
 hvd: Any = horovod_binding("PyTorch", has="allreduce_async")
 HorovodOptimizer: Any = hvd.optimizer._DistributedOptimizer
 
-#: a start of Horovod, and the holders of what is under way in it, by handle
+#: a start of Horovod, and by handle the tensors of its collectives in flight
 _holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
 
 
@@ -98,5 +98,5 @@ def claim_for_horovod(optimizer: Any) -> None:
     """Marks the parameters of one of Horovod's own optimizers as its."""
     optimizer._owner_of_parameters = _HorovodOwner(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # what Horovod's own do with one another is its own affair
+    # claims among Horovod's own optimizers need no action
     claim(optimizer._owner_of_parameters, parameters, spared=_HorovodOwner)

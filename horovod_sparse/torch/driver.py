@@ -41,7 +41,7 @@ class _HorovodHandle:
         self._tensor = tensor  # Horovod reads its memory until the collective is done
 
     def done(self) -> bool | None:
-        # hvd.init() makes a new map and gives numbers out anew, so the number alone says nothing
+        # hvd.init() makes a new map and reuses handles, so a handle alone is not unique
         entry = present_start().get(self._handle)
         if entry is None or entry[0] is not self._tensor:
             return None
@@ -136,7 +136,7 @@ class HorovodDriver(Driver):
     ) -> None:
         self.process_set, self._topology = process_set, topology
         self.mpi: MpiCarrier | None = None
-        #: how messages between two ranks travel, and why so; empty until ranks have connected
+        #: how messages between pairs of ranks travel, and why; empty before `connect`
         self.transport = ""
         self._connected_under: Any = None
         deadline = Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks)))
@@ -241,10 +241,10 @@ def raise_explained(error: BaseException) -> None:
         ) from error
 
 
-#: how long ranks that have waited in vain may differ in when they stopped
+#: seconds by which ranks' deadlines may differ
 _ANSWER_SECONDS = 5.0
 
-#: of optimizers and compressors
+#: publishes errors of optimizers and compressors
 construction_errors = ConstructionErrors.of_horovod(hvd)
 
 

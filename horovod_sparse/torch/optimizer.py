@@ -145,7 +145,7 @@ def DistributedOptimizer(
         if settings.max_grad_norm is not None:
             norm = settings.max_grad_norm
             dense.register_step_pre_hook(lambda *_: clip_gradients(dense.param_groups, norm))
-        # so that a script need not ask which compression it was given, or whether it is left out
+        # so that scripts work with any compression, and on ranks that are left out
         dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
         dense.replan = lambda *_, **__: None
         return dense
@@ -155,7 +155,7 @@ def DistributedOptimizer(
     names = None if named_parameters is None else list(named_parameters)
     recipe = compression.recipe
     if recipe.feedback.applies_rate:
-        from horovod_sparse.torch.steps import StepSynchronizer  # which others need not
+        from horovod_sparse.torch.steps import StepSynchronizer  # only some optimizers need it
         from horovod_sparse.training.schedules import Schedule
 
         optimizer.process_set = process_set

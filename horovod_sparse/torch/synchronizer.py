@@ -81,7 +81,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
             )
         self.facts = facts
         self.average = optimizer.op == hvd.Average
-        #: whether all gradients are given in COO form: what SparseAdam takes
+        #: True if gradients are returned as COO tensors, which SparseAdam needs
         self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
         self.takes_coo = self.to_coo or bool(optimizer.sparse_as_dense)
         self.delays = optimizer._allreduce_delay
@@ -144,7 +144,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         """Makes parts for new parameters, and registers these with Horovod's optimizer."""
         new = super().join_new_parameters()
         if new and self.warmup is not None:
-            self.warmup.restart_measuring(self.parameters)  # what was measured without them decides nothing
+            self.warmup.restart_measuring(self.parameters)  # measurements without the new parameters are void
         for name, (_, parameter) in new.items():
             self.optimizer._parameter_names[parameter] = name
             self.optimizer._requires_update.add(parameter)
@@ -197,7 +197,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         try:
             super().finish_pending(drop=drop)
         except hvd.HorovodInternalError as error:
-            _log.info("a step was given up, since Horovod has failed: %s", error)
+            _log.info("a step was cancelled, since Horovod has failed: %s", error)
 
 
 _IN_FLIGHT = (
@@ -294,7 +294,7 @@ class Methods(torch.optim.Optimizer):
 
     def _synchronize_for_scaler(self: Any, scaler: torch.amp.GradScaler) -> None:
         """Called before a loss scaler unscales gradients: synchronizes them, so that `step` need not."""
-        # a scaler asks once for a step: where it has asked before, it has skipped that step
+        # a scaler asks once per step: if it asked before, it has skipped that step
         synchronizer = self._synchronizer
         is_due = synchronizer.for_scaler or not synchronizer.is_synchronized
         if self._should_synchronize and is_due:
@@ -355,7 +355,7 @@ class Methods(torch.optim.Optimizer):
             if synchronizer.skipped is not None:
                 raise synchronizer.skipped  # the optimizer's step is under way
             if isinstance(self, torch.optim.LBFGS):
-                # it goes on or stops by the loss: with a loss of its own every rank would do so elsewhere
+                # it decides by the loss: with different losses ranks would decide differently
                 return synchronizer.reduce_loss(loss)
             return loss
 

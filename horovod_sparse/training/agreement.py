@@ -43,9 +43,9 @@ from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.settings import Settings
 
-#: raised by every change of what ranks send each other: ranks of two versions of the code are refused by it
+#: raise it with every change of messages: ranks with different protocol numbers refuse each other
 PROTOCOL = 3
-#: of what differs, so many are named
+#: number of differences that an error lists
 _SHOWN = 8
 _TRAINED = "trained parameter"
 
@@ -87,24 +87,24 @@ class RankStatus:
     """A rank's step, plan and states, which it sends to all others to agree where to continue."""
 
     step: int
-    #: of the sparsifiers' states, as far as they are equal on all ranks; see `shared_digest`
+    #: hash of the sparsifiers' states, without fields that differ between ranks; see `shared_digest`
     digest: str
     #: (rank, size) that the states were made for
     made_for: tuple[int, int]
     plan: Plan = field(default_factory=lambda: Plan(()))
-    #: how far this rank has come with what all ranks measure together
+    #: progress of the measurements that all ranks make together (`WarmUp.position`)
     measuring: str = ""
-    #: tells the collectives of this training from those of another with the same names; may differ
+    #: prefix of this training's collectives; ranks take rank 0's
     label: str = ""
-    #: progress by bucket, in plain values, for ranks that start anew where this rank stands
+    #: each bucket's `Progress` as a dict, for ranks that continue from this rank's state
     told: Mapping[str, Any] = field(default_factory=dict)
-    #: with two levels, states have to be equal within a column
+    #: with two levels the rank's column: states have to be equal within it
     column: int = 0
-    #: True if the rank holds residuals of whole parameters, which may be of others' shards
+    #: True with two levels if the rank holds residuals of whole parameters, not only of its shard
     loose: bool = False
-    #: True if the rank has nothing of a training yet
+    #: True if the rank has taken no step and loaded nothing
     fresh: bool = False
-    #: see `started_again`
+    #: True if the launcher has restarted ranks; see `started_again`
     again: bool = False
 
 
@@ -112,17 +112,17 @@ class RankStatus:
 class AgreedStatus:
     """The step, plan and progress from which all ranks continue: those of the furthest rank."""
 
-    #: True if the sparsifiers' states start anew, on all ranks
+    #: True if all ranks reset the sparsifiers' states
     anew: bool
     step: int
     plan: Plan
     reason: str = ""
-    #: of the first rank
+    #: rank 0's prefix for collectives
     label: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
-    #: True if all ranks have measured equally far
+    #: True if all ranks have measured the same steps
     measures: bool = True
-    #: True if a rank may hold something of others' shards
+    #: True if some rank holds residuals of whole parameters
     loose: bool = False
 
 
@@ -233,7 +233,7 @@ def common_names(
     return common_label, dict(zip(names, chosen, strict=True))
 
 
-#: 64-bit words of a row; rows are added up. Sums this long stay in the first cache
+#: number of checksums: 512 sums of 64-bit words stay in the first-level cache
 COLUMNS = 512
 _WORD_BYTES = 8
 
@@ -292,7 +292,7 @@ class DriftCheck:
 
     def __init__(self, settings: Settings) -> None:
         self.every = settings.check_every or 0
-        #: of the training, after which all compare; Inf for never
+        #: the step after which all ranks compare; inf for never
         self.next_step = math.inf
         self.restart(0)
 

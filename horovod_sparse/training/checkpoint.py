@@ -46,13 +46,13 @@ Result = TypeVar("Result")
 
 _NAME = re.compile(r"step-(\d{10})\.(\d+)")
 _MANIFEST = "manifest.json"
-#: what interrupted saves leave behind begins so
+#: prefix of folders that interrupted saves leave behind
 _HIDDEN = ".saving-", ".removed-"
-#: of further ranks' entries, at another number of ranks: a model is read once
+#: fields read of further ranks' entries, at another number of ranks; the model is read once
 _ADDED_UP = ("rank", "size", "residuals", "companions", "passes")
 _log = logging.getLogger("horovod_sparse")
 ONE_EACH = "Give each training a directory of its own, or load what is there first, to go on with it"
-#: by directory: the training that this process has saved there, or loaded from there, last
+#: by directory: the training that this process last saved there or loaded from there
 _owners: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 
 
@@ -180,7 +180,7 @@ def write_checkpoint(
     except HorovodSparseError:  # on all ranks
         shutil.rmtree(hidden, ignore_errors=True)
         raise
-    # the first rank publishes; then whoever does not see it, which is each host with a disk of its own
+    # rank 0 publishes; then each host with its own disk, whose ranks do not see rank 0's folder
     yield from done_by_all(lambda: publish(True), f"publish {name}")
     yield from done_by_all(lambda: publish(False), f"publish {name}")
     for old in sorted(published(root), key=attempt_and_step)[:-keep]:
@@ -227,7 +227,7 @@ def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root:
             if len({mine[name][0] for mine in everyone}) > 1:
                 raise CheckpointError(f"{root / name} differs between ranks: give all one directory")
             return name
-        _log.warning("%s is not complete on all ranks, an older one may be", root / name)
+        _log.warning("%s is not complete on all ranks: trying an older checkpoint", root / name)
     lacking = [rank for rank, mine in enumerate(everyone) if not mine]
     raise CheckpointError(
         f"{root} holds no complete checkpoint{'' if step is None else f' of step {step}'} that all ranks "

@@ -33,7 +33,7 @@ from horovod_sparse.training.settings import RAISE
 
 Failure = TypeVar("Failure", bound=BaseException)
 _log = logging.getLogger("horovod_sparse")
-#: errors that are made of their message, and so can be made again elsewhere
+#: errors whose only argument is their text, so that other ranks can raise them too
 _TEXT_ALONE = ("CheckpointError", "ProfileMismatchError", "StateMismatchError", "UnsupportedError")
 
 
@@ -99,7 +99,7 @@ def horovod_binding(framework: str, has: str) -> Any:
         found = importlib.import_module(name)
     except ImportError as error:
         raise errors.HorovodMissingError.explained(f"{name} cannot be imported ({error})") from error
-    # without its extension for a framework the package may import, and has no functions
+    # Horovod may be importable without its extension for this framework, and then has no functions
     if not hasattr(found, has):
         reason = f"Horovod is installed, but it was built without {framework} (or for another one)"
         raise errors.HorovodMissingError.explained(reason)
@@ -165,7 +165,7 @@ class NonFinitePolicy:
         if not errors:
             return Verdict(Outcome.APPLIED)
         error = worst(errors)
-        # known to all ranks alike; after an edit the gradient is not what was folded in
+        # all ranks know this error; after an edit the gradient is not the one that was folded
         drop = isinstance(error, NonFiniteGradientError)
         if scaled and drop:
             return Verdict(Outcome.OVERFLOW, error, drop)
@@ -188,9 +188,9 @@ def worst(failures: Iterable[Failure]) -> Failure:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SCOPE = "horovod_sparse.building"
-#: waiting shorter than this asks nobody; how often then; and how long an error that was read may be got over
+#: seconds of waiting before the store is read; between reads; and in which a read error may be withdrawn
 _PATIENCE_SECONDS, _PAUSE_SECONDS, _GRACE_SECONDS = 1.0, 0.5, 2.0
-#: the process of an error that others have not read yet ends so much later
+#: seconds by which a failed process ends later if other ranks have not read its error
 _END_SECONDS = 5.0
 
 
@@ -208,7 +208,7 @@ class ConstructionErrors:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._ranks, self._store, self._check = ranks, store, check
-        #: this rank and the others, whom it has told of an error that stands
+        #: this rank and the ranks for which it has published an error
         self._told: tuple[int, list[int]] | None = None
         self._waits_at_end = False
 

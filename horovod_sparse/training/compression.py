@@ -115,7 +115,7 @@ def check_compression(given: object) -> None:
 #: settings that only optimizers have which adapt to gradients: Adam and its kin, RMSprop, Adagrad, Ftrl
 _MOMENTS = {"betas", "eps", "etas", "beta_1", "epsilon", "rho", "initial_accumulator_value"}
 
-#: densities at which an element waits longer than a momentum of 0.9 remembers
+#: densities below this keep an element in the residual for longer than a momentum of 0.9 remembers
 _SPIKES_BELOW = 0.1
 
 

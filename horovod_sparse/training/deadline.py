@@ -14,18 +14,18 @@ from typing import Any, TypeAlias
 from horovod_sparse import checks
 from horovod_sparse.errors import DeadlineError
 
-#: seconds; 0 for no deadline
+#: environment variable: seconds; 0 for no deadline
 DEADLINE_VARIABLE = "HOROVOD_SPARSE_DEADLINE_SECONDS"
 _SECONDS = 300.0
-#: at most this long is from one look at what has not come to the next; what is above, the process was stopped
+#: seconds between two checks; a longer gap means that this process was suspended, and does not count
 _LOOK_SECONDS = 2.0
-#: by how much later Horovod itself gives up: our error says more
+#: seconds by which Horovod's own stall limit is later, since our error says more
 _LATER_SECONDS = 30
 
 _STALL_VARIABLE = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _SCOPE = "horovod_sparse.waiting"
 _ANSWER_SECONDS = 2.0
-#: puts a value under a scope and a key, or gets it; None where there is none, or no store
+#: writes a value under scope and key, or reads it; None if there is no value or no store
 Store: TypeAlias = Callable[..., "bytes | None"]
 #: as Horovod's own threads ask it
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -67,7 +67,7 @@ class Deadline:
     ) -> None:
         self.seconds, self._place, self._store = deadline_of(given), place, store or launcher_store
         self._told = ""
-        #: of the wait under way: at the last look, and how much of it this process did not run
+        #: seconds waited at the last check, and for how many of these the process was suspended
         self._looked = self._stopped = 0.0
 
     def check(self, waited: float, name: str, number: int) -> None:

@@ -25,18 +25,18 @@ from horovod_sparse.topology import Placement, Topology
 
 Result = TypeVar("Result")
 
-#: what a plan looks at, and the parameter, by name
+#: by name: the facts that plans use, and the parameter
 Facts: TypeAlias = Mapping[str, tuple[ParameterFacts, Any]]
 
 
 @dataclass(frozen=True)
 class PartSpec:
-    #: stable over ranks and steps
+    #: of the bucket; equal on all ranks and in all steps
     label: str
     names: tuple[str, ...]
-    #: what to do with the parameters
+    #: sparsifier and feedback of this part
     recipe: Recipe
-    #: whether the plan leaves them dense
+    #: True if the plan leaves the parameters dense
     dense: bool = False
     number: int | None = None
 
@@ -59,7 +59,7 @@ class Task:
     name: str
     done: bool = False
     result: Any = None
-    #: what it raised, kept here so that other tasks go on
+    #: the coroutine's error, stored so that other tasks continue
     error: BaseException | None = None
     #: collectives started so far
     num_rounds: int = 0
@@ -91,7 +91,7 @@ class Starter(Protocol):
 class Engine(Protocol):
     """What a training needs of a framework and its collectives."""
 
-    #: for messages, and for ranks to compare
+    #: name of the front end, in messages and in what ranks compare
     name: str
 
     def rank_and_size(self) -> tuple[int, int]:

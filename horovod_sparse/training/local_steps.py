@@ -31,7 +31,7 @@ from horovod_sparse.training.steps import Steps
 from horovod_sparse.training.training import Training
 
 _log = logging.getLogger("horovod_sparse")
-#: what a checkpoint has of a `Displacement`, and what other buckets take over
+#: arrays of a `Displacement` that checkpoints contain, and that new buckets copy
 _SAVED = "start", "velocity"
 
 
@@ -145,11 +145,11 @@ class LocalTraining(Steps):
         super().__init__(engine, schedule.recipe, settings, schedule, averaged)
         self._statistics = averaged
         self._has_begun = False
-        #: steps since the exchange in flight began
+        #: local steps since the exchange in flight began
         self._flying = 0
-        #: number of ranks, and residuals, after an exchange canceled here that others may have completed
+        #: number of ranks and residuals after this rank cancelled an exchange that others may have completed
         self._if_completed: tuple[int, Sequence[Mapping[str, Any]]] | None = None
-        #: whether the common parameters have been loaded anew since the last exchange
+        #: True if the user has loaded parameters since the last exchange
         self._replaced = False
         self.begin(facts, self.first_plan_of(facts))
 
@@ -235,7 +235,7 @@ class LocalTraining(Steps):
             self.taken = max(taken for *place, taken in told if place == furthest)
         num_lost = old_size + num_new - self.size
         if self.rank == root and self._has_begun and num_lost > 0:
-            words = "%d ranks are gone, and what waited in their residuals; %d have come, after exchange %d"
+            words = "%d ranks and their residuals are lost, %d new ranks joined, after exchange %d"
             _log.warning(words, num_lost, num_new, own_step)
         yield from self.drift.run(self.step, self.shared_entries())
 

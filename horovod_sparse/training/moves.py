@@ -29,7 +29,7 @@ from horovod_sparse.training.engine import Starter, Task
 from horovod_sparse.training.parts import BucketPart, Parameters
 from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
-#: positions whose parameters `OwnMoves.end_pass` remembers, at most; a rank steps ahead by n / 64
+#: most indices whose parameters `end_pass` remembers; a step ahead has n / 64 elements
 _NUM_NOTED, _AHEAD = 4096, 64
 
 
@@ -65,17 +65,17 @@ class OwnMoves:
     def __init__(self, part: StepPart) -> None:
         self._part, self._bucket, self._parameters = part, part.bucket, part.parameters
         bucket = part.bucket
-        #: ranks may have made different numbers of moves, so no message is as long as one pass's has to be
+        #: messages have no fixed length: ranks may have made different numbers of moves
         self._wire = bucket.recipe.sparsifier.wire
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
         self.ahead: list[Move] = []
-        #: positions to step ahead by when the pass ends
+        #: indices of the step ahead, which is taken when the pass ends
         self._next: Indices | None = None
-        #: some positions of the last move, and the parameters there after a pass
+        #: some indices of the last move, and their parameters after the pass; for `was_edited`
         self._left: tuple[Indices, Any] | None = None
-        #: numbers of moves and messages that were in flight in a checkpoint
+        #: number of moves and message of each exchange that was in flight when a checkpoint was saved
         self._resumed: deque[tuple[int, np.ndarray]] = deque()
 
     @property

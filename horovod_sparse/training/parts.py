@@ -31,7 +31,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain
 from horovod_sparse.training.engine import PartSpec
 
-#: dense parameters are sent together until there are so many elements: a quarter of a MiB in float32
+#: elements up to which dense parameters share one allreduce: a quarter of a MiB in float32
 _GROUPED_ELEMENTS = 1 << 16
 
 
@@ -302,6 +302,6 @@ def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progres
         0.2
     """
     going_on = own if own.step or told is None else from_plain(own, told)
-    # companions are this rank's own: those of a worker that has just come are made of nothing
+    # companions hold this rank's gradients: those of a new worker have age 0
     since = step - own.age
     return dataclasses.replace(going_on, step=step, since=since, summed=own.summed, leans=(0.0, 0.0))

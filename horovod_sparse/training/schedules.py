@@ -18,7 +18,7 @@ from horovod_sparse.sparsifiers.base import SelectAndGather
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training.settings import Settings
 
-#: the ranks that a mean is over: all, or at each position those that have sent it
+#: "ranks": the mean is over all ranks; "senders": at each index over those that sent it
 COMBINES = "ranks", "senders"
 
 

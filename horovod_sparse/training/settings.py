@@ -20,7 +20,7 @@ RAISE, SKIP = "raise", "skip"
 #: what `levels` may be
 LEVELS = "flat", "host"
 
-#: defaults, for those too who have no argument to give (Horovod's own optimizer with our compressor)
+#: environment variables with defaults, also for Horovod's own optimizer, which takes no such argument
 EVERY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY"
 _EVERY = 1000
 
@@ -56,7 +56,7 @@ class SettingsOptions(PlannedOptions, total=False):
     max_grad_norm: float | None
 
 
-#: what may be said without a sparsifier, too
+#: options that are allowed without a sparsifier
 _HARMLESS = {"levels": "flat", "on_nonfinite": RAISE, "synchronize_at": "backward", "every": 1, "delay": 0}
 
 

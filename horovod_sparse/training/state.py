@@ -40,14 +40,14 @@ class _Head:
 
     algorithm: str = ""
     recipe: str = ""
-    #: says what the companions are
+    #: the feedback as text: it defines what the companions are
     feedback: str = ""
     rank: int = 0
     size: int = 1
     step: int = 0
-    #: how many ranks each has, then the ranks of all, host by host; empty for one level
+    #: number of ranks of each host, then all ranks, host by host; empty for one level
     hosts: tuple[int, ...] = ()
-    #: True if residuals are those of another number of ranks already, which no state fits
+    #: True if the residuals were redistributed to another number of ranks; states then do not fit
     resized: bool = False
 
 
@@ -191,7 +191,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
             part.bucket.state = state
     else:
         _log.warning(
-            "residuals are kept, sparsifier states start anew: the checkpoint has another plan, number of "
+            "residuals are kept, sparsifier states are reset: the checkpoint has another plan, number of "
             "ranks, or hosts (%d ranks, %s) than this training (%d ranks, %s)",
             *(entry["size"], plan, size, training.plan),
         )
@@ -249,7 +249,7 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
         **passes,
         "rank": rank,
         "size": size,
-        # nothing is left to scale, and no bucket's state fits
+        # residuals are scaled already, and no bucket's state fits another number of ranks
         "resized": True,
         "residuals": _sum([(entry["residuals"], factor) for entry, factor in shares]),
         "companions": [

@@ -33,7 +33,7 @@ from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
 
-#: go before the names of collectives: a process may train several models
+#: prefixes of the names of collectives: a process may train several models
 _labels = map("steps{}.".format, itertools.count())
 
 
@@ -45,7 +45,7 @@ class Steps(Training):
         taken: passes since the last exchange began.
     """
 
-    #: True if a loss scaler looks after gradients that are not finite
+    #: True if a loss scaler handles gradients with NaN or Inf
     is_scaled = False
 
     def __init__(
@@ -62,7 +62,7 @@ class Steps(Training):
         self.taken = self._num_begun = 0
         self._facts = Facts()
         self._in_flight: deque[Facts] = deque()
-        #: of a checkpoint, until the next pass; and whether ranks had to begin anew after it
+        #: a checkpoint's exchanges in flight, until the next pass; and whether ranks reset their states since
         self._to_resume: Any = None
         self.started_anew = False
         #: this rank's moves by part, while common parameters are shown; None while they are not
@@ -127,7 +127,7 @@ class Steps(Training):
 
     def _send_facts(self, facts: Facts, name: str) -> None:
         """Starts the collectives that share `Facts` and average the model's buffers in an exchange."""
-        # counts exchanges applied and in flight: a rank that alone has cancelled one has another number
+        # exchanges applied and in flight: if one rank alone has cancelled one, its number differs
         number = self.step + len(self._in_flight)
         facts.task = self.starter.start(f"{name}.facts", facts.share(number))
         if self._averaged is not None:

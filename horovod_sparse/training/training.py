@@ -61,15 +61,15 @@ class Training:
         self.parts: list[Any] = []
         #: which ranks share a host, where gradients are summed within hosts first; else None
         self.topology: Topology | None = None
-        #: goes before the names of collectives: the first rank's, once all have agreed
+        #: prefix of the names of collectives: rank 0's, once all ranks have agreed
         self.label, self._own_label = "", label
-        #: the rank and size that states are made for, and all sizes that there have been
+        #: rank and number of ranks for which states were made, and all numbers of ranks so far
         self.made_for, self.sizes = (0, 1), set[int]()
-        #: measures backward together with other ranks, where a plan by times was asked for
+        #: the `WarmUp` that measures backward times for a plan; None if the plan needs none
         self.warmup: Any = None
-        #: parameters that have come since the training began
+        #: names of parameters that were added since the training began
         self.joined: set[str] = set()
-        #: the start of the collectives under which ranks have agreed; None where they have to
+        #: the `start_token` under which ranks have agreed; None if they have to agree
         self._agreed_under: object = None
         #: with two levels, residuals and progress of whole parameters, until ranks agree on their hosts
         self._loose: tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]] | None = None
@@ -264,7 +264,7 @@ class Training:
             before, place = self.topology, own_place(self.engine.ranks())
             topology = Topology.of((yield from shared_lines(place))) if self.size > 1 else None
             self._set_topology(topology)
-            # a rank that was another one has parts of its old place: then all start anew, with other ones
+            # a rank whose number has changed has parts for its old number: then all ranks reset their states
             if topology != before and self.made_for == self.rank_and_size:
                 self.replan(self.plan)
         return (yield from agreement.agreed_status(self._status()))
@@ -289,7 +289,7 @@ class Training:
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
         if self.rank == 0 and start.step > 0:
-            words = "sparsifier states start anew at step %d, residuals are kept: %s"
+            words = "sparsifier states are reset at step %d, residuals are kept: %s"
             _log.warning(words, start.step, start.reason)
         held, known = self.held()
         progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
@@ -331,7 +331,7 @@ class Training:
 
     def share_of(self, entry: Mapping[str, Any]) -> float:
         """Returns the factor for an entry's residuals at the present number of ranks."""
-        # in elastic training a worker takes back what it saved when there were more or fewer: its own alone
+        # in elastic training a worker reloads its own entry, whatever the number of ranks was then
         if entry["size"] in self.sizes:
             return self.size / int(entry["size"])
         return share_factor(entry["rank"], entry["size"], self.size)

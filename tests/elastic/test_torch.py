@@ -90,7 +90,7 @@ def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks, delay):
     assert all(len({entry["digest"] for entry in each}) == 1 for each in done.values())
     ended = done[exchanges[-1]["life"], task["rounds"]]
     assert len(ended) == ranks
-    assert 0 < log.count("what waited in their residuals") <= len(kills)
+    assert 0 < log.count("their residuals are lost") <= len(kills)
     undisturbed = [entry["loss"] for entry in of(entries, "undisturbed", rank=0)]
     anew = len({entry["life"] for entry in exchanges}) > 1
     assert anew or ranks > 2

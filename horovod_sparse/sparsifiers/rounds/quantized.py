@@ -89,7 +89,7 @@ def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Valu
     """Writes to `out` most ranks' sign (0 in a tie) times the summed units; returns all ranks' units."""
     size, at, length = len(bodies), code.unit_words(out.size, out.dtype), code.length_of_group(out.size)
     units: Values = np.ascontiguousarray(bodies[:, :at]).view(out.dtype)
-    # as the mean of units, size times
+    # the sum of units, computed as size times their mean
     unit = (units / size).sum(0, dtype=out.dtype) * out.dtype.type(size)
     for start, stop in windows(out.size, length, CHUNK):
         words = bodies[:, at + start // WORD : at - (-stop // WORD)].view(np.uint32)

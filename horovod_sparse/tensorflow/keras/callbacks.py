@@ -41,7 +41,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         check_count("root_rank", root_rank, low=0)
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
-        #: those that were broadcast, and those that are to be left alone
+        #: variables that were broadcast, and variables to exclude
         self._done: set[Any] = set()
         given: Any = local_variables
         for variable in given if isinstance(given, (list, tuple, set)) else [given]:
@@ -225,7 +225,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
             check_count("save_freq", save_freq, "'epoch', or a number of batches of 1 or more")
         check_count("keep", keep)
         self.directory, self.save_freq, self.keep = directory, save_freq, keep
-        #: of the checkpoint that the training goes on from; None without one
+        #: epoch of the loaded checkpoint; None without one
         self.loaded_step: int | None = None
         self._num_batches, self._epoch = 0, tf.Variable(0, trainable=False, dtype=tf.int64)
 

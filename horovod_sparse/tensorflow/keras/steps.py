@@ -143,7 +143,7 @@ class KerasSteps(Steps):
         Where a loss is scaled, no rank enters a pass in which a gradient of some rank is not finite.
         """
         self.meet()
-        self.agree()  # which may make other parts
+        self.agree()  # agreeing may replace the parts
         if scaled:
             bad = shared_lines(any(not np.isfinite(one).all() for one in gradients.values()))
             given = self.process_set, f"{self.label}.finite"
@@ -163,7 +163,7 @@ class KerasSteps(Steps):
             self.pass_()
         except BaseException:
             for part in self.parts:
-                part.variables.close(write=True)  # own moves may have been taken back
+                part.variables.close(write=True)  # this rank's moves may have been undone
             raise
         new: dict[str, np.ndarray] = {}
         for part in self.parts:
@@ -268,10 +268,10 @@ def _host(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) 
     return run
 
 
-# which rule makes the steps of an optimizer, and what is left to Keras
+# choice of the rule, and the parts of the update that Keras still does
 
 _CLIPPING = "None, and clip before apply_gradients, or give clip_norm to the feedback"
-#: settings that change gradients within Keras' optimizers, and what else to do
+#: settings that change gradients within Keras' optimizers, and what to use instead
 _REFUSED = {
     "clipnorm": _CLIPPING,
     "global_clipnorm": _CLIPPING,
