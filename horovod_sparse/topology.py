@@ -129,7 +129,7 @@ def cycle_seconds() -> float:
     try:
         return float(text) / 1e3
     except ValueError:
-        raise ArgumentError("HOROVOD_CYCLE_TIME", text, "milliseconds") from None
+        raise ArgumentError("HOROVOD_CYCLE_TIME", text, "a number of milliseconds") from None
 
 
 @dataclass(frozen=True)

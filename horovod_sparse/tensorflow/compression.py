@@ -102,7 +102,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
-        """Returns a tensor with 0 for all elements that are not selected; Horovod sends all of them."""
+        """Returns the tensor with 0 for all elements that one rank would not select; keeps no residual."""
         if dtype_name(tensor.dtype) is None:
             return tensor, None
         self._num_compressed += 1

@@ -70,7 +70,7 @@ class HostFunctions:
         def call(*arrays: np.ndarray) -> Any:
             living = reference()
             if living is None:
-                raise UnsupportedError("this graph's compressor or optimizer was deleted: keep a reference")
+                raise UnsupportedError("this graph's compressor or optimizer no longer exists: keep it alive")
             try:
                 return living(*arrays)
             except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
@@ -110,40 +110,6 @@ class EagerCalls:
         return list(function(given, scalar))
 
 
-<<<<<<< HEAD
-=======
-def refuse_differentiation(sums: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the sums, and makes differentiating them raise an error.
-
-    A number that comes out of the gradients stands between: they are not kept until the sums are there.
-    """
-
-    def raises() -> Any:
-        # TensorFlow passes ValueError on, so the text names our class
-        raise ValueError(
-            "UnsupportedError: the gradient of a sparsely synchronized gradient is asked for: there is none, "
-            "since what is sent is selected. Differentiate before synchronizing (tf.GradientTape inside, the "
-            "distributed one outside), or use compression=Compression.none"
-        )
-
-    @tf.custom_gradient
-    def number_of(*given: tf.Tensor) -> Any:
-        def refused(_slope: tf.Tensor) -> list[tf.Tensor]:
-            # run, not built: a gradient is built whenever a function is called under a tape
-            zero = tf.ensure_shape(tf.numpy_function(raises, [], tf.float32), [])
-            return [tf.zeros_like(one) + tf.cast(zero, one.dtype) for one in given]
-
-        return tf.zeros([]), refused
-
-    @tf.custom_gradient
-    def behind(number: tf.Tensor, *given: tf.Tensor) -> Any:
-        return list(given), lambda *_slopes: [tf.ones_like(number), *[None] * len(given)]
-
-    linked: list[tf.Tensor] = behind(number_of(*gradients), *sums)
-    return linked
-
-
->>>>>>> 6df60b3b (Comments and log lines name what they are about)
 #: attribute of gradients that a distributed tape has synchronized
 _MARK = "_horovod_sparse_synchronized"
 #: operations that a gradient goes through when it is clipped or scaled

@@ -35,7 +35,7 @@ class SparseCompressor(hvd.compression.Compressor):
         self._num_compressed = 0
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Returns a tensor with 0 for all elements that are not selected; Horovod sends all of them.
+        """Returns the tensor with 0 for all elements that one rank would not select; keeps no residual.
 
         Called by ``horovod.torch.allreduce(tensor, compression=...)``. No residual is kept. Integers, COO
         tensors, and tensors with a NaN or Inf stay as they are.

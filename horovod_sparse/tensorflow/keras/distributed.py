@@ -73,7 +73,7 @@ def _derived(base: Any, is_scaler: bool) -> Any:
 
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
-            """Makes a plain optimizer with the same settings."""
+            """Makes an optimizer from settings, and wraps it alike, without residuals."""
             return vars(base).get("_horovod_sparse_base", base).from_config(config, **arguments)
 
         def __reduce__(self) -> Any:
