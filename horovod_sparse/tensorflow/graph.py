@@ -70,7 +70,7 @@ class HostFunctions:
         def call(*arrays: np.ndarray) -> Any:
             living = reference()
             if living is None:
-                raise UnsupportedError("this graph's compressor or optimizer no longer exists: keep it alive")
+                raise UnsupportedError("this graph's compressor or optimizer was deleted: keep a reference")
             try:
                 return living(*arrays)
             except (TypeError, ValueError, tf.errors.UnknownError):  # the last is a failure of Horovod's
