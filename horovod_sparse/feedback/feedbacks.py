@@ -279,7 +279,7 @@ def weights_of(group: Mapping[str, Any]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class BestFeedback(Feedback):
-    """Stands for the `Rule` of the wrapped optimizer, by which the front end replaces it.
+    """Placeholder that a front end replaces by the `Rule` of the wrapped optimizer.
 
     Args:
         clip_norm: see `MomentumCorrection`.

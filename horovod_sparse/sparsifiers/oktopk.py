@@ -29,7 +29,7 @@ from horovod_sparse.wire import unpack_sum
 
 @dataclass(frozen=True)
 class OkTopkState(SparsifierState):
-    """State of Ok-Topk."""
+    """State of Ok-Topk: both thresholds, and where the ranks' regions begin."""
 
     #: for this rank's accumulator; 0 before the first step
     local_threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})

@@ -236,7 +236,7 @@ class VariablesTraining(Training):
             self._retire()
 
     def _retire(self) -> None:
-        """Called when a new plan makes traced functions invalid."""
+        """Called when a new plan makes traced functions invalid; the synchronizer then drops its own."""
 
 
 #: attribute of a variable: telemetries of the last two trainings that it was in

@@ -103,7 +103,7 @@ class OwnMoves:
         self._report = report
 
     def step_back(self) -> None:
-        """Undoes the step ahead in the parameters; the residual has kept its values."""
+        """Undoes the step ahead, a move by the largest unsent elements; the residual still has them."""
         if self.ahead:
             self._parameters.replace([(move.indices, move.before) for move in self.ahead])
             self.ahead, self._left = [], None

@@ -130,7 +130,7 @@ def _progress(one: Mapping[str, Any], path: str = "") -> Progress:
 
 
 def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises if an entry's arrays do not have these parameters' shapes."""
+    """Raises if an entry's arrays do not have the shapes of the parameters with the same names."""
     for arrays in (entry["residuals"], *entry["companions"]):
         for name, values in arrays.items():
             if tuple(values.shape) != shapes[name]:
@@ -221,7 +221,7 @@ def redistributed(entries: Sequence[Mapping[str, Any]], rank: int, size: int) ->
 
 
 def old_ranks_of(rank: int, old_size: int, size: int) -> range:
-    """Returns the old ranks whose entries a rank joins at a new number of ranks.
+    """Returns which old ranks' entries this rank takes over when the number of ranks has changed.
 
     Example:
         >>> list(old_ranks_of(0, 5, 2)), list(old_ranks_of(3, 2, 4))

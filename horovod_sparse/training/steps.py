@@ -271,7 +271,7 @@ class Steps(Training):
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:
-        """Cancels the oldest exchange, on all ranks."""
+        """Cancels the oldest exchange on all ranks, which takes its moves back into the residuals."""
         for part in self.parts:
             part.moves.cancel()
 

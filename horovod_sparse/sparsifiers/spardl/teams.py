@@ -159,7 +159,7 @@ _FIRST_STRIDE = 0.01
 
 @dataclass(frozen=True)
 class SparDLState(SparsifierState):
-    """State of SparDL."""
+    """State of SparDL: the share of a block that other teams get, and how it is changed."""
 
     #: h / L: of a block's quota, what a rank sends to the other teams (B-SAG). In [1 / d, 1].
     share: float = 1.0
