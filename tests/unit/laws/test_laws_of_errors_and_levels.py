@@ -20,15 +20,22 @@ from support.sampling import rows_by
 rows = pytest.mark.parametrize("case", CASES, ids=case_id)
 
 _SCENARIO = Scenario(3, 120, num_steps=6)
-_MEMBERS = {"conv.weight": (0, 40), "conv.bias": (40, 50), "head.weight": (50, 120)}
 _SICK_STEP = 3
 
 
-def cluster_of(case: Case, scenario: Scenario) -> SimulatedCluster:
+def members(num_elements: int) -> dict[str, tuple[int, int]]:
+    return {"conv.weight": (0, 40), "conv.bias": (40, 50), "head.weight": (50, num_elements)}
+
+
+def member_at(position: int) -> str:
+    return next(name for name, (start, stop) in members(1000).items() if start <= position < stop)
+
+
+def run_with_members(case: Case, scenario: Scenario, gradients: np.ndarray) -> History:
     cluster = scenario.cluster(case.recipe)
     for bucket in cluster.buckets:
-        bucket.members = _MEMBERS
-    return cluster
+        bucket.members = members(scenario.num_elements)
+    return run(case.recipe, scenario, gradients, cluster=cluster)
 
 
 _SICK = {
@@ -45,12 +52,9 @@ def test_every_rank_names_the_parameter_that_is_not_finite(case: Case, dtype: st
     gradients = random_gradients(scenario)
     for rank, positions in sick.items():
         gradients[_SICK_STEP, rank, positions] = value
-    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario))
+    history = run_with_members(case, scenario, gradients)
 
-    wanted = {
-        rank: next(name for name, (start, stop) in _MEMBERS.items() if start <= min(positions) < stop)
-        for rank, positions in sick.items()
-    }
+    wanted = {rank: member_at(min(positions)) for rank, positions in sick.items()}
     for result in history.steps[_SICK_STEP].results:
         assert isinstance(result, NonFiniteGradientError)
         assert result.where == wanted
@@ -112,7 +116,7 @@ def test_a_sum_that_is_not_finite_is_applied_by_nobody(case: Case, huge: tuple[s
     scenario = Scenario(3, 120, dtype, num_steps=6)
     gradients = random_gradients(scenario)
     gradients[_SICK_STEP, :, [7, 45, 46]] = value
-    history = run(case.recipe, scenario, gradients, cluster=cluster_of(case, scenario))
+    history = run_with_members(case, scenario, gradients)
     limit = float(np.finfo(dtype).max)
     for number, step in enumerate(history.steps):
         assert np.isfinite(step.residuals).all()
@@ -166,36 +170,23 @@ def test_two_levels_are_hosts_of_one_rank_with_sums_and_shards(case: Case) -> No
             np.testing.assert_array_equal(found, wanted)
 
 
-_OF_HOSTS = {"conv.weight": (0, 40), "conv.bias": (40, 50), "head.weight": (50, 121)}
-_SICK_AT = 2
-
-
-def sick_run(
-    case: Case, gradients: np.ndarray, dtype: str = "float32", hosts: int = 3
-) -> tuple[History, list[object]]:
-    scenario = scenario_of(hosts, 2, 121, dtype=dtype, num_steps=len(gradients))
-    cluster = scenario.cluster(case.recipe)
-    for bucket in cluster.buckets:
-        bucket.members = _OF_HOSTS
-    history = run(case.recipe, scenario, gradients, cluster=cluster)
-    return history, list(history.steps[_SICK_AT].results)
-
-
 @rows_by("case,position", CASES, [3, 45, 119], ids=case_id)
 def test_every_rank_of_every_host_names_the_parameter_that_is_not_finite(case: Case, position: int) -> None:
-    gradients = random_gradients(scenario_of(3, 2, 121, num_steps=5))
-    gradients[_SICK_AT, 3, position] = np.nan
-    history, results = sick_run(case, gradients)
-    wanted = next(name for name, (start, stop) in _OF_HOSTS.items() if start <= position < stop)
-    for result in results:
+    scenario = scenario_of(3, 2, 121, num_steps=5)
+    gradients = random_gradients(scenario)
+    gradients[_SICK_STEP, 3, position] = np.nan
+    history = run_with_members(case, scenario, gradients)
+    for result in history.steps[_SICK_STEP].results:
         assert isinstance(result, NonFiniteGradientError)
-        assert result.where == {2: wanted, 3: wanted}, "the ranks of the host whose sum is not finite"
+        assert result.where == dict.fromkeys((2, 3), member_at(position)), (
+            "the ranks of the host whose sum is not finite"
+        )
         assert "one of ranks 2, 3 of a host: " in str(result), "which of them nobody has seen"
-    assert [step.abandoned for step in history.steps] == [number == _SICK_AT for number in range(5)]
+    assert [step.abandoned for step in history.steps] == [number == _SICK_STEP for number in range(5)]
     laws.replicas_agree(history)
     laws.traffic_as_declared(history)
     if not case.loses_mass:
-        gradients[_SICK_AT, 2:4, position] = 0.0  # what is not finite counts as 0: of the host's sum
+        gradients[_SICK_STEP, 2:4, position] = 0.0  # what is not finite counts as 0: of the host's sum
         healthy = dataclasses.replace(history, gradients=gradients)
         laws.nothing_is_lost(healthy)
 
@@ -241,10 +232,11 @@ def test_a_clipped_step_has_at_most_the_norm_that_was_asked_for() -> None:
 
 @rows
 def test_a_step_that_is_taken_back_leaves_what_was_there(case: Case) -> None:
-    gradients = random_gradients(scenario_of(2, 2, 121, num_steps=3), dyadic)
-    gradients[_SICK_AT, 0, 7] = np.inf
-    history, _ = sick_run(case, gradients, hosts=2)
-    before = np.array(history.steps[_SICK_AT - 1].residuals)
+    scenario = scenario_of(2, 2, 121, num_steps=_SICK_STEP + 1)
+    gradients = random_gradients(scenario, dyadic)
+    gradients[_SICK_STEP, 0, 7] = np.inf
+    history = run_with_members(case, scenario, gradients)
+    before = np.array(history.steps[_SICK_STEP - 1].residuals)
     if case.loses_mass:
         before[:] = 0.0
     for bucket in history.cluster.buckets[:2]:
@@ -253,4 +245,4 @@ def test_a_step_that_is_taken_back_leaves_what_was_there(case: Case) -> None:
     if case.stays_dyadic:
         np.testing.assert_array_equal(after[:2], before[:2])
     if not case.loses_mass and case.stays_dyadic:
-        np.testing.assert_array_equal(after[2:].sum(0), before[2:].sum(0) + gradients[_SICK_AT, 2:].sum(0))
+        np.testing.assert_array_equal(after[2:].sum(0), before[2:].sum(0) + gradients[_SICK_STEP, 2:].sum(0))
