@@ -48,15 +48,20 @@ def test_names_are_checked_as_horovod_checks_them():
     ):
         with pytest.raises(kind, match=words):
             wrap(net, **wrong)
-    twice = {"compression": hvd.Compression.parse("dgc:density=0.1,feedback=momentum")}
-    for library in (hvd, horovod.torch):
-        with pytest.raises(ArgumentError, match=r"momentum=0.9.*momentum=0 to the optimizer"):
-            library.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), named, **twice)
     for wrapped, compression in itertools.product([wrap(net), wrap(net, "none")], ["topk", "none"]):
         with pytest.raises(ArgumentError, match="made by DistributedOptimizer already"):
             hvd.DistributedOptimizer(wrapped, net.named_parameters(), compression=compression)
         with pytest.raises(ArgumentError, match="without attach or DistributedOptimizer"):
             hvd.LocalSteps(wrapped, net, every=2)
+
+
+@pytest.mark.parametrize("library", [hvd, horovod.torch])
+def test_momentum_twice_is_refused_at_once(library, monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # one rank synchronizes, too
+    net, made = model(), hvd.Compression.parse("dgc:density=0.1,feedback=momentum")
+    plain = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9)
+    with pytest.raises(ArgumentError, match=r"momentum=0.9.*momentum=0 to the optimizer"):
+        library.DistributedOptimizer(plain, net.named_parameters(), made)
 
 
 @pytest.mark.parametrize("compression", ["topk:density=0.5", "none"])
