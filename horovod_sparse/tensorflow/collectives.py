@@ -128,7 +128,7 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **
     if gradient.dtype.is_complex:
         raise UnsupportedError(
             f"a gradient of {gradient.dtype.name}: Horovod sums real numbers. Keep real and imaginary parts "
-            "as variables of their own, or the variable local (register_local_source)"
+            "as variables of their own"
         )
     common = {"ignore_name_scope": True, "process_set": process_set}
     gradient = not_folded(gradient)

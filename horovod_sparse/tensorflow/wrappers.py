@@ -125,7 +125,7 @@ def DistributedGradientTape(
         stock = hvd.DistributedGradientTape
         return stock(gradtape, **arguments.taken_by(stock))
     compression.serve()
-    return _distributed(gradtape, arguments.checked().synchronizer())
+    return _DistributedTape(gradtape, arguments.checked().synchronizer())
 
 
 def DistributedOptimizer(
@@ -178,20 +178,24 @@ def _create_optimizer(keras: Any, **given: Any) -> Any:
 _horovod_keras.create_distributed_optimizer = _create_optimizer
 
 
-class _Methods(tf.GradientTape):
-    """Methods that are copied into the class of each distributed tape."""
+class _DistributedTape(tf.GradientTape):
+    """A tape that continues the user's recording, and synchronizes the gradients."""
 
     #: after `gradient`: bool [], True if all ranks must skip the step; None unless on_nonfinite="skip"
     skipped: tf.Tensor | None = None
 
+    def __init__(self, user: Any, synchronizer: GradientSynchronizer) -> None:
+        super().__init__(user._persistent, user._watch_accessed_variables)
+        self._tape, self._synchronizer = user._tape, synchronizer
+
     @property
-    def telemetry(self: Any) -> Telemetry:
+    def telemetry(self) -> Telemetry:
         """Reports of the last step, and means."""
         return self._synchronizer.telemetry
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
-        self: Any,
+        self,
         target: Any,
         sources: Any,
         output_gradients: Any = None,
@@ -215,12 +219,10 @@ class _Methods(tf.GradientTape):
             As `sources`.
         """
         with ungated():  # of a tape before it
-            local = super(self.__class__, self).gradient(
-                target, sources, output_gradients, unconnected_gradients
-            )
+            local = super().gradient(target, sources, output_gradients, unconnected_gradients)
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
-        synchronizer: GradientSynchronizer = self._synchronizer
+        synchronizer = self._synchronizer
         if learning_rate is not None and synchronizer.recipe.feedback.applies_rate:
             allowed = (
                 "none: what this feedback has normalized goes to a plain keras.optimizers.SGD(learning_rate, "
@@ -237,15 +239,3 @@ class _Methods(tf.GradientTape):
         results = reduced_once(reduce, gradients, variables)
         mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)
-
-
-_COPIED = {name: item for name, item in vars(_Methods).items() if name[:2] != "__"}
-
-
-def _distributed(gradtape: tf.GradientTape, synchronizer: GradientSynchronizer) -> Any:
-    """Changes a tape's class to one that synchronizes gradients; the tape keeps its recording."""
-    user: Any = gradtape
-    cls: Any = type(type(user).__name__, (type(user),), dict(_COPIED))
-    tape = cls(user._persistent, user._watch_accessed_variables)
-    tape._tape, tape._synchronizer = user._tape, synchronizer
-    return tape
