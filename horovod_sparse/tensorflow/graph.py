@@ -112,8 +112,6 @@ class EagerCalls:
 
 #: attribute of gradients that a distributed tape has synchronized
 _MARK = "_horovod_sparse_synchronized"
-#: operations that a gradient goes through when it is clipped or scaled
-_PASSING = ("Identity", "IdentityN", "Cast", "Mul", "RealDiv", "ClipByValue", "Minimum", "Maximum")
 
 
 def mark_synchronized(gradients: Sequence[Any]) -> None:
@@ -122,12 +120,9 @@ def mark_synchronized(gradients: Sequence[Any]) -> None:
             setattr(gradient, _MARK, True)
 
 
-def is_synchronized(gradient: Any, depth: int = 8) -> bool:
-    """True if a distributed tape returned this gradient, even if it was then clipped or scaled in a graph."""
-    if hasattr(gradient, _MARK):
-        return True
-    passed = depth > 0 and hasattr(gradient, "graph") and gradient.op.type in _PASSING
-    return passed and any(is_synchronized(one, depth - 1) for one in gradient.op.inputs)
+def is_synchronized(gradient: Any) -> bool:
+    """True if a distributed tape has returned this very gradient."""
+    return hasattr(gradient, _MARK)
 
 
 class Order:
