@@ -48,7 +48,6 @@ TABLES: dict[str, Callable[[Result], str]] = {
     **dict.fromkeys(("merging_hosts", "merging_names"), hosts_table),
     **dict.fromkeys(("frameworks", "local", "optimizer_steps"), timings_table),
     "demo": demo.table,
-    "lengths.law": lengths.law,
     "merging": plans.tables,
     "matrix": matrix_table,
     "merging_vgg16_cifar": tables.plans_on_hosts,

@@ -6,7 +6,6 @@ is the best one where half of it and twice of it are worse: the rates to try fol
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,23 +19,21 @@ SIZE, SEEDS, GUESS = 2, (0, 1, 2), 4e-3
 DENSITIES = (0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 #: of a run: of the last tenth of the steps, and of text that is never trained on
 SCORES = ("training_bits", "bits")
-#: bits behind dense training that count as nothing
-ALLOWED = 0.01
 #: 4 pieces of 32 bytes a rank, so that 10,000 steps take minutes
 TASKS: dict[str, Callable[[], Task]] = {
     "GPT 0.12 M": partial(gpt_task, 2, 64, batch_size=4, length=32, num_bytes=4_000_000),
+    "GPT 0.12 M, batch 32": partial(gpt_task, 2, 64, batch_size=32, length=32, num_bytes=4_000_000),
     "LSTM 0.11 M": partial(text_task, 100, batch_size=4, length=32),
-    "GPT 0.47 M": partial(gpt_task, 4, 96, batch_size=4, length=32, num_bytes=4_000_000),
 }
 #: tasks and steps, in the order of measuring
 CELLS = [("GPT 0.12 M", 300), ("GPT 0.12 M", 1000), ("GPT 0.12 M", 3000), ("LSTM 0.11 M", 1000)]
-CELLS += [("GPT 0.12 M", 10_000), ("GPT 0.47 M", 1000), ("LSTM 0.11 M", 3000), ("GPT 0.47 M", 3000)]
+CELLS += [("GPT 0.12 M", 10_000), ("LSTM 0.11 M", 3000), ("GPT 0.12 M, batch 32", 1000)]
 
 
 def densities(steps: int) -> list[float]:
-    """Those at which an element is sent 0.3 to 30 times in all; those near a first guess first."""
-    kept = [density for density in DENSITIES if 0.25 <= density * steps <= 31]
-    return sorted(kept, key=lambda density: abs(math.log(density * math.sqrt(steps) / 0.06)))
+    """Those at which an element is sent 0.3 to 100 times in all; those near 0.003 first."""
+    kept = [density for density in DENSITIES if 0.25 <= density * steps <= 101]
+    return sorted(kept, key=lambda density: abs(math.log(density / 0.003)))
 
 
 def row(task: str, steps: int, density: float) -> str:
@@ -83,24 +80,6 @@ def measure(name: str) -> Result:
     return trained(TASKS[task](), Method(SIZE, "dense" if method == "dense" else sparse), setting, *numbers)
 
 
-def enough(runs: Result, task: str, steps: int, score: str) -> str:
-    """The least density that costs nothing: on a line between the two densities around what is allowed."""
-    dense = row(task, steps, 1.0)
-    points = [
-        (statistics.fmean(more), math.log(100 * density))
-        for density in sorted(densities(steps))
-        if is_bracketed(runs, name := row(task, steps, density)) and is_bracketed(runs, dense)
-        if (more := behind(runs, name, dense, score))
-    ]
-    if not points or min(points)[0] > ALLOWED:
-        return f"> {math.exp(points[-1][1]):.2g} %" if points else ""
-    points = points[: points.index(min(points)) + 1]  # more than the best density is no question
-    for (worse, few), (better, many) in reversed([*itertools.pairwise(points)]):
-        if worse > ALLOWED:
-            return f"{math.exp(few + (many - few) * (worse - ALLOWED) / (worse - better)):.2g} %"
-    return f"< {math.exp(points[0][1]):.2g} %"
-
-
 def table(result: Result) -> str:
     """Each density at its own best rate."""
     runs = result.get("runs", {})
@@ -128,16 +107,6 @@ def table(result: Result) -> str:
     head = ["training", "density", "sends", "rate", "bits, training", "held-out", "to dense, training"]
     head += ["held-out", "spread", "fewer bytes", "seeds"]
     return markdown(head, list(rows()))
-
-
-def law(result: Result) -> str:
-    """The density that is enough, by the length of the training."""
-    found = {
-        f"{task}, {steps:,} steps": [enough(result["runs"], task, steps, score) for score in SCORES]
-        for task, steps in sorted(CELLS)
-    }
-    rows = [[cell, *densities] for cell, densities in found.items() if any(densities)]
-    return markdown(["density that is enough", "training", "held-out"], rows)
 
 
 _FACTS = {name: value for name, value in SETTING.items() if name not in ("num_steps", "batch")}

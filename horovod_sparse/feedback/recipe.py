@@ -244,10 +244,11 @@ def for_length(steps: int) -> dict[str, Any]:
 
     Example:
         >>> for_length(10_000)
-        {'density': 0.001, 'values': '2bit', 'indices': 'gaps', 'feedback': 'adam'}
+        {'density': 0.003, 'values': '2bit', 'indices': 'gaps', 'feedback': 'adam'}
     """
     check_count("steps", steps, "the number of steps of the training, 1 or more")
-    density = min(0.003, 10.0 / min(steps, 10_000))  # docs/tuning.md says what of this is measured
+    # short trainings have a lead to spend, long ones send an element 30 times: docs/report.md, section 6
+    density = max(0.001, min(0.01, 5e-6 * steps, 30 / min(steps, 10_000)))
     return {"density": float(f"{density:.2g}"), "values": "2bit", "indices": "gaps", "feedback": "adam"}
 
 
