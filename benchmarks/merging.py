@@ -33,8 +33,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 #: of the layer table's sizes and times
 _SCALE = 0.25
-#: more than an optimizer takes to decide
-_WARMUP_STEPS = 30
 #: iterations of a fresh network before those that count
 _FIRST_ITERATIONS = 4
 #: the training that measured goes on under the plan it decided for, without another launch
@@ -73,10 +71,9 @@ def _methods(text: str) -> tuple[str, ...]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the command line asks for, as it is written to JSON.
 
-    One launch measures as a training with ``merging="optimal"`` does in its warm-up, and goes on with the
-    plan that it decides for. Then every plan has a launch of its own, as a training that was given the
-    profile. In one process after the other plans it would be slower: Horovod's cycles take the longer the
-    more names it has ever seen.
+    One launch measures, and goes on with the plan of ``merging="optimal"``. Then every plan has a launch of
+    its own, as a training that was given the profile. In one process after the other plans it would be
+    slower: Horovod's cycles take the longer the more names it has ever seen.
     """
     settings = {name: getattr(options, name) for name in ("model", "repeat", "iterations")}
     settings["sparsifiers"] = {"topk": f"topk:density={options.density}"}
@@ -97,16 +94,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 class Training(ranks.Measurable):
     """A network under one plan, whose repetition is several iterations one behind the other.
 
-    Without a profile of cluster and network the optimizer measures them, and decides.
+    Args:
+        name: in results.
+        settings: of the measurement.
+        profile: of the cluster and the network; None: it is measured first.
     """
 
     num_warmup = 0
 
     def __init__(self, name: str, settings: dict[str, Any], profile: Profile | None) -> None:
         self.name, self.iterations, self.parts = name, settings["iterations"], {}
-        arguments = METHODS["optimal" if profile is None else name]
-        if profile is not None and (arguments.get("merging") in ("omgs", "optimal") or "cost" in name):
-            arguments = {**arguments, "profile": profile}
         # what ranks compute differs, and so do their weights, which nobody looks at: to make them equal would
         # take longer than many iterations
         torch.manual_seed(hvd.rank())
@@ -115,11 +112,12 @@ class Training(ranks.Measurable):
         # small, so that the sleeping network does not run away
         sgd = torch.optim.SGD(self._model.parameters(), lr=1e-6)
         self._sparsifier = hvd.Compression.parse(settings["sparsifiers"]["topk"])
+        arguments = METHODS["optimal" if profile is None else name]
+        if profile is None:
+            profile = hvd.measured_profile(self._model, named, self._sparsifier)
+        if arguments.get("merging") in ("omgs", "optimal") or "cost" in name:
+            arguments = {**arguments, "profile": profile}
         self.optimizer = hvd.DistributedOptimizer(sgd, named, self._sparsifier, **arguments)
-        for _ in range(_WARMUP_STEPS if profile is None else 0):
-            self._iterate()
-            if self.optimizer.decision is not None:
-                break
         for _ in range(_FIRST_ITERATIONS):
             self._iterate()
 
@@ -149,7 +147,7 @@ class Training(ranks.Measurable):
         synchronizer, plan = self.optimizer._synchronizer, self.optimizer.plan
         facts = {name: fact for name, (fact, _) in synchronizer.facts.items()}
         chosen = self._sparsifier.recipe.sparsifier
-        workload, cost = profile.step(list(facts.values()), chosen, hvd.size(), synchronizer.topology)
+        workload, cost = profile.step(list(facts.values()), chosen, hvd.size())
         timeline = predict(workload, plan, cost)
         predicted = timeline.iteration_seconds
         return {
@@ -168,7 +166,7 @@ class Training(ranks.Measurable):
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
-    """Every plan in turn; without a profile that of an optimizer which measures and decides."""
+    """Every plan in turn; without a profile that of "optimal", measured first."""
     repeat = settings["repeat"]
     if settings["profile"] is None:
         training = Training(GOES_ON, settings, None)

@@ -68,17 +68,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--merging",
         choices=("layerwise", "single", "omgs", "optimal"),
-        help="which parameters are sparsified together (default: buckets of 32 MiB); the last three measure "
-        "the first steps and decide then",
+        help="which parameters are sparsified together (default: buckets of 32 MiB); the last two go by "
+        "times, which are measured before",
     )
     parser.add_argument(
         "--tensor-selection",
         choices=("cost", "all"),
         help="which parameters are sparsified at all: all of them, or those where it pays",
     )
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measurements to plan by, in place of the first steps'"
-    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="measurements to plan by")
     parser.add_argument(
         "--levels",
         choices=("flat", "host", "auto"),
@@ -140,6 +138,13 @@ def main() -> None:
     chosen = compression(args, steps)
     planning = {"merging": args.merging, "tensor_selection": args.tensor_selection, "profile": args.profile}
     planning["levels"] = None if args.levels == "flat" else args.levels
+    if (args.merging in ("omgs", "optimal") or args.tensor_selection == "cost") and not args.profile:
+        images, labels = map(torch.from_numpy, next(digits.batches(train, 0, 1, args.batch_size, 0)))
+
+        def loss_of_first() -> torch.Tensor:
+            return functional.cross_entropy(model(images.unsqueeze(1)), labels)
+
+        planning["profile"] = hvd.measured_profile(loss_of_first, model.named_parameters(), chosen)
     optimizer = make_optimizer(
         inner,
         named_parameters=model.named_parameters(),
@@ -154,9 +159,6 @@ def main() -> None:
 
     started, step_seconds = time.perf_counter(), []
     for epoch in track(range(args.epochs), description=args.compression, disable=hvd.rank() != 0):
-        if 0 < args.warmup_epochs <= epoch < args.warmup_epochs + 1 and getattr(optimizer, "decision", None):
-            # what the first steps sent, while the density fell, says little about those to come
-            optimizer.replan(measure_steps=10)
         for images, labels in digits.batches(train, hvd.rank(), hvd.size(), args.batch_size, epoch):
             step_started = time.perf_counter()
             optimizer.zero_grad()

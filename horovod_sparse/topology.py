@@ -102,10 +102,10 @@ class Topology:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Describes a cluster by what need not be measured: ranks, framework, controller, device and hosts.
+    """Describes a cluster by what need not be measured: ranks, framework, controller and device.
 
     `rank` and `size` count within the process set, `controller` is Horovod's or the backend of
-    torch.distributed, `device` is in words, and `topology` is None with one level.
+    torch.distributed, and `device` is in words.
     """
 
     rank: int
@@ -114,7 +114,6 @@ class ClusterFacts:
     controller: str
     cycle_seconds: float = 0.001
     device: str = "cpu"
-    topology: Topology | None = None
 
     @classmethod
     def of(cls, process_set: Any, framework: str, hvd: Any, device: str = "cpu") -> ClusterFacts:
@@ -171,11 +170,3 @@ def own_place(ranks: Placement) -> tuple[str, int]:
         return f"host {ranks.host}", ranks.host_rank
     host, local = divmod(ranks.world_rank, per_host)
     return f"host {host}", local
-
-
-def launched_hosts(levels: str, here: Placement) -> Topology | None:
-    """Returns the topology by which a plan's cost is predicted; None for one level. Asks no other rank."""
-    per_host = _ranks_per_host() or here.host_size
-    if levels == "flat" or here.size != here.world_size or here.size % per_host:
-        return None
-    return Topology.regular(here.size // per_host, per_host)

@@ -99,8 +99,8 @@ def _measure(
     device = launch.run_agreed(lambda: _device(options, launch))
     # ranks that measure different things would wait for each other
     told = {"device": device, "sparsifiers": str([one.describe() for one in sparsifiers])}
-    launch.carry_out(compared({**told, "extent": repr(extent)}), None)
-    cluster, topology, memory = launch.cluster(device), launch.topology(), None
+    launch.carry_out(compared({**told, "extent": repr(extent)}))
+    cluster, memory = launch.cluster(device), None
     if device == "cuda":
         place = importlib.import_module("torch").device(device)
         memory = importlib.import_module("horovod_sparse.tensors.measuring").bucket_memory(place)
@@ -108,8 +108,8 @@ def _measure(
         text = f"{cluster.size} ranks, {cluster.framework}, controller {cluster.controller}"
         print(f"{text}, cycle {cluster.cycle_seconds * 1e3:g} ms, selection on {cluster.device}", flush=True)
     kinds = sorted(_USUAL_KINDS | needed_kinds(sparsifiers, cluster.size))
-    more: dict[str, Any] = {"extent": extent, "kinds": kinds, "memory": memory, "topology": topology}
-    profile: Profile = launch.carry_out(calibration(cluster, sparsifiers, **more), topology)
+    more: dict[str, Any] = {"extent": extent, "kinds": kinds, "memory": memory}
+    profile: Profile = launch.carry_out(calibration(cluster, sparsifiers, **more))
     return profile
 
 
@@ -117,7 +117,6 @@ def _print(profile: Profile) -> None:
     """Prints every fitted time with its error."""
     groups: dict[str, Mapping[str, Fit]] = {
         "Through all ranks": profile.collectives,
-        **{f"Level {level}": fits for level, fits in profile.levels.items()},
         "Selection": profile.selection,
         "Decoding": profile.decoding,
     }

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import platform
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError, HorovodMissingError, HorovodSparseError
-from horovod_sparse.topology import ClusterFacts, Placement, Topology, cycle_seconds, own_place
+from horovod_sparse.topology import ClusterFacts, Placement, cycle_seconds
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import carry_out
 
@@ -61,7 +60,7 @@ class Launch:
     controller: str
     placement: Placement
     #: returns the result of a coroutine that all ranks run together
-    carry_out: Callable[[Synchronization[Any], Topology | None], Any]
+    carry_out: Callable[[Synchronization[Any]], Any]
     end: Callable[[], None]
 
     def cluster(self, device: str) -> ClusterFacts:
@@ -71,16 +70,9 @@ class Launch:
         facts = self.framework, self.controller, cycle, str(words)
         return ClusterFacts(self.placement.rank, self.placement.size, *facts)
 
-    def topology(self) -> Topology | None:
-        """Returns which ranks share a host, or None unless several hosts have equally many, 2 or more."""
-        places = self.gather(own_place(self.placement))
-        counts = Counter(host for host, _ in places)
-        alike = len(counts) > 1 and len(set(counts.values())) == 1 and len(places) > len(counts)
-        return Topology.of(places) if alike else None
-
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, in rank order, on all ranks."""
-        return list(self.carry_out(shared_lines(value), None))
+        return list(self.carry_out(shared_lines(value)))
 
     def run_agreed(self, work: Callable[[], Any]) -> Any:
         """Calls `work` and returns its result; if it fails on any rank, all ranks raise that error."""
@@ -89,7 +81,7 @@ class Launch:
             result = work()
         except (HorovodSparseError, OSError) as error:
             failure = error
-        self.carry_out(raise_together(failure), None)
+        self.carry_out(raise_together(failure))
         return result
 
 
@@ -110,8 +102,8 @@ def _by_horovod(framework: str) -> Launch:
         hvd.init()
     everyone, controller = hvd.global_process_set, "mpi" if hvd.mpi_enabled() else "gloo"
 
-    def run(coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        return room.carry_out_together(coroutine, everyone, "command", topology=topology)
+    def run(coroutine: Synchronization[Any]) -> Any:
+        return room.carry_out_together(coroutine, everyone, "command")
 
     placement = Placement.of_horovod(hvd, everyone)
     return Launch(framework, controller, placement, run, hvd.shutdown if started else lambda: None)
@@ -125,8 +117,7 @@ def _by_torchrun() -> Launch:
     local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     carrier = importlib.import_module("horovod_sparse.ddp.collectives").Carrier(None)
 
-    def run(coroutine: Synchronization[Any], topology: Topology | None) -> Any:
-        carrier.topology = topology
+    def run(coroutine: Synchronization[Any]) -> Any:
         return carry_out(coroutine, carrier)
 
     placement = Placement(rank, size, rank, size, host, *local)

@@ -84,8 +84,8 @@ def first_plan(
     try:
         if request.failure is not None:
             raise request.failure
-        if request.measures and request.profile is not None and request.has_times:
-            decision = request.decided(cluster(), parameters, sparsifier, request.profile)
+        if request.measures:
+            decision = request.decided(cluster(), parameters, sparsifier)
             return FirstPlan(decision.plan, request, decision)
         made = request.first_plan(parameters)
         made.check(parameters)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import collectives
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.collectives import COLLECTIVES, Level, Request, Synchronization
+from horovod_sparse.collectives import COLLECTIVES, Request, Synchronization
 from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.kernels import apply_scaled_sum
@@ -23,7 +23,7 @@ from horovod_sparse.planning.model import Fit, fit_time
 from horovod_sparse.planning.profile import DENSE, Profile
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.topology import ClusterFacts, Topology
+from horovod_sparse.topology import ClusterFacts
 from horovod_sparse.training.parts import host_accumulator
 
 #: number of sizes that are always measured: a line needs three
@@ -52,7 +52,7 @@ class Extent:
     budget_seconds: float
 
 
-#: during a training's warm-up; where the third message were short, a line through three would be noise
+#: for `measured_profile`; where the third message were short, a line through three would be noise
 QUICK = Extent((64, 1 << 16, 1 << 20, 1 << 22), (1 << 12, 1 << 16, 1 << 20), 5, 2.0)
 #: for `horovod-sparse calibrate`
 THOROUGH = Extent(
@@ -235,7 +235,6 @@ def calibration(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
     starting_seconds: Callable[[], float] = lambda: 0.0,
-    topology: Topology | None = None,
 ) -> Synchronization[Profile]:
     """Measures collectives, selection and decoding on all ranks, and returns the same profile on each.
 
@@ -244,22 +243,15 @@ def calibration(
     """
     if kinds is None:
         kinds = sorted(needed_kinds(sparsifiers, where.size) | {"allreduce"})  # for dense parameters
-    wanted: list[tuple[Level, str]] = [("all", kind) for kind in kinds] if where.size > 1 else []
-    if topology is not None and topology.per_host > 1:
-        wanted += [("host", "reducescatter"), ("host", "allgather")]
-        if topology.num_hosts > 1:
-            wanted += [("across", kind) for kind in sorted(needed_kinds(sparsifiers, topology.num_hosts))]
-    share = extent.budget_seconds / max(1, len(wanted) + _SPARSIFIERS_SHARES * len(sparsifiers))
+    kinds = kinds if where.size > 1 else []
+    share = extent.budget_seconds / max(1, len(kinds) + _SPARSIFIERS_SHARES * len(sparsifiers))
     watch = Stopwatch(where, clock, sleep, starting_seconds, extent.repetitions)
-    found: dict[str, dict[str, Fit]] = {"all": {}, "host": {}, "across": {}}
-    for level, kind in wanted:
-        sizes = extent.message_bytes
-        if kind == "reducescatter":  # a host sums buckets, and not what is selected
-            sizes = tuple(4 * num_elements for num_elements in extent.bucket_elements)
-        group = range(where.size) if topology is None else topology.group(level, where.rank)
-        make = functools.partial(_request, kind, level, group.index(where.rank), len(group))
-        amounts, rows = yield from by_size(functools.partial(_timed, make, watch), watch, sizes, share)
-        found[level][kind] = fit_time(amounts, [each for (each,) in rows], what=f"{kind} of level {level}")
+    found: dict[str, Fit] = {}
+    for kind in kinds:
+        make = functools.partial(_request, kind, where.rank, where.size)
+        timed = functools.partial(_timed, make, watch)
+        amounts, rows = yield from by_size(timed, watch, extent.message_bytes, share)
+        found[kind] = fit_time(amounts, [each for (each,) in rows], what=kind)
     selection: dict[str, Fit] = {}
     decoding: dict[str, Fit] = {}
     memory = BucketMemory() if memory is None else memory
@@ -270,17 +262,13 @@ def calibration(
         for fits, counts, took in zip((selection, decoding), (selected, received), times, strict=True):
             given = counts if sparsifier.has_density else None  # else n alone decides
             fits[sparsifier.name] = fit_time(amounts, took, given, what=f"work of {sparsifier.name}")
-    if found["all"].get("allreduce"):
+    if found.get("allreduce"):
         elements = extent.bucket_elements[:3]  # the smaller ones, as all of each is communicated
         amounts, rows = yield from bucket_times(Dense(), watch, memory, elements, math.inf, dtype)
         both = [selecting + decoded for *_, selecting, decoded in rows]
         selection[DENSE] = fit_time(amounts, both, what="work for dense parameters")
-    everywhere, levels = found.pop("all"), found if found["host"] else {}
-    per_host = topology.per_host if topology is not None and levels else 1
     facts = where.size, where.framework, where.controller, where.cycle_seconds
-    return Profile(
-        *facts, everywhere, selection, decoding, device=where.device, per_host=per_host, levels=levels
-    )
+    return Profile(*facts, found, selection, decoding, device=where.device)
 
 
 def _timed(
@@ -296,19 +284,18 @@ def _timed(
     return (yield from repeated(once, watch, {type(request)}, slowest=False))
 
 
-def _request(kind: str, level: Level, rank: int, size: int, num_bytes: int) -> Request:
+def _request(kind: str, rank: int, size: int, num_bytes: int) -> Request:
     """Returns a collective of this kind in which this rank sends `num_bytes`."""
     words = np.ones(max(1, -(-num_bytes // 4)), np.int32)
     part = words[: max(1, words.size // max(1, size - 1))]
     to_next, before = {(rank + 1) % size: words}, ((rank - 1) % size,)
     made: dict[str, Callable[[], Request]] = {
-        "allgather": lambda: collectives.AllGather(words, level),
-        "allreduce": lambda: collectives.AllReduce(words.astype(np.float32), level),
-        "reducescatter": lambda: collectives.ReduceScatter(words.astype(np.float32), level),
-        "broadcast": lambda: collectives.Broadcast(words, 0, level),
-        "exchange": lambda: collectives.Exchange(to_next, before, level),
+        "allgather": lambda: collectives.AllGather(words),
+        "allreduce": lambda: collectives.AllReduce(words.astype(np.float32)),
+        "broadcast": lambda: collectives.Broadcast(words, 0),
+        "exchange": lambda: collectives.Exchange(to_next, before),
         "alltoall": lambda: collectives.AllToAll(
-            tuple(words[:0] if peer == rank else part for peer in range(size)), level
+            tuple(words[:0] if peer == rank else part for peer in range(size))
         ),
     }
     if kind not in made:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from horovod_sparse.checks import check_count, check_seconds
 from horovod_sparse.collectives import COLLECTIVES
@@ -17,13 +17,11 @@ from horovod_sparse.errors import ArgumentError, HorovodSparseError, ProfileMism
 from horovod_sparse.planning.model import AffineTime, CostModel, Fit, Workload, communication_of
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.topology import ClusterFacts, Topology
+from horovod_sparse.topology import ClusterFacts
 
 #: stands for a sparsifier's name in `Profile.selection`, for the work on parameters that stay dense
 DENSE = "dense"
-PROFILE_VERSION = 3
-#: bytes of an element that is summed within a host (half types as float32), and of an index with its value
-_VALUE_BYTES, _SELECTED_BYTES = 4, 8
+PROFILE_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,9 @@ class Profile:
     backward_seconds: Mapping[str, float] = field(default_factory=dict)
     forward_seconds: float = 0.0
     device: str = "cpu"
-    #: L, ranks on every host, where two levels were measured
-    per_host: int = 1
-    #: collectives by level: "host" (among the ranks of a host), "across" (among one of each host, all at a
-    #: time)
-    levels: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_count("size", self.size, "a number of ranks, 1 or more")
-        check_count("per_host", self.per_host, "a number of ranks, 1 or more")
-        if self.levels and (self.size % self.per_host or set(self.levels) != {"host", "across"}):
-            allowed = f"levels 'host' and 'across', and a per_host that divides {self.size} ranks"
-            raise ArgumentError("levels and per_host", (sorted(self.levels), self.per_host), allowed)
         object.__setattr__(self, "size", int(self.size))  # JSON knows no whole number of NumPy's
         if unknown := sorted(set(self.collectives) - set(COLLECTIVES.values())):
             raise ArgumentError("collectives", unknown, f"only {sorted(COLLECTIVES.values())}")
@@ -85,8 +74,7 @@ class Profile:
         try:
             saved["backward_seconds"] = dict(saved["backward_seconds"])
             for key in ("collectives", "selection", "decoding"):
-                saved[key] = _fits(saved[key])
-            saved["levels"] = {level: _fits(fits) for level, fits in saved["levels"].items()}
+                saved[key] = {name: Fit(**fit) for name, fit in saved[key].items()}
             return cls(**saved)
         except (ValueError, TypeError, KeyError, AttributeError, HorovodSparseError) as error:
             raise ProfileMismatchError(f"the profile is damaged: {error}") from error
@@ -135,15 +123,11 @@ class Profile:
         return [f"the profile was measured with {one}" for one in told]
 
     def step(
-        self,
-        parameters: Sequence[ParameterFacts],
-        sparsifier: Sparsifier,
-        size: int,
-        topology: Topology | None = None,
+        self, parameters: Sequence[ParameterFacts], sparsifier: Sparsifier, size: int
     ) -> tuple[Workload, CostModel]:
         """Returns the model's workload (with measured times), and the cost model for its buckets.
 
-        A `ProfileMismatchError` refuses a profile of another model, or of hosts of other sizes.
+        A `ProfileMismatchError` refuses a profile of another model.
         """
         facts = {parameter.name: parameter for parameter in parameters}
         if missing := [name for name in facts if name not in self.backward_seconds]:
@@ -154,47 +138,22 @@ class Profile:
         ordered, seconds = zip(*measured, strict=True) if measured else ((), ())
         dense = frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
         workload = Workload(ordered, seconds, self.forward_seconds, dense)
-        if topology is None or topology.per_host == 1:
-            # Horovod sends what waits at the same time as one
-            return workload, self.cost(sparsifier, size, fuse_sparse=True)
-        if self.levels and self.per_host != topology.per_host:
-            raise ProfileMismatchError(
-                f"the profile was measured with {self.per_host} ranks on a host, here are "
-                f"{topology.per_host}: run horovod-sparse calibrate with as many"
-            )
-        return workload, self.cost(sparsifier, size, levels="host")
+        # Horovod sends what waits at the same time as one
+        return workload, self.cost(sparsifier, size, fuse_sparse=True)
 
-    def cost(
-        self,
-        sparsifier: Sparsifier,
-        size: int | None = None,
-        *,
-        levels: Literal["flat", "host"] = "flat",
-        **options: Any,
-    ) -> CostModel:
+    def cost(self, sparsifier: Sparsifier, size: int | None = None, **options: Any) -> CostModel:
         """Returns the cost model of a sparsifier among `size` ranks (by default as many as were measured).
 
         Decoding counts as selection: the thread that runs backward does it, in some later hook, or in the
-        end. With two levels a rank folds and selects from n / L elements, and decodes twice: the sum of its
-        shard, and that of all. Its messages go to single ranks, and none is sent together with another
-        bucket's.
+        end.
 
         `options` are further fields of `CostModel`. A `ProfileMismatchError` names what the sparsifier needs
         and was not measured; a rank alone sends nothing, and needs no collective.
         """
         size, name = self.size if size is None else size, sparsifier.name
-        among, per_host, measured = size, 1, self.collectives
-        if levels == "host":
-            if not self.levels:
-                raise ProfileMismatchError(
-                    "the profile was measured with one level: run horovod-sparse calibrate with several "
-                    "ranks on every host"
-                )
-            among, per_host, measured = size // self.per_host, self.per_host, self.levels["across"]
-        needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(among)}
-        needed |= {"allreduce"} if levels == "flat" else set()  # of what stays dense
-        if among == 1:
-            measured = dict.fromkeys(needed, Fit(0.0, 0.0))
+        needed = {COLLECTIVES[kind] for kind in sparsifier.rounds(size)}
+        needed |= {"allreduce"}  # of what stays dense
+        measured = dict.fromkeys(needed, Fit(0.0, 0.0)) if size == 1 else self.collectives
         if missing := sorted(needed - set(measured)):
             raise ProfileMismatchError(f"{name} needs {_few(missing)}, which the profile does not hold")
         if name not in self.selection:
@@ -203,18 +162,12 @@ class Profile:
                 f"run horovod-sparse calibrate with it"
             )
         times = {kind: fit.time() for kind, fit in measured.items()}
-        communication = communication_of(sparsifier, among, times).per(1 / per_host)
+        communication = communication_of(sparsifier, size, times)
         # of all elements, with duplicates
-        received = min(1.0, sparsifier.density) * (among if sparsifier.density_scope == "per rank" else 1)
-        selection = self.selection[name].time(sparsifier.density).per(1 / per_host)
+        received = min(1.0, sparsifier.density) * (size if sparsifier.density_scope == "per rank" else 1)
+        selection = self.selection[name].time(sparsifier.density)
         if name in self.decoding:
-            decoding = self.decoding[name].time(received)
-            selection += decoding if per_host == 1 else decoding + decoding.per(1 / per_host)
-        if levels == "host":
-            inside = self.levels["host"]
-            communication += inside["reducescatter"].time().per(_VALUE_BYTES)
-            communication += inside["allgather"].time().per(_SELECTED_BYTES * received / per_host)
-            options["fuse_sparse"] = False
+            selection += self.decoding[name].time(received)
         dense = self.collectives.get("allreduce") if size > 1 else None
         return CostModel(
             selection=selection,
@@ -223,10 +176,6 @@ class Profile:
             dense_work=self.selection[DENSE].time() if DENSE in self.selection else AffineTime(),
             **options,
         )
-
-
-def _fits(saved: Mapping[str, Any]) -> dict[str, Fit]:
-    return {name: Fit(**fit) for name, fit in saved.items()}
 
 
 def _few(names: Iterable[str]) -> str:

@@ -124,7 +124,7 @@ class PlanRequest:
     strategy: Strategy
     selection: TensorSelection = "all"
     profile: Profile | None = None
-    #: why the profile could not be read: raised once all ranks know of it
+    #: why the profile is of no use: raised once all ranks know of it
     failure: HorovodSparseError | None = None
 
     @classmethod
@@ -141,26 +141,25 @@ class PlanRequest:
             profile = Profile.load(profile) if isinstance(profile, (str, Path)) else profile
         except ProfileMismatchError as error:
             profile, failure = None, error
-        return cls(asked, strategy, selection, profile, failure)
+        made = cls(asked, strategy, selection, profile, failure)
+        if made.measures and not (failure or (profile is not None and profile.backward_seconds)):
+            allowed = "one with backward times of this model, which hvd.measured_profile(...) makes"
+            missing = ArgumentError("profile", profile and "one without them", allowed)
+            return dataclasses.replace(made, failure=missing)
+        return made
 
     @property
     def measures(self) -> bool:
         """True if the plan depends on measured times."""
         return not isinstance(self.strategy, Fixed) or self.selection == "cost"
 
-    @property
-    def has_times(self) -> bool:
-        """True if the profile holds backward times, so that none have to be measured."""
-        return self.profile is not None and bool(self.profile.backward_seconds)
-
     def describe(self) -> dict[str, str]:
         """Returns a description of the request, which has to be equal on all ranks."""
         digest = "no profile" if self.profile is None else self.profile.digest()
-        unread = self.failure and f"one that cannot be read ({self.failure})"
-        return {"plan": self.asked, "profile": unread or digest}
+        return {"plan": self.asked, "profile": f"none ({self.failure})" if self.failure else digest}
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
-        """Returns the plan for the first steps: the default one if backward times are yet to be measured."""
+        """Returns the plan for parameters of which no times are known: the default where it goes by times."""
         dense = frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
         if self.selection != "cost":
             dense |= select_tensors(self.selection, parameters)
@@ -172,13 +171,13 @@ class PlanRequest:
         where: ClusterFacts,
         parameters: Sequence[ParameterFacts],
         sparsifier: Sparsifier,
-        profile: Profile,
     ) -> Decision:
-        """Returns the plan that the strategy makes from a complete profile, with predictions."""
-        if self.profile is not None:
-            for difference in profile.check(where):
-                _log.warning("%s", difference)
-        workload, cost = profile.step(parameters, sparsifier, where.size, where.topology)
+        """Returns the plan that the strategy makes from the profile, with predictions."""
+        profile = self.profile
+        assert profile is not None  # `of` has refused to go without
+        for difference in profile.check(where):
+            _log.warning("%s", difference)
+        workload, cost = profile.step(parameters, sparsifier, where.size)
         dense = workload.dense | select_tensors(self.selection, workload.parameters, cost)
         plan = self.strategy(workload.with_dense(dense), cost)
         plans = {

@@ -19,7 +19,7 @@ from horovod_sparse.tensorflow.compression import SparseCompressor
 from horovod_sparse.tensorflow.graph import HOST, HostFunctions
 from horovod_sparse.tensorflow.tensors import as_variable, unique_names
 from horovod_sparse.tensorflow.training import facts_of, is_sparsifiable
-from horovod_sparse.topology import ClusterFacts, Placement, launched_hosts
+from horovod_sparse.topology import ClusterFacts
 from horovod_sparse.training.agreement import common_names
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def measured_profile(
     Returns:
         A profile for ``profile=``, equal on all ranks; its `save` writes it for the next run.
     """
+    from horovod_sparse.planning.backward import BackwardRecorder, with_times
     from horovod_sparse.planning.calibration import QUICK, calibration  # most trainings need none of it
-    from horovod_sparse.planning.warmup import BackwardRecorder, with_times
 
     check_count("num_steps", num_steps)
     if not isinstance(compression, SparseCompressor):
@@ -60,8 +60,7 @@ def measured_profile(
 
     def stamp(name: str) -> Callable[[np.ndarray], list[int]]:
         def arrived(_gradient: np.ndarray) -> list[int]:
-            now = time.perf_counter()
-            recorder.arrived(name, now, now)
+            recorder.arrived(name, time.perf_counter())
             return [0]
 
         return arrived
@@ -90,14 +89,16 @@ def measured_profile(
     def measured() -> Synchronization[Profile]:
         parameters = [fact for fact, _ in facts.values()]
         _, names = yield from common_names("", parameters)
-        where = dataclasses.replace(ClusterFacts.of(process_set, "tensorflow", hvd), topology=topology)
+        where = ClusterFacts.of(process_set, "tensorflow", hvd)
         dtype = max(parameters, key=lambda fact: fact.num_elements).dtype
         given = [compression.recipe.sparsifier]
-        profile = yield from calibration(where, given, extent=QUICK, topology=topology, dtype=dtype)
+        profile = yield from calibration(where, given, extent=QUICK, dtype=dtype)
         times = recorder.times()
-        backward = {names[name]: seconds for name, seconds in times.backward_seconds.items()}
-        return (yield from with_times(profile, dataclasses.replace(times, backward_seconds=backward)))
+        if times is not None:
+            backward = {names[name]: seconds for name, seconds in times.backward_seconds.items()}
+            times = dataclasses.replace(times, backward_seconds=backward)
+        return (yield from with_times(profile, times))
 
-    topology, name = launched_hosts("host", Placement.of_horovod(hvd, process_set)), "horovod_sparse.planning"
-    profile: Profile = carry_out_together(measured(), process_set, name, topology, looks=True)
+    name = "horovod_sparse.planning"
+    profile: Profile = carry_out_together(measured(), process_set, name, looks=True)
     return profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError, UnsupportedError, warn_once
+from horovod_sparse.errors import UnsupportedError, warn_once
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.planning import described_request, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan, make_plan
@@ -21,7 +22,7 @@ from horovod_sparse.tensorflow.collectives import carry_out_agreement, carry_out
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
-from horovod_sparse.topology import ClusterFacts, Placement, Topology, launched_hosts
+from horovod_sparse.topology import ClusterFacts, Placement, Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -195,16 +196,8 @@ class VariablesTraining(Training):
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._plan_arguments["bucket_bytes"])
         else:
-            yield from compared(described_request(request))
-            if request is not None and request.measures and not (request.has_times or request.failure):
-                allowed = "one with backward times of this model, which hvd.measured_profile(...) makes"
-                raise ArgumentError("profile", request.profile and "one without them", allowed)
-
-            def cluster() -> ClusterFacts:
-                topology = launched_hosts(self.settings.levels, self.engine.ranks())
-                here = ClusterFacts.of(self.process_set, "tensorflow", hvd)
-                return dataclasses.replace(here, topology=topology)
-
+            yield from compared(asked_of(request))
+            cluster = functools.partial(ClusterFacts.of, self.process_set, "tensorflow", hvd)
             first = first_plan(request, facts, self.recipe.sparsifier, cluster, **self._arguments_for(new))
             if request is not None:
                 yield from raise_together(first.failure)

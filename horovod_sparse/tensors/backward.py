@@ -149,16 +149,10 @@ class GradientTraining(Training):
             if ready and not works:
                 part.take_gradients()
                 self._deferred_parts.append(part)
-            warmup = self.warmup
-            entered = warmup.stamp() if warmup is not None and warmup.recording and complete else None
             if works:
                 self._start(part)
             if self.starter.parked:
-                works = True
                 self.starter.advance(_PATIENCE)
-            if warmup is not None and entered is not None:
-                left = warmup.stamp() if works else entered
-                warmup.arrived(part.name_of(parameter), entered, left)
 
     def _count(self, parameter: torch.Tensor) -> bool:
         """Counts a gradient of a parameter; returns True after the last backward pass of the step."""

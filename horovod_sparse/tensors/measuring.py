@@ -1,16 +1,12 @@
-"""Buckets and time stamps on a device, with which PyTorch's front ends measure for plans."""
+"""Buckets on a device, which are timed for plans."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.planning.calibration import BucketMemory
-from horovod_sparse.planning.warmup import HostStamps
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.tensors.device_memory import DeviceMemory
@@ -51,28 +47,3 @@ class DeviceBucketMemory(BucketMemory):
     @staticmethod
     def _wait(gradient: torch.Tensor) -> None:
         gradient[:1].cpu()
-
-
-class EventStamps(HostStamps):
-    """Takes times by CUDA events, since hooks run before the GPU has computed the gradient."""
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
-
-    def now(self) -> Any:
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._device))
-        return event
-
-    def seconds_between(self, start: Any, stop: Any) -> float:
-        start.synchronize()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-
-def stamps_for(devices: Iterable[str]) -> HostStamps:
-    """Returns CUDA events if all gradients are on one GPU, else the host's clock."""
-    distinct = {torch.device(name) for name in devices}
-    if len(distinct) == 1 and (device := distinct.pop()).type == "cuda":
-        return EventStamps(device)
-    return HostStamps()

@@ -32,6 +32,7 @@ for _name, _module in list(_sys.modules.items()):
 if _TYPE_CHECKING:
     from horovod_sparse.tensors.checkpoint import load as load
     from horovod_sparse.tensors.checkpoint import save as save
+    from horovod_sparse.torch.measuring import measured_profile as measured_profile
     from horovod_sparse.torch.steps import LocalSteps as LocalSteps
     from horovod_sparse.training.schedules import OuterStep as OuterStep
 
@@ -41,11 +42,12 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _Any:
-        """Loads local steps and checkpoints when somebody asks for them."""
+        """Loads what few trainings use when somebody asks for it."""
         modules = {
             "LocalSteps": "torch.steps",
             "OuterStep": "training.schedules",
             "load": "tensors.checkpoint",
+            "measured_profile": "torch.measuring",
             "save": "tensors.checkpoint",
         }
         if name not in modules:

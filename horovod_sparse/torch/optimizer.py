@@ -147,7 +147,7 @@ def DistributedOptimizer(
             dense.register_step_pre_hook(lambda *_: clip_gradients(dense.param_groups, norm))
         # so that scripts work with any compression, and on ranks that are left out
         dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
-        dense.replan = lambda *_, **__: None
+        dense.replan = lambda plan: None
         return dense
     if num_groups != 0:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import logging
 import warnings
@@ -18,7 +18,7 @@ from horovod_sparse.planning import described_request, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, claim
-from horovod_sparse.topology import ClusterFacts, launched_hosts
+from horovod_sparse.topology import ClusterFacts
 from horovod_sparse.torch import driver
 from horovod_sparse.torch._horovod import HorovodOptimizer, hvd
 from horovod_sparse.torch.driver import HorovodEngine, OverHorovod
@@ -28,7 +28,6 @@ from horovod_sparse.training.settings import Settings
 
 if TYPE_CHECKING:
     from horovod_sparse.planning.request import Decision
-    from horovod_sparse.planning.warmup import Decide
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -38,7 +37,7 @@ _labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
 
 
 class GradientSynchronizer(OverHorovod, GradientTraining):
-    """Synchronizes an optimizer's gradients over Horovod."""
+    """Synchronizes gradients over Horovod; `decision` is why the plan was taken, where a profile decided."""
 
     engine: HorovodEngine
     raise_explained = staticmethod(driver.raise_explained)
@@ -60,25 +59,12 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         recipe.rules.hint(facts)
         request, plan = plan_request(**settings.planning, groups=groups)
         arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
-        parameters = [fact for fact, _ in facts.values()]
-
-        def where() -> ClusterFacts:
-            hosts = launched_hosts(settings.levels, engine.ranks())
-            return dataclasses.replace(self._place(parameters)[0], topology=hosts)
-
+        where = functools.partial(ClusterFacts.of, self.process_set, "torch", hvd)
         self._first = first_plan(request, facts, recipe.sparsifier, where, **arguments)
         if self._first.failure is not None and engine.rank_and_size()[1] == 1:
             raise self._first.failure
         self.telemetry.selection = self._first.selection
-        if self._first.request is not None:
-            # most trainings measure nothing
-            from horovod_sparse.planning.warmup import WarmUp
-            from horovod_sparse.tensors.measuring import stamps_for
-
-            stamps, decision = stamps_for(parameter.device for parameter in parameters), self._first.decision
-            self.warmup = WarmUp(
-                self._first.request, parameters, recipe.sparsifier, self._decide_together, stamps, decision
-            )
+        self.decision = self._first.decision
         self.facts = facts
         self.average = optimizer.op == hvd.Average
         #: True if gradients are returned as COO tensors, which SparseAdam needs
@@ -90,29 +76,8 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.begin(self.facts, self._first.plan)
         self.claim(self.facts)
 
-    def _decide_together(self, decide: Decide) -> Decision:
-        """Runs the coroutine that makes a plan from measured times, on all ranks."""
-        from horovod_sparse.tensors.measuring import bucket_memory
-
-        cluster, device, dtype = self._place(self.parameters)
-        cluster = dataclasses.replace(cluster, topology=self.topology)
-        starts, name = [0.0], "horovod_sparse.planning"
-        more = {"memory": bucket_memory(device), "dtype": dtype, "starting_seconds": lambda: starts[-1]}
-        with torch.no_grad():
-            decision: Decision = driver.carry_out_together(
-                decide(cluster, **more), self.process_set, name, starts.append, topology=self.topology
-            )
-        return decision
-
-    def _place(self, parameters: Sequence[ParameterFacts]) -> tuple[ClusterFacts, torch.device, str]:
-        """Returns cluster facts, device and dtype of the largest parameter, with which times are measured."""
-        largest = max(parameters, key=lambda one: one.num_elements)
-        device = torch.device(largest.device)
-        words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return ClusterFacts.of(self.process_set, "torch", hvd, words), device, largest.dtype
-
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns the plan for `merging` and `tensor_selection` before times are measured."""
+        """Returns the plan that `merging` and `tensor_selection` ask for, of parameters without times."""
         if self._first.request is None:
             return super().first_plan_of(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])
@@ -143,8 +108,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
         """Makes parts for new parameters, and registers these with Horovod's optimizer."""
         new = super().join_new_parameters()
-        if new and self.warmup is not None:
-            self.warmup.restart_measuring(self.parameters)  # measurements without the new parameters are void
         for name, (_, parameter) in new.items():
             self.optimizer._parameter_names[parameter] = name
             self.optimizer._requires_update.add(parameter)
@@ -170,14 +133,9 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 "a parameter of this optimizer was given to another DistributedOptimizer afterwards, which "
                 f"synchronizes it now: use that one ({', '.join(list(self.facts)[:3])}, ...)"
             )
-        before, max_norm = self.step, self.settings.max_grad_norm
         super().synchronize()
-        if self.step > before and self.warmup is not None and self.warmup.recording:
-            plan = self.warmup.after_step()
-            if plan is not None:  # the warm-up has decided
-                self.replan(plan)
         if self.overflow is None:
-            if max_norm is not None:
+            if (max_norm := self.settings.max_grad_norm) is not None:
                 clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
             for parameter in self._part_of if self.to_coo else ():
                 if parameter.grad is not None:
@@ -186,11 +144,6 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
 
     def cancel_collectives(self, *, alike: bool) -> None:
         self.engine.clear(forget=not alike)
-
-    def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
-        super().cancel_step(drop=drop, alike=alike)
-        if self.warmup is not None:
-            self.warmup.forget_step()
 
     def finish_pending(self, *, drop: bool = False) -> None:
         """Completes the collectives of a step in progress, and cancels it; only logs a failure of Horovod."""
@@ -241,44 +194,20 @@ class Methods(torch.optim.Optimizer):
 
     @property
     def decision(self) -> Decision | None:
-        """Why measured times led to this plan: predictions and the profile; None without them.
+        """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
+        return self._synchronizer.decision
 
-        None during the warm-up, and where the plan needs no times.
-        """
-        warmup = self._synchronizer.warmup
-        return None if warmup is None else warmup.decision
-
-    def replan(self, plan: Plan | None = None, *, measure_steps: int | None = None) -> None:
-        """Changes the plan between two steps; every rank calls it alike. Residuals are kept.
-
-        Args:
-            plan: the new one. If left out, it is made as `merging` and `tensor_selection` ask for: costs
-                are measured again, unless a profile was given, and all ranks take rank 0's plan.
-            measure_steps: without a plan: how many further steps are measured first; the plan changes after
-                them. If left out, it changes at once, by the backward times that were measured last.
+    def replan(self, plan: Plan) -> None:
+        """Changes the buckets, between two steps; every rank does so alike. Residuals are kept.
 
         Raises:
-            ArgumentError: if no plan is given and `merging` was not either, or the plan does not fit.
-            ProfileMismatchError: on every rank alike, if no step has been measured.
+            ArgumentError: if the plan does not fit.
         """
         synchronizer = self._synchronizer
         if synchronizer.under_way:
             raise AssertionError(_IN_FLIGHT.format(method="replan"))
-        warmup = synchronizer.warmup
-        if plan is not None:
-            if measure_steps is not None:
-                raise errors.ArgumentError(
-                    "measure_steps", measure_steps, "measure_steps or a plan, not both"
-                )
-            if warmup is not None:
-                warmup.stop()
-            synchronizer.replan(plan)
-        elif warmup is None:
-            raise errors.ArgumentError("plan", plan, "a plan, or make the optimizer with merging='optimal'")
-        elif measure_steps is not None:
-            warmup.measure(measure_steps)
-        else:
-            synchronizer.replan(warmup.decide_now().plan)
+        synchronizer.replan(plan)
+        synchronizer.decision = None
 
     def synchronize(self: Any) -> None:
         """Waits for all gradients' sums, and clips them if `max_grad_norm` was given.

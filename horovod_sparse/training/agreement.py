@@ -92,9 +92,7 @@ class RankStatus:
     #: (rank, size) that the states were made for
     made_for: tuple[int, int]
     plan: Plan = field(default_factory=lambda: Plan(()))
-    #: progress of the measurements that all ranks make together (`WarmUp.position`)
-    measuring: str = ""
-    #: prefix of this training's collectives; ranks take rank 0's
+    #: tells the collectives of this training from those of another with the same names; may differ
     label: str = ""
     #: each bucket's `Progress` as a dict, for ranks that continue from this rank's state
     told: Mapping[str, Any] = field(default_factory=dict)
@@ -120,9 +118,7 @@ class AgreedStatus:
     #: rank 0's prefix for collectives
     label: str = ""
     told: Mapping[str, Any] = field(default_factory=dict)
-    #: True if all ranks have measured the same steps
-    measures: bool = True
-    #: True if some rank holds residuals of whole parameters
+    #: True if a rank may hold something of others' shards
     loose: bool = False
 
 
@@ -159,8 +155,8 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
         reason = "plans differ"
     elif len(set(zip(columns, each("digest"), strict=True))) > len(set(columns)):
         reason = "states differ"
-    furthest, measures = max(steps), len(set(each("measuring"))) == 1
-    agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"], {}, measures)
+    furthest = max(steps)
+    agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"])
     if not reason:
         return replace(agreed, loose=any(each("loose")))
     progress = dict(status.told) if status.step == furthest else {}

@@ -73,15 +73,14 @@ class Settings:
         bucket_bytes: of gradient in a bucket; 32 MiB if left out.
         merging: how buckets are made: "layerwise", "single", "omgs", "optimal",
             ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
-            of a workload and a cost model, or a `Plan`. Those that go by times (the last two by name)
-            begin with the default plan, measure 5 steps and the cluster, and after 7 steps in all take
-            rank 0's plan. (TensorFlow measures before: `horovod_sparse.tensorflow.measured_profile`.)
+            of a workload and a cost model, or a `Plan`. Those that go by times ("omgs", "optimal", a
+            function) need `profile`.
         tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
             ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
             facts that says yes or no. If nothing is said of buckets either, buckets of fewer than 65,536
             elements stay dense, which one warning tells.
-        profile: a `horovod_sparse.merging.Profile`, or the path of a saved one, the same on all ranks: what
-            it holds is not measured. ``optimizer.decision.profile.save(path)`` makes one.
+        profile: a `horovod_sparse.merging.Profile`, which ``hvd.measured_profile(...)`` makes, or the path of
+            a saved one, the same on all ranks; with `levels` "flat".
         synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
             `synchronize` is called, and nothing overlaps: whatever was done to a rank's own gradients until
             then counts (Lightning's ``gradient_clip_val``, clipping by Hugging Face's Trainer).
@@ -138,6 +137,9 @@ class Settings:
         every = _check_interval(self.check_every)
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
+        if self.levels != "flat" and self.profile is not None:
+            allowed = "None with levels='host', whose times no profile has"
+            raise ArgumentError("profile", self.profile, allowed)
         transport_asked()  # refuses what the environment says of the transport, if it cannot be
         resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
         for name, value in {**resolved, "check_every": every}.items():

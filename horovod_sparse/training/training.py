@@ -65,9 +65,7 @@ class Training:
         self.label, self._own_label = "", label
         #: rank and number of ranks for which states were made, and all numbers of ranks so far
         self.made_for, self.sizes = (0, 1), set[int]()
-        #: the `WarmUp` that measures backward times for a plan; None if the plan needs none
-        self.warmup: Any = None
-        #: names of parameters that were added since the training began
+        #: parameters that have come since the training began
         self.joined: set[str] = set()
         #: the `start_token` under which ranks have agreed; None if they have to agree
         self._agreed_under: object = None
@@ -246,8 +244,6 @@ class Training:
             self._carry_out(gather_shards(self.parts, *self.held()))
         self._loose, self._agreed_under = None, under
         self.drift.restart(self.step)
-        if not start.measures and self.warmup is not None:  # some rank has not measured what the others have
-            self.warmup.stop_measuring()
 
     def _carry_out(self, coroutine: Synchronization[Any]) -> Any:
         return self.engine.carry_out(coroutine, self.topology)
@@ -275,7 +271,6 @@ class Training:
             shared_digest({part.name: part.bucket.state for part in self.sparse}),
             self.made_for,
             self.plan,
-            measuring="" if self.warmup is None else self.warmup.position,
             label=self._own_label,
             told={name: to_plain(one) for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.place(self.rank)[1],

@@ -23,11 +23,10 @@ os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60")
 
 def measure_little() -> None:
     """Plans by times begin with a measurement of two seconds, which every test of them would take."""
-    from horovod_sparse.planning.calibration import Extent
-    from horovod_sparse.planning.warmup import decide
+    from horovod_sparse.planning import calibration
 
-    assert decide.__kwdefaults__ is not None
-    decide.__kwdefaults__["extent"] = Extent((64, 1 << 12, 1 << 16), (1 << 8, 1 << 10, 1 << 12), 3, 0.2)
+    sizes = (64, 1 << 12, 1 << 16), (1 << 8, 1 << 10, 1 << 12)
+    calibration.QUICK = calibration.Extent(*sizes, 3, 0.2)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from benchmarks.plans import SortingTime
-from horovod_sparse.collectives import COLLECTIVES
 from horovod_sparse.merging import (
     AffineTime,
     CostModel,
@@ -18,8 +17,6 @@ from horovod_sparse.merging import (
     plan_of_segments,
     predict,
 )
-from horovod_sparse.simulation import AlphaBeta, num_rounds, share_of_bytes
-from horovod_sparse.sparsifiers import ALGORITHMS
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
 
@@ -74,21 +71,3 @@ def profile_of_two(selection: dict[str, Fit], backward: dict[str, float], forwar
     collectives = dict.fromkeys(("allgather", "allreduce"), Fit(1e-3, 1e-8))
     made = Profile(2, "torch", "gloo", 0.001, collectives, selection)
     return dataclasses.replace(made, backward_seconds=backward, forward_seconds=forward)
-
-
-def profile_of_hosts(
-    between: AlphaBeta, inside: AlphaBeta, num_hosts: int, per_host: int, selection: Fit
-) -> Profile:
-    """Of two levels: one rank of every host shares its card with the others of that host."""
-    size = num_hosts * per_host
-
-    def fits(network: AlphaBeta, among: int, groups: int = 1) -> dict[str, Fit]:
-        alpha, beta = network.alpha_seconds, groups * network.beta_seconds
-        kinds = COLLECTIVES.values()
-        return {
-            kind: Fit(num_rounds(kind, among) * alpha, share_of_bytes(kind, among) * beta) for kind in kinds
-        }
-
-    levels = {"host": fits(inside, per_host), "across": fits(between, num_hosts, per_host)}
-    everyone, selections = fits(between, size), dict.fromkeys(ALGORITHMS, selection)
-    return Profile(size, "torch", "gloo", 1e-3, everyone, selections, per_host=per_host, levels=levels)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,9 +12,8 @@ import torch
 
 hvd = pytest.importorskip("horovod_sparse.torch")
 
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError, StateMismatchError, UnsupportedError  # noqa: E402
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError  # noqa: E402
 from horovod_sparse.merging import Fit, Plan  # noqa: E402
-from horovod_sparse.tensors.measuring import HostStamps  # noqa: E402
 from support.merging_models import profile_of_two  # noqa: E402
 
 
@@ -90,11 +90,8 @@ def test_what_is_no_compression_or_deadline_is_refused_by_name(monkeypatch):
     for given in ("every", "delay"):
         with pytest.raises(ArgumentError, match=f"or leave {given} out"):
             wrap(model(), "none", **{given: 4})
-    for wrong in ("0", "x"):
-        monkeypatch.setenv("HOROVOD_SPARSE_RANKS_PER_HOST", wrong)
-        with pytest.raises(ArgumentError, match=f"HOROVOD_SPARSE_RANKS_PER_HOST='{wrong}'"):
-            wrap(model(), merging="optimal", profile=PROFILE, levels="host")
-    monkeypatch.delenv("HOROVOD_SPARSE_RANKS_PER_HOST")
+    with pytest.raises(ArgumentError, match="None with levels='host'"):
+        wrap(model(), merging="optimal", profile=PROFILE, levels="host")
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "abc")
     with pytest.raises(ArgumentError, match=r"HOROVOD_SPARSE_DEADLINE_SECONDS='abc'"):
         wrap(model())
@@ -132,28 +129,12 @@ def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, caplog):
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
 PROFILE = profile_of_two({"topk": Fit(1e-5, 1e-9)}, dict.fromkeys(NAMES, 1e-3), 0.0)
-NO_TIMES = dataclasses.replace(PROFILE, backward_seconds={})
 
 
-def test_replanning_without_a_plan_needs_a_way_to_make_one(monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # hooks are then registered with one rank, too
-    optimizer = wrap(model())
-    with pytest.raises(ArgumentError, match="merging='optimal'"):
-        optimizer.replan()
-    with pytest.raises(ArgumentError, match="measure_steps"):
-        optimizer.replan(Plan((NAMES,)), measure_steps=3)
-    asked = wrap(model(), merging="optimal")
-    with pytest.raises(ArgumentError, match="measure_steps"):
-        asked.replan(measure_steps=0)
-    with pytest.raises(ProfileMismatchError, match="train a few steps first"):
-        wrap(model(), merging="optimal", profile=NO_TIMES).replan()
-
-
-def test_hooks_measure_the_backward_of_every_parameter(monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+def test_backward_is_measured_before_a_training_and_changes_nothing(monkeypatch):
     seconds, tick = {"0.weight": 0.004, "2.weight": 0.002}, 1e-6
     clock, passed = itertools.count(), [0.0]
-    monkeypatch.setattr(HostStamps, "now", lambda stamps: passed[0] + tick * next(clock))
+    monkeypatch.setattr(time, "perf_counter", lambda: passed[0] + tick * next(clock))
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -167,22 +148,26 @@ def test_hooks_measure_the_backward_of_every_parameter(monkeypatch):
             return gradient, None
 
     net = model()
-    optimizer = wrap(net, merging="optimal", profile=NO_TIMES)
-    for _ in range(7):
-        optimizer.zero_grad()
+
+    def loss():
         first = Slow.apply(net[0].weight, "0.weight")
         second = Slow.apply(net[2].weight, "2.weight")
         hidden = torch.nn.functional.linear(torch.ones(4, 8), first, net[0].bias).relu()
-        torch.nn.functional.linear(hidden, second, net[2].bias).sum().backward()
-        optimizer.step()
-    optimizer.replan()
-    found = optimizer.decision.profile.backward_seconds
+        return torch.nn.functional.linear(hidden, second, net[2].bias).sum()
+
+    net[0].bias.grad = held = torch.ones(6)
+    profile = hvd.measured_profile(loss, net.named_parameters(), "topk:density=0.5", cluster=PROFILE)
+    assert net[0].bias.grad is held and net[2].bias.grad is None
+    found = profile.backward_seconds
     assert sorted(found) == sorted(NAMES)
     for name, value in seconds.items():
         assert value <= found[name] <= value + 4 * tick
-    assert found["0.bias"] <= 4 * tick
-    assert optimizer.decision.profile.forward_seconds > 0.0
+    assert found["0.bias"] <= 4 * tick and profile.forward_seconds > 0.0
+    optimizer = wrap(net, merging="optimal", profile=profile)
     assert optimizer.plan == optimizer.decision.plan
+    for profile in (None, dataclasses.replace(PROFILE, backward_seconds={})):
+        with pytest.raises(ArgumentError, match=r"profile=.*hvd\.measured_profile"):
+            wrap(model(), merging="optimal", profile=profile)
 
 
 @pytest.mark.parametrize("compression", ["topk:density=0.5", "best:density=0.5"])
@@ -200,6 +185,6 @@ def test_a_rank_that_the_process_set_leaves_out_trains_alone(compression):
     for parameter, start in zip(net.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach(), start - 0.1 * parameter.grad)
     assert clips or all(torch.equal(one, p.grad) for one, p in zip(own, net.parameters(), strict=True))
-    optimizer.replan()
+    optimizer.replan(None)
     assert (optimizer.plan, optimizer.telemetry.num_steps) == (None, 0)
     optimizer.load_state_dict(optimizer.state_dict())
