@@ -39,8 +39,8 @@ class OverGroup:
     def starter(self) -> Communicator:
         return self.engine.running()
 
-    def agree(self: Any, **how: Any) -> None:
-        super().agree(**how)  # type: ignore[misc]
+    def agree(self: Any) -> None:
+        super().agree()  # type: ignore[misc]
         self.starter.label = self.label
 
     def save(self: Any, **more: Any) -> dict[str, Any]:
@@ -127,8 +127,6 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         combine: "senders": a mean is over those that have sent something at its position, as in SparseLoCo's
             program: the default where sums say who has sent what. "ranks": over all, by smaller steps.
         delay: steps that go on while an exchange is under way. What they learn is kept.
-        clip: "median": no rank sends more than the median rank, by norm; with a compression.
-        offload: whether common parameters and residual lie on the host, pinned where there is a device.
         process_group: the ranks that exchange; that of the DistributedDataParallel, or all, if left out. Of
             a model of `fully_shard` over ``mesh["shard"]`` those that have the same shard,
             ``mesh["replicate"].get_group()``: each exchanges its shard, and saves it.

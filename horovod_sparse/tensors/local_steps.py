@@ -12,15 +12,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_sparse.arrays import WeightedParts
 from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, ParameterBucket, host_view
 from horovod_sparse.tensors.layout import TensorEntry, flat, local, view_into
 from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
 from horovod_sparse.tensors.own_steps import moved_parameters
 from horovod_sparse.topology import Topology
-from horovod_sparse.training import local_steps
 from horovod_sparse.training.collective_errors import some_of
-from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
+from horovod_sparse.training.local_steps import LocalTraining
+from horovod_sparse.training.parts import scaled
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 
@@ -28,32 +30,77 @@ from horovod_sparse.training.settings import Settings
 _have_local_steps: Any = WeakTensorKeyDictionary()
 
 
-class Displacement(local_steps.Displacement):
-    """How far a bucket's parameters (tensors) have moved since the last exchange.
+class Displacement:
+    """Measures the displacement of a bucket's parameters from the common ones; a pass has `OwnMoves` instead.
 
     Half types are kept in float32: a round often moves a parameter by less than their rounding.
+
+    Args:
+        part: it belongs to.
+        schedule: has the outer step.
+
+    Attributes:
+        start: [n], the common parameters.
+        velocity: [n], of the outer step; empty without momentum.
+        sent: [n], the parameters when the exchange in flight began; empty without a delay.
+        task: the exchange in flight; None without one.
     """
 
-    def __init__(self, part: LocalBucket, parameters: Sequence[torch.Tensor], schedule: Any) -> None:
-        self._parameters, self._layouts = tuple(parameters), part.layouts
-        self._memory, first = part.memory, local(parameters[0])
-        pinned = first.device.type == "cuda" and schedule.offload
-        if schedule.offload:
-            first = torch.empty(0, dtype=first.dtype)
+    def __init__(self, part: LocalBucket, schedule: LocalSchedule) -> None:
+        self.bucket, self.places, self.schedule = part.bucket, part.places, schedule
+        self._parameters, self._layouts, self._memory = part.given, part.layouts, part.memory
+        self.task: Any = None
+        first, n = local(part.given[0]), part.bucket.info.num_elements
         wide = first.new_empty(0, dtype=torch.promote_types(first.dtype, torch.float32))
-        n = part.bucket.info.num_elements
 
         def empty(like: torch.Tensor, count: int) -> torch.Tensor:
             if like.device.type != "cpu" or not count:
                 return torch.zeros(count, dtype=like.dtype, device=like.device)
             # NumPy asks for huge pages: large folds miss the TLB less
-            made = torch.from_numpy(np.zeros(count * like.element_size(), np.uint8)).view(like.dtype)
-            return made.pin_memory() if pinned else made
+            return torch.from_numpy(np.zeros(count * like.element_size(), np.uint8)).view(like.dtype)
 
         self.start, self.velocity = empty(wide, n), empty(wide, n if schedule.outer.momentum else 0)
         self.sent = empty(first, n if schedule.delay else 0)
-        super().__init__(part, schedule, moved_parameters([self.start], [(0, n)]))
+        self._common = moved_parameters([self.start], [(0, n)])
         self.take_as_common()
+
+    # an exchange
+
+    def begin(self, starter: Starter, name: str) -> None:
+        self.task = Task(name)
+        self.record_sent()
+        report = self.bucket.fold(self.displacement(), None)
+        self.task = starter.start(name, self.bucket.synchronize(report))
+
+    def received(self, scale: float) -> SparseSum:
+        """Returns the exchange's sum; raises its error, on all ranks alike."""
+        total: SparseSum = self.task.value()
+        return total
+
+    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+        """Applies the outer step by a sum over ranks; returns the size of the union."""
+        self.task, outer = None, self.schedule.outer
+        total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
+        if outer.momentum:  # all is sent
+            num_union = len(total.values)
+            self._push(scaled(total, scale))
+        else:
+            num_union, _ = self._common.replace(total=total, scale=outer.lr * scale)
+        self.return_to_start()
+        self.bucket.accept()
+        return num_union
+
+    def cancel(self) -> None:
+        """Drops the exchange's displacement, which was not finite on some rank."""
+        self.task = None
+        self.bucket.abandon(drop=True)
+
+    def roll_back(self) -> None:
+        """Cancels the exchange in flight; the parameters still contain its displacement."""
+        if self.task is not None:
+            self.cancel()
+
+    # common parameters and this rank's own
 
     @torch.no_grad()
     def _gather(self, into: torch.Tensor) -> None:
@@ -64,19 +111,21 @@ class Displacement(local_steps.Displacement):
         return view_into(flat, self.places[number][0], self._layouts[number])
 
     def take_as_common(self) -> None:
+        """Copies this rank's parameters to `start`: all ranks have the same now."""
         self._gather(self.start)
         self.velocity.zero_()
         self.record_sent()
 
     @torch.no_grad()
     def displacement(self) -> Any:
+        """Returns ``start - parameters``, as the accumulator folds it."""
         lines = [
             self.sent[slice(*place)] if self.sent.numel() else flat(parameter, layout.stride())
             for place, parameter, layout in zip(self.places, self._parameters, self._layouts, strict=True)
         ]
         # half types began from `start` rounded to their dtype: that rounding is no displacement
         pairs = [
-            (self.start[slice(*place)].to(line.dtype), line.to(self.start.device))
+            (self.start[slice(*place)].to(line.dtype), line)
             for place, line in zip(self.places, lines, strict=True)
         ]
         if self._memory is HOST:
@@ -86,24 +135,30 @@ class Displacement(local_steps.Displacement):
         return self._memory.foldable([one.to(kind) - other.to(kind) for one, other in pairs])
 
     @torch.no_grad()
-    def push(self, mean: Any) -> None:
+    def _push(self, mean: Any) -> None:
+        """Moves `start` and `velocity` by the mean of all elements."""
         mean, outer = torch.as_tensor(mean, device=self.start.device), self.schedule.outer
         self.velocity.mul_(outer.momentum).add_(mean)
         self.start.sub_(mean.add(self.velocity, alpha=outer.momentum), alpha=outer.lr)
 
     @torch.no_grad()
     def return_to_start(self) -> None:
+        """Puts the parameters to `start`, plus what this rank has learned since the exchange began.
+
+        A NaN of that time stays: all ranks hear of it in the next exchange.
+        """
         for number, own in enumerate(self._parameters):
             parameter, start = local(own), self._view(self.start, number)
             if not self.sent.numel():
                 parameter.copy_(start)
                 continue
             sent = self._view(self.sent, number)
-            learned = parameter.to(start.device, start.dtype).sub(sent)
+            learned = parameter.to(start.dtype).sub(sent)
             parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
         self.record_sent()
 
     def record_sent(self) -> None:
+        """Copies the parameters to `sent`: later steps belong to the next exchange."""
         if self.sent.numel():
             self.sent = self.sent.to(self._parameters[0].dtype)  # `model.float()` has changed it
             self._gather(self.sent)
@@ -120,12 +175,15 @@ class Displacement(local_steps.Displacement):
             torch._foreach_copy_(parameters, own)
 
     def entry(self, number: int, name: str) -> TensorEntry:
+        """Returns a common parameter, for ranks to compare."""
         return TensorEntry(name, self._view(self.start, number))
 
     def to_host(self, name: str) -> np.ndarray:
+        """Returns `start`, `velocity` or `sent`, [n]."""
         return np.asarray(getattr(self, name).cpu().to(self.start.dtype).numpy())
 
     def assign_array(self, name: str, values: np.ndarray) -> None:
+        """Copies values into `start`, `velocity` or `sent`, by this name."""
         getattr(self, name).copy_(torch.from_numpy(np.array(values)))
 
 
@@ -133,8 +191,8 @@ class LocalBucket(ParameterBucket):
     """A bucket of parameters whose displacements are exchanged."""
 
     def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], schedule: LocalSchedule) -> None:
-        super().__init__(spec, facts, place, memory=HOST if schedule.offload else None)
-        self.moves = Displacement(self, self.given, schedule)
+        super().__init__(spec, facts, place)
+        self.moves = Displacement(self, schedule)
 
 
 def _unexchanged_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -147,8 +205,8 @@ def _digest(tensor: torch.Tensor, by_version: bool) -> bytes:
     return str(tensor._version).encode() if by_version else TensorEntry("", local(tensor)).sums().tobytes()
 
 
-class LocalBinding(local_steps.LocalTraining):
-    """Makes an optimizer's `step()` count as a local step, after some of which ranks exchange."""
+class LocalBinding(LocalTraining):
+    """Binds one optimizer's steps to local steps; see `LocalSteps` of the front ends."""
 
     def __init__(
         self,
@@ -195,9 +253,9 @@ class LocalBinding(local_steps.LocalTraining):
         self._take_loaded()
         self._is_restored = False
 
-    def agree(self, *, as_first: bool = False) -> None:
+    def agree(self) -> None:
         is_due = not (self._has_begun and self.is_agreed)
-        super().agree(as_first=as_first)
+        super().agree()
         if is_due:
             self._note_unexchanged()
 

@@ -331,8 +331,8 @@ class OverHorovod:
     engine: HorovodEngine
     starter: Any = property(operator.attrgetter("engine"))
 
-    def agree(self: Any, **how: Any) -> None:
+    def agree(self: Any) -> None:
         is_due = not self.is_agreed
-        super().agree(**how)  # type: ignore[misc]
+        super().agree()  # type: ignore[misc]
         if is_due:
             self.engine.begin(self)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe_for
@@ -94,18 +93,13 @@ class LocalSteps(OverHorovod, LocalBinding):
         optimizer = torch.optim.AdamW(model.parameters())
         local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")
 
-    In elastic training give the state this alone, ``TorchState(local=local)``, and count by `step`. Who stays
-    keeps parameters, moments and residual, and exchanges at once what a lost rank has interrupted; who comes
-    takes common parameters, the outer step's velocity and buffers from one that has come furthest. A lost
-    rank's residual is lost.
-
     Args:
         optimizer: any of PyTorch, not made by `DistributedOptimizer`.
         model: the module whose parameters it trains.
         every: H, local steps from one exchange to the next.
         process_set: the ranks that exchange.
-        **options: see `horovod_sparse.ddp.LocalSteps`: `compression`, `outer`, `combine`, `delay`, `clip`,
-            `offload`, `on_nonfinite`, `check_every` and `deadline_seconds`.
+        **options: see `horovod_sparse.ddp.LocalSteps`: `compression`, `outer`, `combine`, `delay`,
+            `on_nonfinite`, `check_every` and `deadline_seconds`.
 
     Example:
         >>> import horovod_sparse.torch as hvd; hvd.init()
@@ -146,18 +140,3 @@ class LocalSteps(OverHorovod, LocalBinding):
     def _advance(self) -> None:
         """Continues the exchange in flight by one round in each step of the optimizer."""
         self.engine.advance()
-
-
-class _Survivor(StateHandler):
-    """Handles ``TorchState(local=local)`` in elastic training: new ranks copy the common state."""
-
-    def save(self) -> None:
-        """Does nothing, since surviving ranks keep their state in memory."""
-
-    restore = save
-
-    def sync(self) -> None:
-        self.value.agree(as_first=True)
-
-
-get_handler_registry().append((LocalSteps, _Survivor))

@@ -8,123 +8,26 @@ from which all ranks go on. `Steps` does all else: it begins exchanges, waits, a
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import Broadcast, Synchronization, shared_lines
+from horovod_sparse.collectives import shared_lines
 from horovod_sparse.errors import StateMismatchError, UnsupportedError
 from horovod_sparse.plans import Plan, fixed_bytes
-from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.training import agreement
-from horovod_sparse.training.agreement import Entry, HostEntry
-from horovod_sparse.training.engine import Engine, Facts, Starter, Task
+from horovod_sparse.training.engine import Engine, Facts
 from horovod_sparse.training.facts import Averaged, mean_of_finite
-from horovod_sparse.training.parts import BucketPart, Parameters, assign_residuals, multiplied, scaled
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Steps
 from horovod_sparse.training.training import Training
 
-_log = logging.getLogger("horovod_sparse")
-#: arrays of a `Displacement` that checkpoints contain, and that new buckets copy
+#: what a checkpoint has of a `Displacement`, and what other buckets take over
 _SAVED = "start", "velocity"
-
-
-class Displacement:
-    """How far a part's parameters have moved since the last exchange; local steps exchange it.
-
-    Args:
-        part: it belongs to.
-        schedule: has the outer step.
-        common: reaches `start`.
-
-    Attributes:
-        start: [n], the common parameters.
-        velocity: [n], of the outer step; empty without momentum.
-        sent: [n], the parameters when the exchange in flight began; empty without a delay.
-        task: the exchange in flight; None without one.
-    """
-
-    start: Any
-    velocity: Any
-    sent: Any
-
-    def __init__(self, part: BucketPart, schedule: LocalSchedule, common: Parameters) -> None:
-        self.bucket, self.places, self.schedule, self._common = part.bucket, part.places, schedule, common
-        self.task: Any = None
-
-    def displacement(self) -> Any:
-        """Returns ``start - parameters``, for the accumulator to fold."""
-
-    def take_as_common(self) -> None:
-        """Copies this rank's parameters to `start`; called when they are equal on all ranks."""
-
-    def return_to_start(self) -> None:
-        """Sets the parameters to `start`, plus the local steps taken since the exchange began.
-
-        A NaN of that time stays: all ranks hear of it in the next exchange.
-        """
-
-    def record_sent(self) -> None:
-        """Copies the parameters to `sent`, since later local steps belong to the next exchange."""
-
-    def entry(self, number: int, name: str) -> Entry:
-        """Returns a parameter's `start` as an `Entry`, which ranks compare."""
-        return HostEntry(name, self.start[slice(*self.places[number])])
-
-    def to_host(self, name: str) -> np.ndarray:
-        """Returns `start`, `velocity` or `sent` as a host array [n]."""
-        return np.asarray(getattr(self, name))
-
-    def assign_array(self, name: str, values: np.ndarray) -> None:
-        """Copies values into `start`, `velocity` or `sent`."""
-        getattr(self, name)[...] = values
-
-    def begin(self, starter: Starter, name: str) -> None:
-        self.task = Task(name)
-        self.record_sent()
-        report = self.bucket.fold(self.displacement(), None)
-        self.task = starter.start(name, self.bucket.synchronize(report))
-
-    def received(self, scale: float) -> SparseSum:
-        """Returns the sum that the exchange gave; raises its error, on all ranks alike."""
-        total: SparseSum = self.task.value()
-        return total
-
-    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
-        """Applies the sum over ranks to the parameters by the outer step; returns the union's size."""
-        self.task, outer = None, self.schedule.outer
-        total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
-        if outer.momentum:  # all is sent
-            num_union = len(total.values)
-            self.push(scaled(total, scale))
-        else:
-            num_union, _ = self._common.replace(total=total, scale=outer.lr * scale)
-        self.return_to_start()
-        self.bucket.accept()
-        return num_union
-
-    def push(self, mean: Any) -> None:
-        """Applies the outer step with momentum to `start`, given the mean displacement."""
-        outer = self.schedule.outer
-        self.velocity *= outer.momentum
-        self.velocity += mean
-        self.start -= outer.lr * (mean + outer.momentum * self.velocity)
-
-    def cancel(self) -> None:
-        """Cancels the exchange and drops its displacement, which is NaN or Inf on some rank."""
-        self.task = None
-        self.bucket.abandon(drop=True)
-
-    def roll_back(self) -> None:
-        """Cancels the exchange in flight; the displacement stays in the parameters."""
-        if self.task is not None:
-            self.cancel()
 
 
 class LocalTraining(Steps):
@@ -147,9 +50,7 @@ class LocalTraining(Steps):
         self._has_begun = False
         #: local steps since the exchange in flight began
         self._flying = 0
-        #: number of ranks and residuals after this rank cancelled an exchange that others may have completed
-        self._if_completed: tuple[int, Sequence[Mapping[str, Any]]] | None = None
-        #: True if the user has loaded parameters since the last exchange
+        #: whether the common parameters have been loaded anew since the last exchange
         self._replaced = False
         self.begin(facts, self.first_plan_of(facts))
 
@@ -181,63 +82,29 @@ class LocalTraining(Steps):
 
     # what ranks agree upon
 
-    def agree(self, *, as_first: bool = False) -> None:
-        """Makes all ranks agree on step, plan and states; new and late ranks copy the furthest rank's.
-
-        With `as_first` ranks that all begin take what the first one has, and need not begin alike.
-        """
+    def agree(self) -> None:
+        """Agrees as `Training.agree` does; all ranks have to have the same common parameters."""
         if self._has_begun and self.is_agreed:
             return
         self.roll_back()  # what was in flight when the collectives ended
         for part in self.parts:
-            if not self._has_begun:
-                part.moves.take_as_common()
-            elif self._if_completed is None:  # parameters may have been loaded since something was sent
+            if self._has_begun:  # parameters may have been loaded since something was sent
                 part.moves.record_sent()
-        before, old_size, self._num_begun = self.step, self.made_for[1], 0
+            else:
+                part.moves.take_as_common()
+        before, self._num_begun = self.step, 0
         Training.agree(self)
         if self.size > 1:
             try:
-                self._carry_out(self._copy_from_furthest(before, old_size, as_first))
+                self._carry_out(self.drift.run(self.step, self.shared_entries()))
             except BaseException:
-                self.step = before  # what is common at the agreed step has not come
+                self.step = before
                 raise
-        self._has_begun, self._if_completed = True, None
+        self._has_begun = True
 
     @property
     def _is_fresh(self) -> bool:
         return not self._has_begun
-
-    def _copy_from_furthest(self, own_step: int, old_size: int, as_first: bool) -> Synchronization[None]:
-        """Copies common parameters, velocity and buffers from the furthest rank to new ranks."""
-        own = [self._has_begun, own_step]
-        told = yield from shared_lines([*own, self.taken])
-        places = [place for *place, _ in told]
-        furthest = max(places)
-        root, num_new = places.index(furthest), [begun for begun, _ in places].count(False)
-        if as_first or any(place != furthest for place in places):
-            for part, what in itertools.product(self.parts, _SAVED):
-                values = part.moves.to_host(what)
-                if values.size:
-                    received = yield Broadcast(np.ascontiguousarray(values).view(np.int32), root)
-                    part.moves.assign_array(what, np.ascontiguousarray(received).view(values.dtype))
-            if own != furthest or not self._has_begun:
-                for part in self.parts:
-                    part.moves.return_to_start()
-            own_numbers = self._statistics.read()
-            if own_numbers.size:
-                received = yield Broadcast(own_numbers.view(np.int32), root)
-                self._statistics.move(own_numbers, np.ascontiguousarray(received).view(np.float64))
-            if self._if_completed is not None and own_step < furthest[1]:
-                size, held = self._if_completed
-                held = multiplied(held, self.size / size, self.recipe.feedback)
-                assign_residuals(self.parts, held, self._progress())
-            self.taken = max(taken for *place, taken in told if place == furthest)
-        num_lost = old_size + num_new - self.size
-        if self.rank == root and self._has_begun and num_lost > 0:
-            words = "%d ranks and their residuals are lost, %d new ranks joined, after exchange %d"
-            _log.warning(words, num_lost, num_new, own_step)
-        yield from self.drift.run(self.step, self.shared_entries())
 
     def shared_entries(self) -> Sequence[Any]:
         return [part.moves.entry(*one) for part in self.parts for one in enumerate(part.names)]
@@ -264,7 +131,7 @@ class LocalTraining(Steps):
 
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._land(0)
-        taken, self._flying, self._if_completed = self.taken, 0, None
+        taken, self._flying = self.taken, 0
         try:
             return super()._begin_exchange(finishing=finishing)
         except BaseException:  # the user's interrupt
@@ -326,7 +193,6 @@ class LocalTraining(Steps):
         if not self._in_flight and not any(part.moves.task for part in self.parts):
             return
         self._advance()
-        self._if_completed = self.made_for[1], self.held()[0]
         taken = self.taken
         super().roll_back()
         self.taken = taken + self.schedule.every
@@ -354,7 +220,7 @@ class LocalTraining(Steps):
         self._land(0)
         local = {} if entry is None else self._checked_local(entry)
         Training.load(self, entry)
-        self._has_begun, self._if_completed = bool(local.get("has_begun")), None
+        self._has_begun = bool(local.get("has_begun"))
         self.taken, self._replaced = int(local.get("taken", 0)), False
         self._assign_arrays({what: local.get(what, {}) for what in _SAVED})
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, TypedDict
 
-import numpy as np
-
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 from horovod_sparse.feedback import ErrorFeedback, NoFeedback, Recipe, parse_recipe
@@ -79,24 +77,6 @@ def mean_over_senders(sum_: SparseSum) -> SparseSum:
     return dataclasses.replace(sum_, indices=indices, values=totals / senders)
 
 
-def clipped_to_median(sum_: SparseSum) -> SparseSum:
-    """Scales each rank's selection down to the median of all ranks' norms, if it is larger.
-
-    Example:
-        >>> sum_ = SparseSum(np.arange(3, dtype=np.int32), np.array([9.0, 1.0, 2.0]), np.array([1, 1, 1]))
-        >>> clipped_to_median(sum_).values
-        array([2., 1., 2.])
-    """
-    pieces = np.split(sum_.values, np.cumsum(sum_.counts)[:-1])
-    norms = [float(np.linalg.norm(piece.astype(np.float64))) for piece in pieces]
-    most = float(np.median(norms))
-    clipped = [
-        piece * piece.dtype.type(most / norm) if norm > most else piece
-        for piece, norm in zip(pieces, norms, strict=True)
-    ]
-    return dataclasses.replace(sum_, values=np.concatenate(clipped))
-
-
 @dataclass(frozen=True)
 class OuterStep:
     """Applies the mean displacement to the common parameters by SGD, optionally with Nesterov momentum.
@@ -140,8 +120,6 @@ class LocalOptions(TypedDict, total=False):
     outer: str | OuterStep
     combine: str | None
     delay: int
-    clip: str | None
-    offload: bool
     on_nonfinite: str
     check_every: int | None
     deadline_seconds: float | None
@@ -166,8 +144,6 @@ class LocalSchedule(Schedule):
     recipe: Recipe = field(init=False)
     outer: OuterStep = OuterStep()
     combine: str | None = None
-    clip: str | None = None
-    offload: bool = False
 
     def __post_init__(self, compression: Any) -> None:
         check_count("every", self.every, "a number of steps, 1 or more")
@@ -192,14 +168,9 @@ class LocalSchedule(Schedule):
         combine = COMBINES[named] if self.combine is None else self.combine
         if combine not in COMBINES:
             raise UnknownNameError("combine", str(combine), COMBINES)
-        if self.clip not in (None, "median"):
-            raise ArgumentError("clip", self.clip, "'median', or None")
-        if not named:
-            why = f"with {recipe.sparsifier.name}: its sums do not say who has sent what"
-            if self.clip:
-                raise ArgumentError("clip", self.clip, f"None {why}")
-            if combine == "senders" and not isinstance(recipe.sparsifier, Dense):
-                raise ArgumentError("combine", combine, f"'ranks' {why}")
+        if combine == "senders" and not named and not isinstance(recipe.sparsifier, Dense):
+            why = f"'ranks' with {recipe.sparsifier.name}: its sums do not say who has sent what"
+            raise ArgumentError("combine", combine, why)
         object.__setattr__(self, "outer", outer)
         object.__setattr__(self, "recipe", recipe)
         object.__setattr__(self, "combine", combine)
@@ -220,12 +191,10 @@ class LocalSchedule(Schedule):
         """Accepts every sparsifier, since local steps select in an exchange only."""
 
     def describe(self) -> dict[str, str]:
-        return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay", "clip")}
+        return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay")}
 
     def mean_of(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
-        """Returns a sum and a factor, whose product is the mean displacement."""
-        if isinstance(sparsifier, SelectAndGather):
-            sum_ = clipped_to_median(sum_) if self.clip else sum_
-            if self.combine == "senders":
-                return mean_over_senders(sum_), 1.0
+        """Returns a sparse sum and its factor, whose product is the mean displacement."""
+        if self.combine == "senders" and isinstance(sparsifier, SelectAndGather):
+            return mean_over_senders(sum_), 1.0
         return sum_, 1.0 / size

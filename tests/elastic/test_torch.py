@@ -1,6 +1,5 @@
 """Elastic training in PyTorch: workers that die, join or are replaced, alone or by hosts of two."""
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from elastic.job import HOSTS, elastic_job, of
 from support.jobs import ran
 from support.sampling import rest_nightly
 
-WORKER, LOCAL_WORKER = (Path(__file__).with_name(name) for name in ("torch_worker.py", "local_worker.py"))
+WORKER = Path(__file__).with_name("torch_worker.py")
 
 
 def lawful(entries: list[dict[str, Any]], ranks: int) -> None:
@@ -40,63 +39,6 @@ def test_a_worker_is_replaced_at_an_unchanged_size(tmp_path):
         assert job.wait() == 0, job.log
     lawful(job.entries, 2)
     assert of(job.entries, "batch", host=HOSTS[2])
-
-
-#: of `local_worker`: in a round, in all of an exchange, and in the agreement after the kill before
-KILLS = [[0, -1, 0], *([3, count, 0] for count in range(5)), [1, -1, 0]]
-KILLS += [[-1, count, 0] for count in (0, 2, 4, 5, 6, 7)]
-KILLS += [*([3, 1, milliseconds] for milliseconds in (0.2, 0.5, 1, 2, 5)), [2, -1, 0], [-1, 6, 1]]
-SPELLINGS = ["".join(letters) for letters in itertools.product(*((one, one.upper()) for one in "localhost"))]
-
-
-@pytest.mark.parametrize(
-    ("kills", "ranks", "delay"),
-    [
-        ([KILLS[1], KILLS[15], KILLS[8]], 2, 1),  # an exchange is in flight
-        pytest.param(KILLS, 2, 0, marks=pytest.mark.nightly),
-        # of several survivors one notices after Gloo's time-out only, within which a worker has to start, too
-        pytest.param(KILLS[::3], 3, 0, marks=pytest.mark.nightly),
-    ],
-    ids=["some", "all", "several survive"],
-)
-def test_ranks_with_local_steps_are_killed(tmp_path, kills, ranks, delay):
-    """No hang, survivors are equal after every exchange, and the training ends as undisturbed ones do.
-
-    Where all who hold its state are killed it begins anew, and says so.
-    """
-    task = {"rounds": len(kills) + 40, "delay": delay, "kills": kills}
-    hosts = SPELLINGS[: len(kills) + ranks]
-    with elastic_job(
-        tmp_path,
-        LOCAL_WORKER,
-        json.dumps(task),
-        hosts=hosts[:ranks],
-        least=ranks,
-        most=ranks,
-        HOROVOD_GLOO_TIMEOUT_SECONDS="120",
-    ) as job:
-        job.set_hosts(hosts)
-        for number in range(len(kills)):
-            job.wait_for(lambda entries, number=number: len(of(entries, "dies")) > number, 300.0)
-        assert job.wait(900.0) == 0, job.log
-        entries, log = job.entries, job.log
-    assert [entry["number"] for entry in of(entries, "dies")] == list(range(len(kills)))
-    exchanges = of(entries, "exchange")
-    last = {entry["pid"]: entry for entry in exchanges}
-    done: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for entry in exchanges:  # who was killed behind an exchange may have done it alone: others did it again
-        if entry is not last[entry["pid"]] or entry["round"] == task["rounds"]:
-            done.setdefault((entry["life"], entry["round"]), []).append(entry)
-    assert all(len({entry["digest"] for entry in each}) == 1 for each in done.values())
-    ended = done[exchanges[-1]["life"], task["rounds"]]
-    assert len(ended) == ranks
-    assert 0 < log.count("their residuals are lost") <= len(kills)
-    undisturbed = [entry["loss"] for entry in of(entries, "undisturbed", rank=0)]
-    anew = len({entry["life"] for entry in exchanges}) > 1
-    assert anew or ranks > 2
-    # each of the undisturbed trainings is a new one in a job that was started again, and says so, too
-    assert log.count("begins at step 0") > len(undisturbed) * ranks or not anew
-    assert ended[0]["loss"] < 1.5 * max(undisturbed), (ended[0], undisturbed)
 
 
 THREE = [[0, 1], [2, 3], [4, 5]]

@@ -285,8 +285,8 @@ row("local steps", "engine|differs|come", _BOTH, way=LOCAL)
 for _name, _value, _ways, _kinds in [
     ("check_every", 2, _ALL, 0), ("on_nonfinite", "skip", _ALL, 0), ("levels", "host", _ALL, 0),
     ("deadline_seconds", 2.5, _ALL, 0), ("misspelt", 1, _ALL, 0), ("every", 3, f"{STEPS} {LOCAL}", 0),
-    ("delay", 1, f"{STEPS} {LOCAL}", 0), ("every", 0, STEPS, 0), ("clip", "median", LOCAL, 0),
-    ("outer", "nesterov", LOCAL, 0), ("combine", "ranks", LOCAL, 0), ("offload", True, LOCAL, 0),
+    ("delay", 1, f"{STEPS} {LOCAL}", 0), ("every", 0, STEPS, 0),
+    ("outer", "nesterov", LOCAL, 0), ("combine", "ranks", LOCAL, 0),
     ("max_grad_norm", 1.0, GRADIENTS, 1), ("synchronize_at", "step", GRADIENTS, 1),
     ("op", "Sum", GRADIENTS, 1), ("bucket_bytes", 300, GRADIENTS, 1), ("merging", "layerwise", GRADIENTS, 1),
     ("groups", 3, GRADIENTS, 1), ("tensor_selection", "cost", GRADIENTS, 1),

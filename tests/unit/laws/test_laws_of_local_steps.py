@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
+from horovod_sparse.errors import (
+    ArgumentError,
+    DriftError,
+    NonFiniteGradientError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensors.local_steps import stepping_optimizer
@@ -63,7 +68,6 @@ def test_everything_by_nesterov_is_diloco_bit_for_bit(every, num_steps):
     [
         *({"compression": compression} for compression in RECIPES),
         *({"compression": compression, "combine": "ranks"} for compression in (None, "sparseloco")),
-        {"compression": "sparseloco", "clip": "median"},
     ],
     ids=str,
 )
@@ -123,11 +127,6 @@ def test_resume_in_the_middle_of_a_round_is_invisible(given):
         assert torch.equal(one.kept("start"), again.kept("start"))
         with pytest.raises(StateMismatchError, match="not one of LocalSteps"):
             again.local.load_state_dict({name: item for name, item in saved[2].items() if name != "local"})
-        if one.rank == 0:  # one that goes on from an older entry takes what is common
-            again.model.load_state_dict(saved[0])
-        again.local.load_state_dict(again.local.state_dict() if one.rank else saved[2])
-        again.local.agree()
-        assert one.rank or torch.equal(again.vector(), one.kept("start"))
         again.local.finish()
         again.local.load_state_dict(None)
         again.local.agree()
@@ -136,57 +135,17 @@ def test_resume_in_the_middle_of_a_round_is_invisible(given):
     on_ranks(body, **given)
 
 
-def test_survivors_and_a_newcomer_go_on_from_what_the_furthest_have():
-    before = on_ranks(lambda one: trained(one, 7), size=3, compression=TOPK)
-    common = before[0].kept("start")
-
+def test_ranks_whose_common_parameters_differ_are_refused():
     def body(one):
-        rank, meeting = one.rank, one.meeting
-        one = before[1 + rank] if rank < 2 else one
-        held = one.kept("residuals")
-        engine = one.local.engine
-        engine.meeting, engine.rank, engine.start_of = meeting, rank, "the second start"
-        one.rank = rank
-        one.optimizer.zero_grad()
-        one.gradients()
-        one.optimizer.step()
-        assert torch.equal(one.kept("start"), common)
-        torch.testing.assert_close(one.kept("residuals"), held * (1.0 if rank < 2 else 0.0))
-        one.train(1)  # all are at the same step of their round
-        return one.vector()
+        one.train(3)
+        if one.rank == 0:
+            with torch.no_grad():
+                one.local.parts[0].moves.start[0] += 1.0
+        one.local.engine.start_of = "the second start"
+        with pytest.raises(DriftError, match=r"ranks \[0\]"):
+            one.train(1)
 
-    assert equal(on_ranks(body, 3, seed=2, compression=TOPK))
-
-
-@pytest.mark.parametrize("newcomer", [False, True])
-@pytest.mark.parametrize("given", [{}, {"compression": TOPK}, {"compression": TOPK, "delay": 1}], ids=str)
-@pytest.mark.parametrize("number", range(8))
-def test_a_rank_lost_in_an_exchange_or_agreement_loses_and_repeats_nothing(number, given, newcomer):
-    """Two of three lose the others, one perhaps after its exchange: nothing is lost, nothing comes twice."""
-    starts, barrier = [Meeting(3), Meeting(3)], threading.Barrier(3)
-
-    def body(one):
-        one.train(5)
-        barrier.wait()
-        one.meeting.num_answered = starts[0].num_answered = number
-        barrier.wait()
-        with contextlib.suppress(ConnectionError):
-            one.train(1 + given.get("delay", 0))
-        moved = one.moved
-        if newcomer and one.rank == 2:
-            one = Rank(2, starts[0], seed=2, combine="ranks", **given)
-        for start in starts:
-            one.local.engine.meeting = one.local.engine.start_of = start
-            with contextlib.suppress(ConnectionError):
-                one.local.agree()
-        one.local.finish()
-        return one.vector(), moved + one.kept("residuals")
-
-    found, owed = zip(*on_ranks(body, 3, combine="ranks", **given), strict=True)
-    assert equal(found)
-    if not newcomer:
-        begun = nn.utils.parameters_to_vector(MODELS[0].parameters())
-        torch.testing.assert_close(found[0], begun + torch.stack(owed).mean(0), rtol=1e-5, atol=1e-6)
+    on_ranks(body, 2, compression=TOPK)
 
 
 @pytest.mark.parametrize(("delay", "healthy"), [(0, 4), (2, 4), (2, 5)])
@@ -237,13 +196,9 @@ def test_accumulated_passes_and_skipped_steps_do_not_count():
 
 
 @pytest.mark.parametrize("memory", ["host", "device"])
-def test_replicas_on_the_host_and_of_half_types_stay_equal(memory, monkeypatch):
+def test_gradients_of_a_device_and_half_types_follow_the_same_law(memory, monkeypatch):
     choose_memory(monkeypatch, memory)
-    plain, offloaded = (
-        on_ranks(lambda one: trained(one, 6).vector(), 2, compression="sparseloco", offload=offload)
-        for offload in (False, True)
-    )
-    assert equal([*plain, *offloaded])
+    assert equal(on_ranks(lambda one: trained(one, 6).vector(), 2, compression="sparseloco"))
     assert equal(on_ranks(lambda one: trained(one, 3).vector(), 2, inner=half_of, compression=TOPK))
 
     def body(one):
@@ -357,7 +312,6 @@ def test_parameters_that_are_trained_later_are_refused(how):
         ({"compression": "sparseloco", "outer": "nesterov"}, "a residual is a momentum already"),
         ({"compression": "dgc:density=0.1,feedback=momentum"}, "moments already"),
         ({"compression": "oktopk:density=0.1", "combine": "senders"}, "combine='senders'"),
-        ({"compression": "randomk:density=0.1", "clip": "median"}, "clip='median'"),
         ({"every": 3, "delay": 4}, "delay=4"),
         ({"every": 0}, "every=0"),
         ({"outer": "adam"}, "unknown outer 'adam'"),
