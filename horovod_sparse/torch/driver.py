@@ -241,36 +241,8 @@ def raise_explained(error: BaseException) -> None:
         ) from error
 
 
-#: seconds by which ranks' deadlines may differ
-_ANSWER_SECONDS = 5.0
-
-#: publishes errors of optimizers and compressors
+#: of optimizers and compressors
 construction_errors = ConstructionErrors.of_horovod(hvd)
-
-
-def _abort_dense_ranks(names: Sequence[str], process_set: Any) -> None:
-    """Raises on all ranks if a missing rank sends dense gradients instead of sparse ones.
-
-    It submits a collective of another type under each parameter's name: if a rank has a dense one there,
-    Horovod raises on all ranks. This training has failed in any case, so nothing is lost if no rank answers.
-    """
-    other = torch.float64
-    handles = [
-        hvd.allreduce_async(torch.zeros(1, dtype=other), name=name, process_set=process_set) for name in names
-    ]
-    until = time.monotonic() + _ANSWER_SECONDS
-    while not all(map(hvd.poll, handles)) and time.monotonic() < until:
-        time.sleep(0.01)
-    for handle in handles:
-        try:
-            if hvd.poll(handle):
-                hvd.synchronize(handle)
-        except hvd.HorovodInternalError as error:
-            if "mismatched" in str(error).lower():
-                raise errors.StateMismatchError(
-                    f"compression differs: another rank sends whole gradients ({error}); give all ranks the "
-                    "same"
-                ) from error
 
 
 class HorovodEngine(HorovodDriver):
@@ -289,7 +261,7 @@ class HorovodEngine(HorovodDriver):
     ) -> None:
         super().__init__(process_set, deadline_seconds)
         self.optimizer, self._names, self._recipe = optimizer, dict(names), recipe
-        self._deadline_seconds, self._trained = deadline_seconds, set[str]()
+        self._deadline_seconds = deadline_seconds
 
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
@@ -298,24 +270,18 @@ class HorovodEngine(HorovodDriver):
         return Placement.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:
-        new = new_facts(self.optimizer, known, self._names, self._recipe.rules)
-        self._trained |= new.keys()
-        return new
+        return new_facts(self.optimizer, known, self._names, self._recipe.rules)
 
     def carry_out(
         self, coroutine: Synchronization[Any], topology: Topology | None, name: str = "agreement"
     ) -> Any:
         """Runs a coroutine on all ranks, under one name, so that ranks with other arguments take part."""
-        try:
-            return carry_out_together(
-                *(coroutine, self.process_set, f"horovod_sparse.{name}"),
-                deadline_seconds=self._deadline_seconds,
-                meanwhile=construction_errors.watcher(self.process_set),
-                topology=topology,
-            )
-        except errors.DeadlineError:
-            _abort_dense_ranks(sorted(self._trained), self.process_set)
-            raise
+        return carry_out_together(
+            *(coroutine, self.process_set, f"horovod_sparse.{name}"),
+            deadline_seconds=self._deadline_seconds,
+            meanwhile=construction_errors.watcher(self.process_set),
+            topology=topology,
+        )
 
     def declared(self) -> Mapping[str, object]:
         ranks = self.process_set.ranks

@@ -69,8 +69,8 @@ def DistributedOptimizer(
       step on; they join on all ranks before the same step;
     * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;
     * sums are taken in float32 or float64, so `gradient_predivide_factor` changes nothing but rounding;
-    * sparse (COO) gradients are refused, or with ``sparse_as_dense=True`` sparsified and dense afterwards.
-      SparseAdam, which takes no others, gets COO gradients of the elements that are not 0;
+    * sparse (COO) gradients are refused, or with ``sparse_as_dense=True`` sparsified and dense afterwards;
+      SparseAdam, which takes no others, is refused;
     * `hvd.join()` is an error on the ranks that still train: every rank needs as many batches;
     * a NaN or Inf on any rank raises `NonFiniteGradientError` on every rank, and nothing is applied, unless
       `on_nonfinite` asks for something else. With a `torch.amp.GradScaler` gradients are Inf on every rank
@@ -232,6 +232,9 @@ def _check_sparse(optimizer: Any, recipe: Recipe, op: Any, predivide: float = 1.
             "op=Adasum cannot be combined with a sparsifier: it combines whole parameter updates, and a "
             "residual has no place in that. Use op=Average or op=Sum, or compression=Compression.none"
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        allowed = "torch.optim.Adam: exchanged gradients are dense, and SparseAdam takes none"
+        raise ArgumentError("optimizer", "SparseAdam", allowed)
     allowed = "a finite number above 0"
     check_number("gradient_predivide_factor", predivide, allowed, "(0, inf)")
     if predivide != 1.0 and op != hvd.Average:

@@ -67,9 +67,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         self.decision = self._first.decision
         self.facts = facts
         self.average = optimizer.op == hvd.Average
-        #: True if gradients are returned as COO tensors, which SparseAdam needs
-        self.to_coo = isinstance(optimizer, torch.optim.SparseAdam)
-        self.takes_coo = self.to_coo or bool(optimizer.sparse_as_dense)
+        self.takes_coo = bool(optimizer.sparse_as_dense)
         self.delays = optimizer._allreduce_delay
         self.starts_early = settings.synchronize_at == "backward"
         self._own_label = next(_labels)
@@ -134,12 +132,8 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
                 f"synchronizes it now: use that one ({', '.join(list(self.facts)[:3])}, ...)"
             )
         super().synchronize()
-        if self.overflow is None:
-            if (max_norm := self.settings.max_grad_norm) is not None:
-                clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
-            for parameter in self._part_of if self.to_coo else ():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to_sparse()
+        if self.overflow is None and (max_norm := self.settings.max_grad_norm) is not None:
+            clip_gradients(self.optimizer.param_groups, max_norm * self.loss_scale.value)
         self.is_synchronized, self.for_scaler = True, False
 
     def cancel_collectives(self, *, alike: bool) -> None:

@@ -76,6 +76,9 @@ def test_arguments_of_a_wrong_kind_are_refused_by_name(compression):
             wrap(net, compression, **{name: wrong})
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         wrap(net, compression, backward_passes_per_step="2")
+    if compression != "none":
+        with pytest.raises(ArgumentError, match=r"optimizer='SparseAdam'.*torch\.optim\.Adam"):
+            wrap(net, compression, torch.optim.SparseAdam)
     hvd.LocalSteps(optimizer := torch.optim.SGD(net.parameters()), net, every=2)
     with pytest.raises(ArgumentError, match="LocalSteps"):
         hvd.DistributedOptimizer(optimizer, compression=compression)

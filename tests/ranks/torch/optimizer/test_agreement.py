@@ -1,7 +1,6 @@
 """Ranks that were given different things, or come apart: an error by name on all of them."""
 
 import itertools
-import time
 from typing import Any
 
 import horovod.torch as stock
@@ -17,7 +16,6 @@ from support.optimizers import make, wrapped
 
 TEXT = "topk:density=0.1"
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
-SECONDS = 10.0
 
 _numbers = itertools.count()
 
@@ -43,29 +41,6 @@ def test_the_order_of_named_parameters_does_not_matter(rank, size):
     for name, parameter in model.named_parameters():
         total = sum(dyadic(shapes[name], r, name) for r in range(size))
         np.testing.assert_allclose(1 - parameter.detach().numpy(), total, atol=1e-5)
-
-
-@pytest.mark.controllers
-@pytest.mark.parametrize("front", ["stock", "own"])
-@pytest.mark.parametrize("kind", ["none", pytest.param("fp16", marks=pytest.mark.nightly)])
-def test_whole_gradients_on_one_rank_are_found_out_at_the_deadline(rank, size, kind, front, monkeypatch):
-    """Horovod's optimizer says nothing of itself, and would wait for ever; ours ends that with its wait."""
-    model = LinearModel(fresh(SHAPES))
-    is_last = rank == size - 1
-    given = {name: dyadic(parameter.shape, rank, name) for name, parameter in model.named_parameters()}
-    if is_last:
-        optimizer = wrapped(front, model, kind if front == "own" else getattr(stock.Compression, kind))
-    else:
-        monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "2")
-        optimizer = wrapped(front, model, TEXT)
-    model.backward(given)
-    begun = time.monotonic()
-    with pytest.raises(stock.HorovodInternalError if is_last else errors.StateMismatchError) as caught:
-        optimizer.step()
-    assert time.monotonic() - begun < SECONDS
-    assert is_last or "another rank sends whole gradients" in str(caught.value)
-    if is_last:  # what ours has under way: the next test begins with nothing
-        stock.allgather(torch.zeros(4, dtype=torch.int32), name="horovod_sparse.agreement.AllGather.0")
 
 
 def stepped(model: LinearModel, optimizer: Any, rank: int, steps: Any) -> None:

@@ -125,44 +125,6 @@ def test_every_optimizer_of_pytorch_trains_as_with_horovod(rank):
         torch.testing.assert_close(*trained, msg=kind.__name__)
 
 
-@pytest.mark.parametrize("sparse_as_dense", [True, False])
-def test_sparse_adam_gets_gradients_in_its_form(sparse_as_dense, rank, size):
-    """Ranks look up different words, and as many as they like; one of them none at all in some steps."""
-    models = []
-    for module, compression in ((hvd, hvd.Compression.topk(density=1.0)), (stock, stock.Compression.none)):
-        torch.manual_seed(3)
-        model = torch.nn.Embedding(10, 3, sparse=True)
-        optimizer = module.DistributedOptimizer(
-            torch.optim.SparseAdam(list(model.parameters()), lr=0.1),
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-        )
-        words = torch.tensor([[1, 2, 4, 5], [4, 3, 2, 9]] if rank == 0 else [[1, 3, 4], [4, 7, 9]])
-        for _ in range(3):
-            model(words).sum().backward()
-            optimizer.step()
-            assert model.weight.grad.is_sparse
-            optimizer.zero_grad()
-        models.append(model)
-    torch.testing.assert_close(models[0].weight, models[1].weight)
-    assert same_on_all_ranks(models[0].weight)
-    # a rank without a gradient has its part of the sum all the same
-    torch.manual_seed(3)
-    model = torch.nn.Embedding(10, 3, sparse=True)
-    adam = hvd.DistributedOptimizer(
-        torch.optim.SparseAdam(list(model.parameters()), lr=0.1),
-        compression="exdyna:density=0.2",
-        max_grad_norm=0.25,
-    )
-    for step in range(4):
-        if step != rank:
-            model(torch.tensor([rank, 5])).sum().backward()
-        adam.step()
-        assert model.weight.grad.to_dense().norm() < 0.2501
-        adam.zero_grad()
-    assert same_on_all_ranks(model.weight)
-
-
 def test_without_a_sparsifier_it_is_horovods_own(rank):
     for compression in (hvd.Compression.none, hvd.Compression.fp16, "none"):
         model = LinearModel(SHAPES)
