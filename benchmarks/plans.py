@@ -14,21 +14,10 @@ import numpy as np
 
 from benchmarks.common.layers import layer_table
 from benchmarks.common.tables import markdown
-from horovod_sparse.merging import (
-    AffineTime,
-    CostModel,
-    ParameterFacts,
-    Plan,
-    Strategy,
-    Workload,
-    fixed,
-    layerwise,
-    omgs,
-    optimal,
-    predict,
-    select_tensors,
-    single,
-)
+from horovod_sparse.merging import CostModel, ParameterFacts, Plan, Workload, fixed, predict
+from horovod_sparse.planning.model import AffineTime
+from horovod_sparse.planning.request import select_tensors
+from horovod_sparse.planning.strategies import Strategy, layerwise, omgs, optimal, single
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "merging.json"
 #: numbers of ranks

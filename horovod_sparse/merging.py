@@ -1,35 +1,12 @@
 """Plans: which parameters are synchronized together, which stay dense, and what that costs."""
 
-from horovod_sparse.planning.model import AffineTime as AffineTime
 from horovod_sparse.planning.model import CostModel as CostModel
-from horovod_sparse.planning.model import Fit as Fit
-from horovod_sparse.planning.model import Span as Span
 from horovod_sparse.planning.model import Timeline as Timeline
 from horovod_sparse.planning.model import Workload as Workload
 from horovod_sparse.planning.model import bytes_by_round as bytes_by_round
-from horovod_sparse.planning.model import fit_time as fit_time
-from horovod_sparse.planning.model import plan_of_segments as plan_of_segments
 from horovod_sparse.planning.model import predict as predict
-from horovod_sparse.planning.profile import DENSE as DENSE
-from horovod_sparse.planning.profile import PROFILE_VERSION as PROFILE_VERSION
 from horovod_sparse.planning.profile import Profile as Profile
-from horovod_sparse.planning.request import STRATEGIES as STRATEGIES
-from horovod_sparse.planning.request import MinElements as MinElements
-from horovod_sparse.planning.request import TensorSelection as TensorSelection
 from horovod_sparse.planning.request import min_elements as min_elements
-from horovod_sparse.planning.request import select_tensors as select_tensors
-from horovod_sparse.planning.strategies import Fixed as Fixed
-from horovod_sparse.planning.strategies import Strategy as Strategy
 from horovod_sparse.planning.strategies import fixed as fixed
-from horovod_sparse.planning.strategies import layerwise as layerwise
-from horovod_sparse.planning.strategies import omgs as omgs
-from horovod_sparse.planning.strategies import optimal as optimal
-from horovod_sparse.planning.strategies import single as single
-from horovod_sparse.plans import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from horovod_sparse.plans import ParameterFacts as ParameterFacts
 from horovod_sparse.plans import Plan as Plan
-from horovod_sparse.plans import explicit_groups as explicit_groups
-from horovod_sparse.plans import fixed_bytes as fixed_bytes
-from horovod_sparse.plans import fixed_elements as fixed_elements
-from horovod_sparse.plans import num_buckets as num_buckets
-from horovod_sparse.plans import same_kind as same_kind

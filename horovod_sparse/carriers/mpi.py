@@ -17,24 +17,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from horovod_sparse.carriers.exchanges import (
-    TRANSPORT_VARIABLE,
-    Handle,
-    Rounds,
-    by_exchanges,
-    check_transport,
-    checked_sources,
-    transport_asked,
-)
+from horovod_sparse.carriers import exchanges
 from horovod_sparse.collectives import Exchange, Request, Words
 from horovod_sparse.errors import CollectiveMismatchError
 
 
 def why_not_mpi(hvd: Any) -> str:
     """Returns why this rank cannot send messages by MPI beside Horovod; empty if it can."""
-    check_transport(hvd)
-    if transport_asked() == "alltoall":
-        return f"{TRANSPORT_VARIABLE} says so"
+    exchanges.check_transport(hvd)
+    if exchanges.transport_asked() == "alltoall":
+        return f"{exchanges.TRANSPORT_VARIABLE} says so"
     if not hvd.mpi_enabled():
         return "Horovod does not run on MPI"
     if not hvd.mpi_threads_supported():
@@ -76,7 +68,7 @@ class MpiCarrier:
         world = self._mpi.COMM_WORLD.Get_group()
         self._comm = self._mpi.COMM_WORLD.Create_group(world.Incl(list(ranks)))
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
-        self._is_current, self._carries_all = is_current, transport_asked() == "pairs"
+        self._is_current, self._carries_all = is_current, exchanges.transport_asked() == "pairs"
         self._epoch, self._numbers = 0, Counter[bytes]()
         #: messages by source
         self._inbox: defaultdict[Key, dict[int, Words]] = defaultdict(dict)
@@ -94,9 +86,9 @@ class MpiCarrier:
         on_host = isinstance(getattr(request, "buffer", self._header), np.ndarray)
         return isinstance(request, Exchange) or (self._carries_all and on_host)
 
-    def start(self, request: Request, name: str) -> Handle:
+    def start(self, request: Request, name: str) -> exchanges.Handle:
         """Starts a collective and returns at once; `name` is equal on all ranks."""
-        return Rounds(self._exchange, by_exchanges(request, self._rank, self._size), name)
+        return exchanges.Rounds(self._exchange, exchanges.by_exchanges(request, self._rank, self._size), name)
 
     def forget(self) -> None:
         """Drops all messages in flight; all ranks call it after a failure, wherever each rank stopped."""
@@ -183,4 +175,4 @@ class _Messages:
 
     def result(self) -> dict[int, Words]:
         self.carrier._open.discard(self.key)
-        return checked_sources(self.carrier._inbox.pop(self.key, {}), self.sources, self.whose)
+        return exchanges.checked_sources(self.carrier._inbox.pop(self.key, {}), self.sources, self.whose)

@@ -19,9 +19,8 @@ from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, claim
 from horovod_sparse.topology import ClusterFacts
-from horovod_sparse.torch import driver
 from horovod_sparse.torch._horovod import HorovodOptimizer, hvd
-from horovod_sparse.torch.driver import HorovodEngine, OverHorovod
+from horovod_sparse.torch.driver import HorovodEngine, OverHorovod, raise_explained
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
@@ -40,7 +39,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
     """Synchronizes gradients over Horovod; `decision` is why the plan was taken, where a profile decided."""
 
     engine: HorovodEngine
-    raise_explained = staticmethod(driver.raise_explained)
+    raise_explained = staticmethod(raise_explained)
 
     def __init__(
         self,

@@ -6,17 +6,8 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from benchmarks.plans import SortingTime
-from horovod_sparse.merging import (
-    AffineTime,
-    CostModel,
-    Fit,
-    ParameterFacts,
-    Plan,
-    Profile,
-    Workload,
-    plan_of_segments,
-    predict,
-)
+from horovod_sparse.merging import CostModel, ParameterFacts, Plan, Profile, Workload, predict
+from horovod_sparse.planning.model import AffineTime, Fit, plan_of_segments
 
 KINDS = (("float32", "cpu", 0), ("float32", "cpu", 1), ("float64", "cpu", 0))
 

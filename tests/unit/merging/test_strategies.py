@@ -5,23 +5,11 @@ from hypothesis import given, settings
 
 from benchmarks.common.layers import layer_table
 from horovod_sparse.errors import ArgumentError, UnknownNameError
-from horovod_sparse.merging import (
-    AffineTime,
-    CostModel,
-    ParameterFacts,
-    Span,
-    Workload,
-    fixed,
-    fixed_elements,
-    layerwise,
-    omgs,
-    optimal,
-    plan_of_segments,
-    predict,
-    single,
-)
+from horovod_sparse.merging import CostModel, ParameterFacts, Workload, fixed, predict
 from horovod_sparse.planning import plan_request
-from horovod_sparse.planning.strategies import best_segments, segment_tables
+from horovod_sparse.planning.model import AffineTime, Span, plan_of_segments
+from horovod_sparse.planning.strategies import best_segments, layerwise, omgs, optimal, segment_tables, single
+from horovod_sparse.plans import fixed_elements
 from support.merging_models import all_plans, costs, seconds, workloads
 
 

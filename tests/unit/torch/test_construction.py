@@ -13,7 +13,8 @@ import torch
 hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError  # noqa: E402
-from horovod_sparse.merging import Fit, Plan  # noqa: E402
+from horovod_sparse.merging import Plan  # noqa: E402
+from horovod_sparse.planning.model import Fit  # noqa: E402
 from support.merging_models import profile_of_two  # noqa: E402
 
 

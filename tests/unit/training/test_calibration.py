@@ -11,9 +11,11 @@ from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import COLLECTIVES, AllGather, AllToAll, Broadcast, Exchange
 from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNameError
 from horovod_sparse.feedback.bucket import num_bytes_sent
-from horovod_sparse.merging import PROFILE_VERSION, Fit, Profile
+from horovod_sparse.merging import Profile
 from horovod_sparse.planning.backward import BackwardTimes, mean_times
 from horovod_sparse.planning.calibration import BucketMemory, Extent, calibration
+from horovod_sparse.planning.model import Fit
+from horovod_sparse.planning.profile import PROFILE_VERSION
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.dgc import DGC

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from horovod_sparse import errors
-from horovod_sparse.merging import Fit, ParameterFacts, Plan, fixed, min_elements
+from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
 from horovod_sparse.planning import FirstPlan, asked_of, first_plan, plan_request
+from horovod_sparse.planning.model import Fit
 from horovod_sparse.plans import DENSE_BELOW
 from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers.exdyna import ExDyna
