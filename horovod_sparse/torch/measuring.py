@@ -95,9 +95,9 @@ def measured_profile(
             )
         return (yield from with_times(profile, recorder.times()))
 
-    starts, name = [0.0], "horovod_sparse.planning"
+    starts, name, look = [0.0], "horovod_sparse.planning", construction_errors.watcher(process_set)
     with torch.no_grad():
-        profile: Profile = carry_out_together(measured(), process_set, name, starts.append)
+        profile: Profile = carry_out_together(measured(), process_set, name, starts.append, meanwhile=look)
     return profile
 
 
