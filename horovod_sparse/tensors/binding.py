@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback import RULES, Progress, Recipe, Rule, kind_of
+from horovod_sparse.feedback import RULES, Progress, Recipe, kind_of
+from horovod_sparse.feedback.feedbacks import Rule
 from horovod_sparse.tensors.layout import local, shared_entries
 from horovod_sparse.tensors.models import checked_entry
 from horovod_sparse.tensors.own_steps import StepBucket
