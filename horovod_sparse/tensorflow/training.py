@@ -196,7 +196,7 @@ class VariablesTraining(Training):
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._plan_arguments["bucket_bytes"])
         else:
-            yield from compared(asked_of(request))
+            yield from compared(described_request(request))
             cluster = functools.partial(ClusterFacts.of, self.process_set, "tensorflow", hvd)
             first = first_plan(request, facts, self.recipe.sparsifier, cluster, **self._arguments_for(new))
             if request is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from horovod_sparse import errors
 from horovod_sparse.merging import ParameterFacts, Plan, fixed, min_elements
-from horovod_sparse.planning import FirstPlan, asked_of, first_plan, plan_request
+from horovod_sparse.planning import FirstPlan, described_request, first_plan, plan_request
 from horovod_sparse.planning.model import Fit
 from horovod_sparse.plans import DENSE_BELOW
 from horovod_sparse.simulation import run_lockstep
@@ -124,7 +124,7 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
         ({"profile": tmp_path / "missing.json"}, "profile differs: .*cannot be read"),
     ):
         given = {"merging": "optimal", "profile": PROFILE}
-        texts = [asked_of(asked(**one)) for one in (given, {**given, **arguments})]
+        texts = [described_request(asked(**one)) for one in (given, {**given, **arguments})]
         for end in run_lockstep([compared(text) for text in texts], keep_errors=True):
             assert type(end) is errors.StateMismatchError
             assert re.search(match, str(end))
