@@ -109,7 +109,7 @@ class OwnMoves:
             self.ahead, self._left = [], None
 
     def end_pass(self) -> None:
-        """Takes the step ahead, and remembers some parameters, which `was_edited` compares."""
+        """Takes the step ahead (its largest unsent elements); remembers parameters for `was_edited`."""
         if self._next is not None:
             self._step_ahead(self._next, self._bucket.accumulator.take(self._next))
             self._next = None
