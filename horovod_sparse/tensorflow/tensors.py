@@ -127,7 +127,7 @@ def reduce_if_finite(
     scale: Any,
     skips: bool = True,
 ) -> list[Any]:
-    """Reduces gradients of a loss times the scale, a power of two.
+    """Reduces the gradients of a scaled loss; skips the step if a gradient is not finite.
 
     They are NaN on all ranks where one is not finite on some rank: by these a scaler skips the step.
     """

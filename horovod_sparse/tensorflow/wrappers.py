@@ -35,7 +35,7 @@ def reduced_once(
     gradients: Sequence[Any],
     variables: Sequence[Any],
 ) -> list[Any]:
-    """Reduces one gradient a variable, also where a tape is asked for it twice (of layers that share it)."""
+    """Calls `reduce` with one gradient per variable, even if a variable is listed twice."""
     first: dict[Any, int] = {}
     for i, variable in enumerate(variables):
         first.setdefault(variable.ref(), i)
@@ -46,7 +46,7 @@ def reduced_once(
 
 
 class GradientReduction:
-    """Reduces gradients in the place of Horovod's own function; Horovod takes it as `compression=`."""
+    """Replaces Horovod's own reduction of gradients; given to Horovod as `compression=`."""
 
     def __init__(self, synchronizer: Any) -> None:
         self.synchronizer = synchronizer
