@@ -50,7 +50,7 @@ class SampledSelection(SelectAndGather):
         return accumulator.sample_magnitudes(stride, int(generator.integers(stride)))
 
     def sampled_threshold(self, accumulator: Accumulator, k: int, generator: np.random.Generator) -> float:
-        """Returns ``(k m / n)-th largest of m sampled magnitudes``."""
+        """Returns the ``(k m / n)``-th largest of m sampled magnitudes, which about k elements pass."""
         sample = self.sample(accumulator, k, generator)
         order = min(sample.size, max(1, round(k * sample.size / accumulator.num_elements)))
         return float(np.partition(sample, sample.size - order)[sample.size - order])

@@ -126,7 +126,7 @@ def is_synchronized(gradient: Any) -> bool:
 
 
 class Order:
-    """Runs operations of a graph one after another, in the order in which they were built."""
+    """Makes operations of a graph run one after another, in the order in which they are noted."""
 
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

@@ -82,7 +82,7 @@ class Steps(Training):
         self._resume()
 
     def reset_states(self, start: Any) -> None:
-        """Resets states to the agreed step; `_resume` then adds moves in flight to the residual."""
+        """Resets states to the agreed step; moves in flight are added to the residual later, by `_resume`."""
         self.started_anew = True
         super().reset_states(start)
 

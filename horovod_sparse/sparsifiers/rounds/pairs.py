@@ -62,7 +62,7 @@ class Mail:
 
 
 def bruck_bags(num_members: int) -> list[int]:
-    """Returns how many messages a member of an all-gather sends in each round: at most all that it has."""
+    """Returns how many messages a member sends in each round of Bruck's all-gather."""
     return [min(1 << stage, num_members - (1 << stage)) for stage in range(ceil_log2(num_members))]
 
 
