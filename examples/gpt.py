@@ -35,9 +35,11 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """Embeddings of bytes and places, layers, and the bytes' embedding once more to guess the next one."""
 
-    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, length: int, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
@@ -46,7 +48,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if out else 0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, length, 256] of the bytes that follow."""
+        """Logits [batch, length, vocabulary] of the bytes that follow."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)

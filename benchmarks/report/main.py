@@ -30,8 +30,8 @@ from benchmarks.studies import (
     lengths,
     local,
     passes,
+    sizes,
     slow_links,
-    threshold,
 )
 from benchmarks.studies.papers import sixteen, tables, trainings
 from benchmarks.studies.study import ROOT, Result, measured
@@ -39,7 +39,7 @@ from benchmarks.studies.study import ROOT, Result, measured
 __all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
 
 STUDIES = (
-    *(one.STUDY for one in (adamw, convergence, lengths, local, passes, slow_links, threshold)),
+    *(one.STUDY for one in (adamw, convergence, lengths, local, passes, sizes, slow_links)),
     *(sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY),
 )
 #: by name of the measurement, and of a table of it; the tables of others are those of launches

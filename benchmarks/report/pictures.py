@@ -160,8 +160,10 @@ def late_or_rare(result: Mapping[str, Any]) -> Figure:
     figure, axes = panels(3, width=10.5, height=3.4)
 
     def scores(task: str, size: int, method: str, score: str) -> list[float]:
-        rate = passes.best_rate(dict(result), task, size, "dense")
-        return [result["runs"][passes.label(task, size, method, rate, seed)][score] for seed in passes.SEEDS]
+        runs, dense = result["runs"], passes.row(task, size, "dense")
+        (rate,) = passes.best_rate(runs, dense, passes.TASKS[task][1])
+        name = passes.row(task, size, method)
+        return [runs[f"{name}/rate {rate:g}/seed {seed}"][score] for seed in passes.SEEDS]
 
     sizes = [size for task, size in passes.CELLS if task == "gpt"]
     for number, method in enumerate(name for name in passes.METHODS if name.startswith("1 %")):

@@ -1,4 +1,4 @@
-"""Local steps on a small GPT: dense AdamW in every step, the same bytes by accumulation, DiLoCo, sparseloco.
+"""Local steps on a small GPT: dense AdamW in every step, DiLoCo, sparseloco.
 
 Ranks are simulated in one process, each with a model and an AdamW of its own; `SimulatedCluster` carries out
 the exchanges and counts what is sent.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.studies.adamw import adamw, rate_at
-from benchmarks.studies.study import Result, Study, at_best_rate, markdown, rounded
+from benchmarks.studies import adamw
+from benchmarks.studies.adamw import rate_at, trained
+from benchmarks.studies.study import Result, Study, at_best_rate, markdown, parsed, rounded
 from benchmarks.studies.tasks import Task, gpt_task
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.simulation import SimulatedCluster
@@ -28,8 +28,6 @@ SETTING |= {"weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 SEEDS = (0, 1, 2)
 #: of the inner optimizer
 RATES = (7.5e-4, 1.5e-3, 3e-3)
-#: bytes of text, by a rank's pieces of 64 bytes in a step, so that little or nothing comes twice
-TEXT = {2: 2_000_000, 8: 5_000_000}
 #: steps at the end whose loss is the training score: text that the model has not seen before
 LAST = 300
 KEYS = "training_bits", "bits", "bytes_per_step"
@@ -39,50 +37,36 @@ KEYS = "training_bits", "bits", "bytes_per_step"
 class Method:
     """A row: local steps between exchanges, what they send ("" for everything), and the outer step.
 
-    With `accumulate` gradients of so many steps are added up for one step of AdamW instead. With `delay` an
-    exchange arrives so many steps later, and what ranks have learned meanwhile stays. `batch` is a rank's
-    pieces of text in a step.
+    With `delay` an exchange arrives so many steps later, and what ranks have learned meanwhile stays.
     """
 
     every: int = 1
     text: str = ""
     lr: float = 1.0
     momentum: float = 0.0
-    accumulate: int = 1
     combine: str = "ranks"
     delay: int = 0
-    batch: int = 2
 
 
 METHODS = {
     "AdamW in every step, dense": Method(),
-    "gradients of 30 steps, dense": Method(accumulate=30),
     "DiLoCo, H = 30, dense": Method(30, lr=0.7, momentum=0.9),
     "sparseloco, H = 30": Method(30, "sparseloco"),
     "sparseloco, H = 30, by senders": Method(30, "sparseloco", combine="senders"),
     "sparseloco, H = 30, by senders, outer rate 1.5": Method(30, "sparseloco", lr=1.5, combine="senders"),
     "the same, 5 steps late": Method(30, "sparseloco", lr=1.5, combine="senders", delay=5),
     "the same, 15 steps late": Method(30, "sparseloco", lr=1.5, combine="senders", delay=15),
-    "AdamW in every step, dense, 8 pieces": Method(batch=8),
-    "DiLoCo, H = 30, dense, 8 pieces": Method(30, lr=0.7, momentum=0.9, batch=8),
-    "sparseloco, H = 30, by senders, outer rate 1.5, 8 pieces": Method(
-        30, "sparseloco", lr=1.5, combine="senders", batch=8
-    ),
 }
 
 
 def measure(method: Method, rate: float, seed: int, setting: dict[str, Any] = SETTING) -> Result:
     """Trains once."""
-    setting = setting | {"rate": rate}
+    task = gpt_task(width=setting["width"], batch_size=2, length=setting["length"])
+    if method.every == 1:
+        return trained(task, adamw.Method(setting["size"], "dense"), setting, rate, seed)
     torch.manual_seed(seed)
-    size, length = setting["size"], setting["length"]
-    task = gpt_task(
-        width=setting["width"], batch_size=method.batch, length=length, num_bytes=TEXT[method.batch]
-    )
     model = task.make_model()
-    streams = [task.batches(rank, size, setting["num_steps"], seed) for rank in range(size)]
-    work = _together if method.every == 1 else _apart
-    losses, sent = work(method, task, model, streams, setting)
+    losses, sent = _apart(method, task, model, {**setting, "rate": rate}, seed)
     return {
         "bits": round(task.score(model), 4),
         "training_bits": round(float(np.mean(losses[-LAST:])) / math.log(2), 4),
@@ -92,50 +76,28 @@ def measure(method: Method, rate: float, seed: int, setting: dict[str, Any] = SE
     }
 
 
-def _optimizer(model: torch.nn.Module, setting: dict[str, Any]) -> torch.optim.AdamW:
-    return adamw(list(model.parameters()), setting["rate"], setting)
-
-
-def _step(model: torch.nn.Module, optimizer: torch.optim.AdamW, rate: float, setting: dict[str, Any]) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), setting["clip_norm"])
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _together(
-    method: Method, task: Task, model: torch.nn.Module, streams: Sequence[Any], setting: dict[str, Any]
-) -> tuple[list[float], float]:
-    """One model, since all ranks have the same: the gradient of all batches is the mean over ranks."""
-    optimizer, losses, sent = _optimizer(model, setting), [], 0.0
-    for step in range(setting["num_steps"]):
-        batches = zip(*(next(stream) for stream in streams), strict=True)
-        loss = task.loss(model, *(torch.cat(some) for some in batches))
-        (loss / method.accumulate).backward()
-        losses.append(float(loss.detach()))
-        if (step + 1) % method.accumulate == 0:
-            _step(model, optimizer, rate_at(step, setting["rate"], setting), setting)
-            sent += 4 * sum(parameter.numel() for parameter in model.parameters())
-    return losses, sent
-
-
 def _apart(
-    method: Method, task: Task, model: torch.nn.Module, streams: Sequence[Any], setting: dict[str, Any]
+    method: Method, task: Task, model: torch.nn.Module, setting: dict[str, Any], seed: int
 ) -> tuple[list[float], float]:
     """A model for every rank; every so many steps their mean displacement moves what all begin with again."""
-    models = [copy.deepcopy(model) for _ in streams]
-    optimizers = [_optimizer(one, setting) for one in models]
+    size, num_steps = setting["size"], setting["num_steps"]
+    models = [copy.deepcopy(model) for _ in range(size)]
+    optimizers = [adamw.adamw([*one.parameters()], setting["rate"], setting) for one in models]
+    streams = [task.batches(rank, size, num_steps, seed) for rank in range(size)]
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     velocity, n = torch.zeros_like(start), start.numel()
     cluster = None if not method.text else SimulatedCluster(parse_recipe(method.text), n, len(models))
     losses, sent = [], 0.0
-    for step in range(setting["num_steps"]):
+    for step in range(num_steps):
         found, rate = [], rate_at(step, setting["rate"], setting)
         for one, optimizer, stream in zip(models, optimizers, streams, strict=True):
             loss = task.loss(one, *next(stream))
             loss.backward()
-            _step(one, optimizer, rate, setting)
+            torch.nn.utils.clip_grad_norm_(one.parameters(), setting["clip_norm"])
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
             found.append(float(loss.detach()))
         losses.append(float(np.mean(found)))
         if (step + 1) % method.every == 0:
@@ -172,22 +134,21 @@ def table(result: Result) -> str:
         if found is None:
             continue
         rate, own = found
-        beside = next(other for other, one in METHODS.items() if one == Method(batch=method.batch))
-        dense = at_best_rate(runs, beside)
+        dense = at_best_rate(runs, next(iter(METHODS)))
         assert dense is not None
         bits, test, sent = ([run[key] for run in own.values()] for key in KEYS)
         dense_bits, _, dense_sent = ([dense[1][seed][key] for seed in own] for key in KEYS)
         fewer = np.mean(dense_sent) / np.mean(sent)
         scores = f"{100 * (np.mean(bits) / np.mean(dense_bits) - 1):+.1f} %", f"{np.mean(test):.3f}"
-        times = f"{fewer / (method.every * method.accumulate):.0f}x", f"{fewer:,.0f}x"
+        times = f"{fewer / method.every:.0f}x", f"{fewer:,.0f}x"
         rows.append([name, f"{rate:g}", f"{np.mean(bits):.3f}", *scores, *times, str(len(own))])
     head = ["method", "rate", "bits, training", "to dense", "bits, test"]
     return markdown([*head, "fewer bytes, exchange", "in all", "seeds"], rows)
 
 
 def _by_name(run: str) -> Result:
-    name, rate, seed = run.rsplit("/", 2)
-    return measure(METHODS[name], float(rate.removeprefix("rate ")), int(seed.removeprefix("seed ")))
+    name, rate, seed = parsed(run)
+    return measure(METHODS[name], rate, seed)
 
 
 STUDY = Study(

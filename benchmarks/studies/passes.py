@@ -11,8 +11,9 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from resnet import resnet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.studies.adamw import groups, rate_at
-from benchmarks.studies.study import Result, Study, launched, load, markdown
+from benchmarks.studies.adamw import adamw, rate_at
+from benchmarks.studies.study import Result, Study, around, at_best_rate, launched, load, markdown, parsed
 from benchmarks.studies.tasks import Task, digits_task, gpt_task
 from horovod_sparse import ddp
 
-SEEDS, LAST = (0, 1, 2), 0.1
+SEEDS, LAST, SCORE = (0, 1, 2), 0.1, "training"
 CELLS = [("gpt", 2), ("gpt", 4), ("gpt", 8), ("cnn", 2), ("resnet", 2)]
 SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 #: task -> steps and rates that dense training tries; a best rate at an edge is none
@@ -77,108 +78,93 @@ def _network(task: str) -> Task:
 
 def train(task_name: str, method: str, rate: float, seed: int) -> Result:
     """One training on this rank: means over ranks."""
-    task, (num_steps, _) = _network(task_name), TASKS[task_name]
+    is_gpt, momentum = task_name == "gpt", partial(torch.optim.SGD, momentum=0.9)
+    setting = {**SETTING, "num_steps": TASKS[task_name][0]}
     text, options = METHODS.get(method) or DENSITIES[method]
+    make = partial(adamw, rate=rate, setting=setting) if is_gpt else momentum
+    clip_norm = SETTING["clip_norm"] if is_gpt else math.inf
+    found = trained(_network(task_name), make, text, options, {**setting, "clip_norm": clip_norm}, rate, seed)
+    if found is None:
+        return {"diverged": True}
+    unit = math.log(2) if is_gpt else 1.0
+    told = {"training": found["training"] / unit, "test": found["test"]}
+    return {name: round(value, 4) for name, value in told.items()} | {"num_elements": found["num_elements"]}
+
+
+def trained(
+    task: Task,
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    compression: str,
+    options: Mapping[str, Any],
+    setting: dict[str, Any],
+    rate: float,
+    seed: int,
+    device: str = "cpu",
+    after_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None,
+) -> Result | None:
+    """Trains on this rank, and returns means over ranks; None if the loss became infinite."""
     torch.manual_seed(seed)
-    net = task.make_model()
+    net, num_steps, losses = task.make_model().to(device), setting["num_steps"], []
     model = DistributedDataParallel(net)
-    optimizer: torch.optim.Optimizer
-    if task_name == "gpt":
-        optimizer = torch.optim.AdamW(groups(list(net.parameters()), SETTING), betas=(0.9, SETTING["beta2"]))
-    else:
-        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(trains)
     sync: Any = None
     if "outer" in options:
-        sync = ddp.LocalSteps(optimizer, model, compression=text or None, **options)
-    elif text:
-        sync = ddp.attach(model, text, optimizer, **options)
-    setting, losses = {**SETTING, "num_steps": num_steps}, []
-    for step, batch in enumerate(task.batches(dist.get_rank(), dist.get_world_size(), num_steps, seed)):
+        sync = ddp.LocalSteps(optimizer, model, compression=compression or None, **options)
+    elif compression:
+        sync = ddp.attach(model, compression, optimizer, **options)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step, batch in enumerate(task.batches(rank, size, num_steps, seed)):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, rate, setting)
         optimizer.zero_grad()
         loss = task.loss(model, *batch)
         loss.backward()
-        if task_name == "gpt":
-            nn.utils.clip_grad_norm_(net.parameters(), SETTING["clip_norm"])
+        nn.utils.clip_grad_norm_(trains, setting["clip_norm"])
         optimizer.step()
+        after_step(step, optimizer)
         losses.append(float(loss.detach()))
         if not math.isfinite(losses[-1]):
-            return {"diverged": True}
+            return None
+    count = sum(parameter.numel() for parameter in trains)
+    sent = 4.0 * count
     if sync is not None:
+        sent = sync.telemetry.mean.bytes_sent
         sync.finish()
     last = statistics.fmean(losses[-round(LAST * num_steps) :])
-    told = torch.tensor([last, *task.test(net, dist.get_rank(), dist.get_world_size())], dtype=torch.float64)
+    told = torch.tensor([last, *task.test(net, rank, size)], dtype=torch.float64)
     dist.all_reduce(told)
-    unit = math.log(2) if task_name == "gpt" else 1.0
-    return {
-        "training": round(float(told[0]) / dist.get_world_size() / unit, 4),
-        "test": round(float(told[1] / told[2]), 4),
-        "num_elements": sum(parameter.numel() for parameter in net.parameters()),
-    }
+    training, test = float(told[0]) / size, float(told[1] / told[2])
+    return {"training": training, "test": test, "num_elements": count, "bytes_per_step": round(sent)}
 
 
-def label(task: str, size: int, method: str, rate: float, seed: int) -> str:
-    return f"{task}, P={size}/{method}/rate {rate:g}/seed {seed}"
+def row(task: str, size: int, method: str) -> str:
+    """A training but for rate and seed."""
+    return f"{task}, P={size}/{method}"
 
 
-def best_rate(result: Result, task: str, size: int, method: str) -> float:
-    """The rate of the least training loss with the first seed; NaN: not all are measured."""
-    runs = [result.get("runs", {}).get(label(task, size, method, rate, 0)) for rate in TASKS[task][1]]
-    if None in runs:
-        return math.nan
-    losses = [run.get("training", math.inf) for run in runs]
-    return TASKS[task][1][losses.index(min(losses))]
-
-
-def search(result: Result, method: str) -> tuple[list[float], float]:
-    """Rates that a method tries at P = 4, by factors of two from dense's best, and its own best among them.
-
-    The best is NaN until both of its neighbours are measured.
-    """
-    first, runs, best = best_rate(result, "gpt", 4, "dense"), result.get("runs", {}), 0
-    losses: dict[int, float] = {}
-    while True:
-        near = [best, best + 1, best - 1]
-        for power in near:
-            run = runs.get(label("gpt", 4, method, first * 2**power, 0))
-            losses[power] = math.nan if run is None else float(run.get("training", math.inf))
-        tried, better = [first * 2**power for power in losses], min(near, key=losses.__getitem__)
-        if any(math.isnan(losses[power]) for power in near):
-            return tried, math.nan
-        if better == best:
-            return tried, first * 2**best
-        best = better
+def best_rate(runs: Result, name: str, rates: Sequence[float] = ()) -> list[float]:
+    """The rate of a row's lowest loss, once `rates`, or half and twice of it, are measured; else none."""
+    needed = [f"{name}/rate {rate:g}/seed 0" for rate in rates] or around(runs, name, math.nan, SCORE)
+    best = at_best_rate(runs, name, SCORE)
+    return [best[0]] if best is not None and all(run in runs for run in needed) else []
 
 
 def names() -> list[str]:
-    """Rates of dense trainings; then all methods at dense's best; then, at P = 4, at the best of each.
-
-    What depends on a best rate appears once others are measured: give the command until it has nothing to do.
-    """
-    result = load(STUDY.file)
-    found: dict[str, None] = {}
-
-    def ask(task: str, size: int, method: str, rates: Sequence[float], seeds: Sequence[int]) -> None:
-        found.update(
-            (label(task, size, method, rate, seed), None)
-            for seed in seeds
-            for rate in rates
-            if not math.isnan(rate)
-        )
-
+    """Rates of dense trainings; then all methods at dense's best; then, at P = 4, at the best of each."""
+    runs, found = load(STUDY.file).get("runs", {}), list[str]()
     for task, size in CELLS:
-        ask(task, size, "dense", TASKS[task][1], SEEDS[:1])
+        found += [f"{row(task, size, 'dense')}/rate {rate:g}/seed 0" for rate in TASKS[task][1]]
     for seed, (task, size) in itertools.product(SEEDS, CELLS):
-        at_dense = [best_rate(result, task, size, "dense")]
-        methods = list(METHODS)[:5] if task == "gpt" else ["dense", *DENSITIES, "1 %, delay=1"]
-        for method in methods:
-            ask(task, size, method, at_dense, [seed])
+        for rate in best_rate(runs, row(task, size, "dense"), TASKS[task][1]):
+            methods = list(METHODS)[:5] if task == "gpt" else ["dense", *DENSITIES, "1 %, delay=1"]
+            found += [f"{row(task, size, method)}/rate {rate:g}/seed {seed}" for method in methods]
     for method in METHODS:
-        rates, best = search(result, method)
-        ask("gpt", 4, method, rates, SEEDS[:1])
-        ask("gpt", 4, method, [best], SEEDS)
-    return list(found)
+        own = row("gpt", 4, method)
+        for guess in best_rate(runs, row("gpt", 4, "dense"), TASKS["gpt"][1]):
+            found += around(runs, own, guess, SCORE)
+        found += [f"{own}/rate {rate:g}/seed {seed}" for rate in best_rate(runs, own) for seed in SEEDS]
+    return list(dict.fromkeys([*runs, *found]))
 
 
 def measure(name: str) -> Result:
@@ -188,36 +174,34 @@ def measure(name: str) -> Result:
     return launched(command)
 
 
-def _mean(result: Result, task: str, size: int, method: str, rate: float) -> list[str] | None:
-    runs = [result.get("runs", {}).get(label(task, size, method, rate, seed)) for seed in SEEDS]
-    there = [run for run in runs if run is not None]
-    if not there:
-        return None
-    if any("training" not in run for run in there):
-        return ["diverged", "", "", str(len(there))]
-    training = [run["training"] for run in there]
-    test = statistics.fmean(run["test"] for run in there)
-    spread = f"{max(training) - min(training):.3f}"
-    return [f"{statistics.fmean(training):.3f}", spread, f"{test:.3f}", str(len(there))]
-
-
 def table(result: Result) -> str:
     """Every method at the rate that is best for dense; then at its own."""
-    head = ["training, ranks", "method", "rate", "loss, training", "spread", "test", "seeds"]
-    common = [
-        [f"{task}, P={size}", method, f"{rate:g}", *found]
+    runs = result.get("runs", {})
+
+    def line(name: str, rate: float) -> list[str]:
+        there = [runs.get(f"{name}/rate {rate:g}/seed {seed}") for seed in SEEDS]
+        there = [run for run in there if run is not None]
+        if any(SCORE not in run for run in there):
+            return [*name.split("/"), f"{rate:g}", "diverged", "", "", str(len(there))]
+        losses = [run[SCORE] for run in there]
+        told = [
+            statistics.fmean(losses),
+            max(losses) - min(losses),
+            statistics.fmean(run["test"] for run in there),
+        ]
+        return [*name.split("/"), f"{rate:g}", *(f"{one:.3f}" for one in told), str(len(there))]
+
+    at_dense = [
+        line(name, rate)
         for task, size in CELLS
-        for rate in [best_rate(result, task, size, "dense")]
-        for method in dict.fromkeys((*METHODS, *DENSITIES))
-        if (found := _mean(result, task, size, method, rate)) is not None
+        for rate in best_rate(runs, row(task, size, "dense"), TASKS[task][1])
+        for name in (row(task, size, method) for method in dict.fromkeys((*METHODS, *DENSITIES)))
+        if f"{name}/rate {rate:g}/seed 0" in runs
     ]
-    own = [
-        ["gpt, P=4", method, f"{rate:g}", *found]
-        for method in METHODS
-        for rate in [search(result, method)[1]]
-        if (found := _mean(result, "gpt", 4, method, rate)) is not None
-    ]
-    return f"{markdown(head, common)}\n\nEach at its own best rate:\n\n{markdown(head, own)}"
+    own_rows = [row("gpt", 4, method) for method in METHODS]
+    own = [line(name, rate) for name in own_rows for rate in best_rate(runs, name)]
+    head = ["training, ranks", "method", "rate", "loss, training", "spread", "test", "seeds"]
+    return f"{markdown(head, at_dense)}\n\nEach at its own best rate:\n\n{markdown(head, own)}"
 
 
 STUDY = Study("passes", names, measure, table, facts={"setting": SETTING})
@@ -231,9 +215,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cell, method, rate, seed = options.training.split("/")
-    task = cell.partition(",")[0]
-    found = train(task, method, float(rate.removeprefix("rate ")), int(seed.removeprefix("seed ")))
+    name, rate, seed = parsed(options.training)
+    cell, method = name.split("/")
+    found = train(cell.partition(",")[0], method, rate, seed)
     if dist.get_rank() == 0:
         options.json.write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -34,21 +34,37 @@ def measured(name: str) -> Result:
     return json.loads((MEASUREMENTS / f"{name}.json").read_text())
 
 
-def at_best_rate(runs: Result, name: str) -> tuple[float, dict[int, Result]] | None:
-    """The rate with the fewest training bits with the first seed, and its runs by seed; None: not measured.
+def parsed(run: str) -> tuple[str, float, int]:
+    """Splits "ROW/rate 0.1/seed 0" into row, rate and seed."""
+    row, _, rest = run.partition("/rate ")
+    rate, _, seed = rest.partition("/seed ")
+    return row, float(rate), int(seed)
+
+
+def at_best_rate(
+    runs: Result, name: str, score: str = "training_bits"
+) -> tuple[float, dict[int, Result]] | None:
+    """The rate of the lowest score with the first seed, and its runs by seed; None: not measured.
 
     Args:
-        runs: by names such as "NAME/rate 0.1/seed 0".
+        runs: by names; those that diverged have no score.
         name: of a method.
+        score: what is compared.
     """
     rates: dict[float, dict[int, Result]] = {}
     for label, run in runs.items():
-        row, _, rest = label.partition("/rate ")
+        row, rate, seed = parsed(label)
         if row == name:
-            rate, _, seed = rest.partition("/seed ")
-            rates.setdefault(float(rate), {})[int(seed)] = run
+            rates.setdefault(rate, {})[seed] = run
     tried = [(rate, seeds) for rate, seeds in rates.items() if 0 in seeds]
-    return min(tried, key=lambda item: float(item[1][0]["training_bits"]), default=None)
+    return min(tried, key=lambda item: float(item[1][0].get(score, math.inf)), default=None)
+
+
+def around(runs: Result, row: str, guess: float, score: str = "training_bits") -> list[str]:
+    """Names the runs that show a row's best rate: the best so far, twice and half of it."""
+    best = at_best_rate(runs, row, score)
+    rates = (guess,) if best is None else (best[0], best[0] * 2, best[0] / 2)
+    return [f"{row}/rate {rate:g}/seed 0" for rate in rates]
 
 
 def behind(runs: Result, name: str, dense: str, score: str) -> list[float]:

@@ -10,13 +10,15 @@ import digits
 import numpy as np
 import source_text
 import torch
-from gpt import GPT
+from gpt import GPT, VOCABULARY
 from torch import nn
 from torch.nn import functional
 
 __all__ = ["DigitNet", "Task", "digits_task", "gpt_task", "text_task"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+#: tokens to train on, and to test with
+Text = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:
 
 def text_task(width: int = 340, batch_size: int = 4, length: int = 32, num_test: int = 256) -> Task:
     """An LSTM on the standard library's source: 1.0 million parameters at the default width."""
-    return _text(lambda: TextNet(width), batch_size, length, num_test)
+    return _text(lambda: TextNet(width), batch_size, length, num_test, source_text.load())
 
 
 def gpt_task(
@@ -119,23 +121,27 @@ def gpt_task(
     length: int = 128,
     num_test: int = 512,
     num_bytes: int = 2_000_000,
+    heads: int = 4,
+    text: Text | None = None,
+    vocabulary: int = VOCABULARY,
 ) -> Task:
     """The GPT of examples/gpt_text.py on the same text: 0.48 million parameters at the default width."""
-    return _text(lambda: GPT(layers, width, 4, length), batch_size, length, num_test, num_bytes)
+    text = text or source_text.load(num_bytes)
+    return _text(lambda: GPT(layers, width, heads, length, vocabulary), batch_size, length, num_test, text)
 
 
 def _text(
-    make_model: Callable[[], nn.Module],
-    batch_size: int,
-    length: int,
-    num_test: int,
-    num_bytes: int = 2_000_000,
+    make_model: Callable[[], nn.Module], batch_size: int, length: int, num_test: int, text: Text
 ) -> Task:
-    train, test = source_text.load(num_bytes)
-    pieces = torch.from_numpy(test[: num_test * (length + 1)]).view(num_test, length + 1)
+    train, test = text
+    held_out = test[: num_test * (length + 1)].astype(np.int64)
+    pieces = torch.from_numpy(held_out).view(num_test, length + 1)
 
     def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        device = next(model.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(inputs.to(device)).flatten(0, 1)
+            return functional.cross_entropy(logits, targets.flatten().to(device))
 
     def bits(model: nn.Module, rank: int, size: int) -> tuple[float, int]:
         own = pieces[rank::size]
@@ -145,6 +151,6 @@ def _text(
 
     def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
         for inputs, targets in source_text.batches(train, rank, size, batch_size, length, num_steps, seed):
-            yield torch.from_numpy(inputs), torch.from_numpy(targets)
+            yield torch.from_numpy(inputs).long(), torch.from_numpy(targets).long()
 
     return Task(make_model, batches, loss, bits)

@@ -13,11 +13,9 @@ import torch
 
 from benchmarks.studies.baselines import Exchange
 from benchmarks.studies.tasks import Task
-from horovod_sparse.feedback import ErrorFeedback, Recipe, kind_of, recipe_for
-from horovod_sparse.feedback import recipe as recipe_of
+from horovod_sparse.feedback import Recipe, kind_of, recipe_for
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import SparseSum
-from horovod_sparse.sparsifiers.schedule import Exponential
 from horovod_sparse.telemetry import BucketStep
 
 
@@ -26,13 +24,11 @@ class Trace:
     """Records every step of a training.
 
     Attributes:
-        targets: k that was asked for.
         counts: elements of the union.
         imbalance: f(t), ExDyna Eq. (5); NaN where the algorithm does not tell.
         thresholds: of rank 0; NaN where the algorithm does not tell.
         global_error: ExDyna Eq. (1), of what the ranks held back when the step began.
         losses: mean over ranks, of the training batches.
-        facts: all that the algorithm tells of a step on rank 0.
         num_elements: n.
         bytes_per_step: sent by rank 0, on average.
         score: of the trained model on the test data (see `Task.score`).
@@ -41,13 +37,11 @@ class Trace:
     """
 
     num_elements: int
-    targets: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     imbalance: list[float] = field(default_factory=list)
     thresholds: list[float] = field(default_factory=list)
     global_error: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    facts: list[dict[str, float]] = field(default_factory=list)
     bytes_per_step: float = math.nan
     score: float = math.nan
     steps: list[int] = field(default_factory=list)
@@ -163,29 +157,7 @@ def train(
     return trace
 
 
-def train_as_papers(task: Task, sparsifier: dict[str, Any], setting: dict[str, Any]) -> Trace:
-    """Trains as ExDyna's and MiCRO's papers do: the residual is scaled, density and rate fall on the way.
-
-    Args:
-        task: model and data.
-        sparsifier: arguments of `recipe`.
-        setting: `density`, which falls to this from 0.25 for `warmup_steps`; `learning_rate`, a tenth of it
-            from step `drop_at` on; `size`; `num_steps`.
-    """
-    made = recipe_of(
-        **sparsifier,
-        density=setting["density"],
-        schedule=Exponential(steps=setting["warmup_steps"]),
-        feedback=ErrorFeedback(scale_residual=True),
-    )
-    rate, drop_at = setting["learning_rate"], setting["drop_at"]
-    how = {"size": setting["size"], "num_steps": setting["num_steps"]}
-    return train(task, made, **how, learning_rate_at=lambda step: rate * (0.1 if step >= drop_at else 1.0))
-
-
 def _note(trace: Trace, last: BucketStep, sum_: SparseSum) -> None:
-    trace.targets.append(last.num_target)
-    trace.facts.append(dict(last.facts))
     is_sent = np.zeros(trace.num_elements, bool)
     is_sent[sum_.indices] = True
     trace.counts.append(int(np.count_nonzero(is_sent)))

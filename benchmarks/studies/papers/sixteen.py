@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import digits_task
-from benchmarks.studies.training import train_as_papers
+from benchmarks.studies.training import train
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.feedback import Bucket, recipe
+from horovod_sparse.feedback import Bucket, ErrorFeedback, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
+from horovod_sparse.sparsifiers.schedule import Exponential
 from horovod_sparse.training.engine import carry_out
 
 SETTING: dict[str, Any] = {"size": 16, "num_steps": 160, "warmup_steps": 40, "drop_at": 110}
@@ -26,6 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "micro (parts stay)": {"name": "micro"},
     "topk": {"name": "topk"},
     "hard_threshold": {"name": "hard_threshold", "threshold": 0.01},
+    "exdyna, threshold=paper": {"name": "exdyna", "threshold": "paper"},
+    "micro, threshold=paper": {"name": "micro", "threshold": "paper"},
 }
 ENCODERS = ("torch.topk", "topk", "dgc", "dragonn")
 #: of float32
@@ -63,8 +66,21 @@ def encoding_ms(name: str, num_bytes: int, repeat: int = 5) -> float:
 
 
 def measure(variant: str) -> Result:
-    """A training on sixteen simulated ranks, with a drop of the learning rate."""
-    trace = train_as_papers(digits_task(), VARIANTS[variant], SETTING)
+    """A training as in the papers: density falls, the rate drops, and the residual is scaled."""
+    made = recipe(
+        **VARIANTS[variant],
+        density=SETTING["density"],
+        schedule=Exponential(steps=SETTING["warmup_steps"]),
+        feedback=ErrorFeedback(scale_residual=True),
+    )
+    rate, drop_at = SETTING["learning_rate"], SETTING["drop_at"]
+    trace = train(
+        digits_task(),
+        made,
+        size=SETTING["size"],
+        num_steps=SETTING["num_steps"],
+        learning_rate_at=lambda step: rate * (0.1 if step >= drop_at else 1.0),
+    )
     return {
         "density": rounded(np.array(trace.counts) / trace.num_elements),
         "imbalance": rounded(trace.imbalance),

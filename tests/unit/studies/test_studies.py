@@ -7,20 +7,24 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 
 from benchmarks.report.main import PICTURES, STUDIES
-from benchmarks.studies import convergence, lengths, local, threshold
+from benchmarks.studies import convergence, lengths, local, sizes
 from benchmarks.studies.baselines import BASELINES
-from benchmarks.studies.papers import trainings
+from benchmarks.studies.papers import sixteen, trainings
 from benchmarks.studies.study import load
-from benchmarks.studies.tasks import digits_task, gpt_task
+from benchmarks.studies.tasks import gpt_task
 
 
 @pytest.mark.nightly
-def test_every_study_measures_at_a_toy_size() -> None:
-    task = digits_task(width=4, batch_size=2)
-    setting = {"learning_rate": 0.1, "density": 0.1, "size": 2}
-    setting |= {"num_steps": 6, "drop_at": 3, "warmup_steps": 2}
-    for rule in threshold.RULES:
-        threshold.measure(f"digits/{rule}", task, setting)
+def test_every_study_measures_at_a_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = {"density": 0.1, "size": 2, "num_steps": 6, "warmup_steps": 2}
+    cell = sizes.CELLS[sizes.SIMULATED]._replace(steps=6)
+    monkeypatch.setitem(sizes.CELLS, sizes.SIMULATED, cell)
+    sent = {
+        method: sizes.measure(f"GPT 0.12 M, P=2/{method}/rate 0.01/seed 0")["bytes_per_step"]
+        for method in ("topk 1 %", "topk 1 % in all", "exdyna 1 %", "exdyna P %")
+    }
+    assert sent["topk 1 %"] == pytest.approx(2 * sent["topk 1 % in all"], rel=0.01)
+    assert sent["exdyna P %"] == pytest.approx(2 * sent["exdyna 1 %"], rel=0.1)
     for method in ("dense", "1 %"):
         assert lengths.measure(f"LSTM 0.11 M, 10 steps/{method}/rate 0.01/seed 0")["bits"] < 8
     setting |= {"width": 4, "samples": 4, "batch_size": 1, "rate": 0.1, "score_every": 3}
@@ -65,14 +69,9 @@ def test_committed_numbers_can_be_drawn() -> None:
 
 
 def test_what_was_promised_was_measured() -> None:
-    runs = load(threshold.STUDY.file)["runs"]
-    promised = [name for name in runs if name.endswith((" sketch", "rebalance=paper"))]
-    assert len(promised) >= 4
-    for name in promised:
-        facts = threshold.facts(runs[name])
-        assert runs[name]["targets"][-1] >= 10_000
-        assert 1 / 1.1 <= facts["factor"] <= 1.1, name
-        assert facts["mean"] <= 0.03, name
+    runs = load(sixteen.STUDY.file)["runs"]
+    for name in ("exdyna", "exdyna, rebalance=paper", "micro (parts stay)"):
+        assert sixteen.facts(runs[name])["union"] == pytest.approx(1.0, abs=0.03), name
     facts = convergence.summary(load(convergence.STUDY.file))
     for row, fact in facts.items():
         if "," not in row and row not in convergence.UNPROMISING:
