@@ -22,19 +22,19 @@ class LinearModel(torch.nn.Module):
             kind = dtype[name] if isinstance(dtype, Mapping) else dtype
             self.register_parameter(name, torch.nn.Parameter(torch.ones(tuple(shape), dtype=kind)))
 
-    def loss(self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None) -> torch.Tensor:
-        """Whose gradients are those given; hooks fire in the given order (that of the dict if left out)."""
+    def loss(self, gradients: Mapping[str, np.ndarray]) -> torch.Tensor:
+        """Returns a loss whose gradients are those given; hooks fire in the order of the dict."""
         parameters = dict(self.named_parameters())
         loss = torch.zeros((), dtype=torch.float64)
         # what entered the loss last is visited first
-        for name in reversed(list(order or gradients)):
+        for name in reversed(list(gradients)):
             parameter = parameters[name]
             given = torch.from_numpy(np.asarray(gradients[name], np.float64)).to(parameter)
             loss = loss + (parameter * given).sum().to(torch.float64)
         return loss
 
-    def backward(self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None) -> None:
-        self.loss(gradients, order).backward()
+    def backward(self, gradients: Mapping[str, np.ndarray]) -> None:
+        self.loss(gradients).backward()
 
 
 def checksums(*tensors: torch.Tensor) -> list[int]:

@@ -42,10 +42,10 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_step(
-    model: LinearModel, optimizer: Any, gradients: Mapping[str, np.ndarray], order: Any = None
+    model: LinearModel, optimizer: Any, gradients: Mapping[str, np.ndarray]
 ) -> dict[str, torch.Tensor]:
     """Backward, synchronize, step, zero_grad; returns the synchronized gradients."""
-    model.backward(gradients, order)
+    model.backward(gradients)
     optimizer.synchronize()
     found = gradients_of(model)
     with optimizer.skip_synchronize():

@@ -17,10 +17,7 @@ from support.optimizers import base_for, gradients_of
 class _Loss(LinearModel):
     """The loss as a forward pass, as DistributedDataParallel wants it."""
 
-    def forward(
-        self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None
-    ) -> torch.Tensor:
-        return self.loss(gradients, order)
+    forward = LinearModel.loss
 
 
 class Replica:
@@ -45,11 +42,9 @@ class Replica:
         if compression is not None:
             self.sync = ddp.attach(self.model, compression, self.optimizer, plan=plan, **(attached or {}))
 
-    def step(
-        self, gradients: Mapping[str, np.ndarray], order: Sequence[str] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def step(self, gradients: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Backward, step, zero_grad; returns the synchronized gradients."""
-        self.model(gradients, order).backward()
+        self.model(gradients).backward()
         found = gradients_of(self.net)
         self.optimizer.step()
         self.optimizer.zero_grad()
