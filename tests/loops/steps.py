@@ -225,18 +225,6 @@ def batches_that_are_skipped_before_backward(on):
         optimizer.step()
 
 
-@loop()
-def exception_before_backward_on_all_ranks(on):
-    model, optimizer = on.both(net_of())
-    for number, (inputs, targets) in enumerate(on.batches()):
-        try:
-            optimizer.zero_grad()
-            mse_loss(model(inputs[:, : 11 if number == 2 else 12]), targets).backward()
-            optimizer.step()
-        except RuntimeError:
-            assert number == 2
-
-
 @loop(without=("FSDP2",), refused={"DDP": "of this rank alone"}, conserves=False)
 def gradients_by_hand(on):
     model, optimizer = on.both(net_of())
