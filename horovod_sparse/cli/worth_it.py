@@ -16,6 +16,8 @@ from horovod_sparse.errors import ArgumentError
 DENSITY = 0.01
 #: bytes of a selected element: an int32 index and a float32 value
 _SELECTED_BYTES = 8
+#: every, delay, and steps to a loss, by those of every=1 (docs/report.md)
+_SCHEDULES = (1, 0, 1.0), (1, 1, 1.0), (4, 1, 2.0), (15, 1, 3.0)
 #: seconds that one CPU core needs to fold and select a parameter; said, and not counted
 _SELECTION_SECONDS = 1e-9
 #: fraction of a step that a way has to save to be recommended
@@ -29,13 +31,17 @@ _FP16 = (
 
 
 class Case(NamedTuple):
-    """The user's model and cluster: parameters, seconds of a step, nodes, bandwidth and latency."""
+    """The user's model and cluster: parameters, seconds of a step, nodes, bandwidth and latency.
+
+    `message_bytes` are those of a sparse message by parameter.
+    """
 
     num_parameters: float
     step_seconds: float
     nodes: int
     bits_per_second: float
     latency_seconds: float
+    message_bytes: float = DENSITY * _SELECTED_BYTES
 
     def seconds(self, num_bytes: float, rounds: int) -> float:
         """Returns the seconds that `rounds` messages of `num_bytes` each take."""
@@ -43,39 +49,45 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A way to synchronize gradients: the seconds that it adds to a step, and the code that chooses it."""
+    """A way to synchronize gradients: the seconds that it adds to a step, and the code that chooses it.
+
+    `steps`: how many times the steps that it needs to a loss.
+    """
 
     name: str
     added_seconds: float
     paste: str
+    steps: float = 1.0
 
 
 def rows_of(case: Case) -> list[Row]:
     """Returns all ways to synchronize: dense and fp16 in rings of 2 (P - 1) rounds, sparse in P - 1 messages.
 
-    With delay=1 the message travels behind the next step; with every=H it has the elements of H steps.
+    A sparse exchange is a message of facts, then one of elements, of H steps with every=H. With delay=1 it
+    travels behind the next H steps.
     """
     n, others = case.num_parameters, case.nodes - 1
-    selected = max(1, round(DENSITY * n))
-    message = case.seconds(others * _SELECTED_BYTES * selected, 1)
-    less_latency = (message - case.latency_seconds) + case.latency_seconds / 4
-    return [
+    rows = [
         Row(
             "dense", case.seconds(4 * n / case.nodes, 2 * others), "nothing: that is DistributedDataParallel"
         ),
         Row("fp16", case.seconds(2 * n / case.nodes, 2 * others), _FP16),
-        Row("sparse", message, _SPARSE.format(DENSITY, "")),
-        Row("sparse, every=4", less_latency, _SPARSE.format(DENSITY, ", every=4")),
-        Row("sparse, delay=1", max(0.0, message - case.step_seconds), _SPARSE.format(DENSITY, ", delay=1")),
     ]
+    for every, delay, steps in _SCHEDULES:
+        given = f", every={every}" * (every > 1) + f", delay={delay}" * (delay > 0)
+        exchange = case.seconds(every * others * case.message_bytes * n, 1) + case.latency_seconds
+        exposed = max(0.0, exchange - delay * every * case.step_seconds)
+        rows.append(Row(f"sparse{given}", exposed / every, _SPARSE.format(DENSITY, given), steps))
+    return rows
 
 
 def recommended_row(case: Case, rows: list[Row]) -> Row:
-    """Returns the fastest row; of rows within 5 % of one another the earliest."""
-    best = rows[0]
+    """Returns the row that is first at a loss; of rows within 5 % of one another the earliest."""
+    best, least = rows[0], case.step_seconds + rows[0].added_seconds
     for row in rows[1:]:
-        if row.added_seconds < best.added_seconds - _WORTH * (case.step_seconds + best.added_seconds):
-            best = row
+        seconds = row.steps * (case.step_seconds + row.added_seconds)
+        if seconds < (1.0 - _WORTH) * least:
+            best, least = row, seconds
     return best
 
 
@@ -99,9 +111,10 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError("--nodes", options.nodes, "two nodes or more: one alone sends nothing")
     case = Case(options.params, options.step_ms / 1e3, options.nodes, options.bandwidth, options.latency)
     rows = rows_of(case)
-    for name, added, _ in rows:
-        longer = f"{added:.3g} s ({100 * added / case.step_seconds:.3g} %) longer than the step alone"
-        print(f"{name}: {case.step_seconds + added:.3g} s a step, {longer}")
+    for name, added, _, steps in rows:
+        longer = f"{100 * added / case.step_seconds:.3g} % longer than alone"
+        more = f", {steps:g} times the steps" if steps > 1.0 else ""
+        print(f"{name}: {case.step_seconds + added:.3g} s a step, {longer}{more}")
     where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[options.optimizer]}"
     print(f"paste: {recommended_row(case, rows).paste}  # {where}")
     print("accuracy: not predicted; docs/report.md has what was measured, in small trainings")
@@ -109,6 +122,6 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "
         f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1; "
-        f"nothing hides behind backward; selection is not counted ({selecting})"
+        f"more steps: a small GPT's; nothing hides behind backward; selection is not counted ({selecting})"
     )
     return 0
