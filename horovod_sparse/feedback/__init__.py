@@ -2,7 +2,13 @@
 
 from horovod_sparse.feedback.adam import AdamFeedback, RMSpropFeedback
 from horovod_sparse.feedback.bucket import Bucket, Progress
-from horovod_sparse.feedback.feedbacks import ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, OwnStep
+from horovod_sparse.feedback.feedbacks import (
+    BestFeedback,
+    ErrorFeedback,
+    Feedback,
+    MomentumCorrection,
+    NoFeedback,
+)
 from horovod_sparse.feedback.muon import MuonFeedback
 from horovod_sparse.feedback.recipe import ParameterRules, Recipe, parse_recipe, recipe, recipe_signature
 from horovod_sparse.feedback.rules import FEEDBACKS, RULES, kind_of, recipe_for

@@ -20,7 +20,7 @@ import numpy as np
 
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.collectives import AllGather, Synchronization
-from horovod_sparse.feedback import OwnStep
+from horovod_sparse.feedback.feedbacks import OwnStep
 from horovod_sparse.kernels.host.scatter import sum_duplicates
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.base import SelectAndGather
