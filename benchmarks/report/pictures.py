@@ -124,7 +124,8 @@ def frontier(found: Sequence[Mapping[str, Any]]) -> Figure:
         axis.plot(*zip(*points, strict=True), MARKERS[number], color=COLORS[number], label=label)
     axis.axhline(0.0, color=GREY, linewidth=0.8)
     axis.set(xlabel="times fewer bytes than dense", ylabel="bits per byte minus dense; less is better")
-    titled(axis, "After equal steps, each at its best rate", xscale="log", xlim=(1, 3e4), ylim=(-0.25, 1.1))
+    axis.set(xscale="log", xlim=(1, 3e4), ylim=(-0.25, 1.1))
+    titled(axis, "After equal steps, each at the best rate tried")
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.minorticks_off()
     return figure

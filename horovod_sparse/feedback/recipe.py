@@ -240,7 +240,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def for_length(steps: int) -> dict[str, Any]:
-    """Returns recipe arguments for AdamW and this many steps: the least bytes that cost no accuracy.
+    """Returns recipe arguments for AdamW and this many steps: the least bytes that cost a small GPT little.
 
     Example:
         >>> for_length(10_000)
