@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.torch._horovod import hvd
@@ -37,8 +38,8 @@ class SparseCompressor(hvd.compression.Compressor):
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Returns the tensor with 0 for all elements that one rank would not select; keeps no residual.
 
-        Called by ``horovod.torch.allreduce(tensor, compression=...)``. No residual is kept. Integers, COO
-        tensors, and tensors with a NaN or Inf stay as they are.
+        Called by ``horovod.torch.allreduce(tensor, compression=...)``. Integers, COO tensors, and tensors
+        with a NaN or Inf stay as they are.
 
         Example:
             >>> Compression.topk(density=0.5).compress(torch.tensor([1.0, -4.0]))
@@ -46,6 +47,9 @@ class SparseCompressor(hvd.compression.Compressor):
         """
         if dtype_name(tensor) is None or tensor.layout != torch.strided:
             return tensor, None
+        if tensor.requires_grad and torch.is_grad_enabled():
+            words = "the tensor requires a gradient, and sparsified it has none: give tensor.detach()"
+            raise UnsupportedError(words)
         self._num_compressed += 1
         array = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy()
         kept = common.keep_selected(self.recipe, array, self._num_compressed)

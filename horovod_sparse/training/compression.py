@@ -195,7 +195,7 @@ def keep_selected(recipe: Recipe, array: np.ndarray, number: int) -> np.ndarray:
     bucket = Bucket(info, own, host_accumulator(info, own))
     gradient = GradientParts([np.ascontiguousarray(array).reshape(-1)])
     sum_ = engine.carry_out(bucket.step(gradient, scale=1.0), answer_for_one_rank)
-    kept = np.empty_like(array)
+    kept = np.empty(array.shape, array.dtype)  # flat below as a view, whatever the array's strides
     places = None if sum_.whole else sum_.indices
     apply_scaled_sums([kept.reshape(-1)], [(0, array.size)], places, sum_.values, 1.0)
     return kept

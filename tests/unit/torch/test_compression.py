@@ -10,7 +10,7 @@ import horovod.torch
 import pytest
 import torch
 
-from horovod_sparse.errors import UnknownNameError
+from horovod_sparse.errors import UnknownNameError, UnsupportedError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.sparsifiers import ALGORITHMS
 from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
@@ -64,7 +64,12 @@ def test_horovods_allreduce_gets_what_one_rank_would_send(dtype):
         tensor = torch.tensor(given, dtype=dtype)
         found, context = compressor.compress(tensor)
         assert compressor.decompress(found, context).tolist() == expected and found.dtype == dtype
-    assert Compression.topk(density=0.5).compress(whole := torch.arange(4))[0] is whole
+    topk = Compression.topk(density=0.5)
+    assert topk.compress(whole := torch.arange(4))[0] is whole
+    across = torch.tensor([[1.0, -4.0], [2.0, 0.5]], dtype=dtype).t()
+    assert topk.compress(across)[0].tolist() == [[0.0, 2.0], [-4.0, 0.0]]
+    with pytest.raises(UnsupportedError, match=r"give tensor\.detach\(\)"):
+        topk.compress(torch.ones(2, dtype=dtype, requires_grad=True))
 
 
 def test_without_horovod_the_error_says_how_to_get_it(tmp_path):
