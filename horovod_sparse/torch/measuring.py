@@ -56,6 +56,8 @@ def measured_profile(
     found = {name: one for name, one in named_parameters if one.requires_grad}
     if not found:
         raise ArgumentError("named_parameters", found, "some that require a gradient")
+    if not (cluster is None or isinstance(cluster, (Profile, str, Path))):
+        raise ArgumentError("cluster", cluster, "a Profile, or the path of a saved one")
     given = Profile.load(cluster) if isinstance(cluster, (str, Path)) else cluster
     stamp, between = _clock({one.device for one in found.values()})
     recorder, before = BackwardRecorder(list(found), 1, between), [one.grad for one in found.values()]

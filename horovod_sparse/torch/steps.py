@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from horovod.torch.elastic.state import get_handler_registry
 
-from horovod_sparse.errors import ArgumentError
+from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.tensors.binding import Binding, without_own
@@ -140,3 +141,11 @@ class LocalSteps(OverHorovod, LocalBinding):
     def _advance(self) -> None:
         """Continues the exchange in flight by one round in each step of the optimizer."""
         self.engine.advance()
+
+
+def _refuse_in_state(local: LocalSteps) -> None:
+    """Raises where `TorchState(local=...)` is made, which would broadcast rank 0's copy, without hooks."""
+    raise UnsupportedError("LocalSteps cannot be in a TorchState: save and load it by hvd.save and hvd.load")
+
+
+get_handler_registry().append((LocalSteps, _refuse_in_state))

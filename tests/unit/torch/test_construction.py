@@ -80,7 +80,9 @@ def test_arguments_of_a_wrong_kind_are_refused_by_name(compression):
     if compression != "none":
         with pytest.raises(ArgumentError, match=r"optimizer='SparseAdam'.*torch\.optim\.Adam"):
             wrap(net, compression, torch.optim.SparseAdam)
-    hvd.LocalSteps(optimizer := torch.optim.SGD(net.parameters()), net, every=2)
+    local = hvd.LocalSteps(optimizer := torch.optim.SGD(net.parameters()), net, every=2)
+    with pytest.raises(UnsupportedError, match=r"hvd\.save and hvd\.load"):
+        hvd.elastic.TorchState(local=local)
     with pytest.raises(ArgumentError, match="LocalSteps"):
         hvd.DistributedOptimizer(optimizer, compression=compression)
 
@@ -94,7 +96,7 @@ def test_what_is_no_compression_or_deadline_is_refused_by_name(monkeypatch):
     for given in ("every", "delay"):
         with pytest.raises(ArgumentError, match=f"or leave {given} out"):
             wrap(model(), "none", **{given: 4})
-    with pytest.raises(ArgumentError, match="None with levels='host'"):
+    with pytest.raises(ArgumentError, match="^levels='host' is not allowed: give 'flat' with profile="):
         wrap(model(), merging="optimal", profile=PROFILE, levels="host")
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "abc")
     with pytest.raises(ArgumentError, match=r"HOROVOD_SPARSE_DEADLINE_SECONDS='abc'"):
@@ -172,6 +174,8 @@ def test_backward_is_measured_before_a_training_and_changes_nothing(monkeypatch)
     for profile in (None, dataclasses.replace(PROFILE, backward_seconds={})):
         with pytest.raises(ArgumentError, match=r"profile=.*hvd\.measured_profile"):
             wrap(model(), merging="optimal", profile=profile)
+    with pytest.raises(ArgumentError, match=r"^cluster=7 .*path of a saved"):
+        hvd.measured_profile(loss, net.named_parameters(), "topk:density=0.5", cluster=7)
 
 
 @pytest.mark.parametrize("compression", ["topk:density=0.5", "best:density=0.5"])
