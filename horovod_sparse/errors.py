@@ -145,7 +145,7 @@ class EditedGradientError(HorovodSparseError, RuntimeError):
 
 
 class CollectiveMismatchError(HorovodSparseError, RuntimeError):
-    """Ranks asked for different collectives in the same round; outside the simulator they would hang."""
+    """Ranks asked for different collectives in the same round, which would wait for each other for ever."""
 
 
 class DeadlineError(HorovodSparseError, TimeoutError):

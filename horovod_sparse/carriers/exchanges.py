@@ -147,7 +147,7 @@ def checked_sources(messages: dict[int, Words], sources: Collection[int], whose:
 
 
 class Handle(Protocol):
-    """Base of a collective in flight."""
+    """Protocol of a collective in flight."""
 
     def done(self) -> bool | None:
         """True once `result` need not wait; None if the library that carries it was shut down meanwhile."""

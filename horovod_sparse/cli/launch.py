@@ -64,7 +64,7 @@ class Launch:
     end: Callable[[], None]
 
     def cluster(self, device: str) -> ClusterFacts:
-        """Returns the facts about the cluster, with this process's rank and host."""
+        """Returns the facts about the cluster, with this process's rank and device."""
         words = importlib.import_module("torch").cuda.get_device_name() if device == "cuda" else device
         cycle = 0.0 if launcher() == "torchrun" else cycle_seconds()
         facts = self.framework, self.controller, cycle, str(words)

@@ -34,7 +34,7 @@ def draw_positions(generator: np.random.Generator, num_elements: int, k: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(SelectAndGather):
-    """All ranks draw the same k random positions in a step, and sum up their values there.
+    """Each rank sends its values at k random positions, by default the same ones on all ranks.
 
     With `shared` positions (default) all ranks draw the same ones, so no index is ever sent: one
     allreduce of k values (and of what the header of a message would carry, five numbers per rank), and

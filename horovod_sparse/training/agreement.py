@@ -44,7 +44,7 @@ from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.settings import Settings
 
 #: raise it with every change of messages: ranks with different protocol numbers refuse each other
-PROTOCOL = 3
+PROTOCOL = 4
 #: number of differences that an error lists
 _SHOWN = 8
 _TRAINED = "trained parameter"

@@ -236,7 +236,7 @@ def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root:
 
 
 def root_of(directory: str | os.PathLike[str]) -> Path:
-    """Returns a directory's absolute path; raises `ArgumentError` if it is a file."""
+    """Returns a directory's absolute path; raises `ArgumentError` if it is no path."""
     try:
         return Path(directory).resolve()
     except (TypeError, ValueError) as error:
@@ -270,7 +270,7 @@ def attempt_and_step(name: str) -> tuple[int, int]:
     """Returns (attempt, step) of a checkpoint's name; a training taken back begins a new attempt."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"ranks see different checkpoints; one rank's newest is {name!r}")
+        raise CheckpointError(f"another rank names a checkpoint {name!r}: do versions of horovod_sparse differ?")
     return int(match[2]), int(match[1])
 
 

@@ -101,7 +101,7 @@ class Training:
     # what a front end may add
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns the plan for new parameters before times are measured."""
+        """Returns the plan for parameters of which no times are known."""
         return fixed_bytes([fact for fact, _ in facts.values()])
 
     def _compare_plans(self) -> Synchronization[None]:

@@ -268,7 +268,7 @@ def apply_scaled_sums(
     values: Array,
     scale: float,
 ) -> int:
-    """Does the same for a bucket that consists of several arrays, each at its [start, stop)."""
+    """Does what `apply_scaled_sum` does for a bucket of several arrays, each at its [start, stop)."""
     flats = [_flat(array) for array in arrays]
     kind, num_elements = flats[0].dtype, places[-1][1]
     if indices is None:
