@@ -143,7 +143,7 @@ class PlanRequest:
             profile, failure = None, error
         made = cls(asked, strategy, selection, profile, failure)
         if made.measures and not (failure or (profile is not None and profile.backward_seconds)):
-            allowed = "one with backward times of this model, which hvd.measured_profile(...) makes for levels='flat'"
+            allowed = "one with backward times of this model, of hvd.measured_profile(...), for levels='flat'"
             missing = ArgumentError("profile", profile and "one without them", allowed)
             return dataclasses.replace(made, failure=missing)
         return made

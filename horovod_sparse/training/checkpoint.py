@@ -270,7 +270,7 @@ def attempt_and_step(name: str) -> tuple[int, int]:
     """Returns (attempt, step) of a checkpoint's name; a training taken back begins a new attempt."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"another rank names a checkpoint {name!r}: do versions of horovod_sparse differ?")
+        raise CheckpointError(f"another rank names a checkpoint {name!r}: do versions differ?")
     return int(match[2]), int(match[1])
 
 

@@ -138,7 +138,7 @@ class Settings:
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         if self.levels != "flat" and self.profile is not None:
-            raise ArgumentError("levels", self.levels, "'flat' with profile=: no profile has times of two levels")
+            raise ArgumentError("levels", self.levels, "'flat' with profile=, which has no times of levels")
         transport_asked()  # refuses what the environment says of the transport, if it cannot be
         resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
         for name, value in {**resolved, "check_every": every}.items():

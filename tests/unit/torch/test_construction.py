@@ -96,7 +96,7 @@ def test_what_is_no_compression_or_deadline_is_refused_by_name(monkeypatch):
     for given in ("every", "delay"):
         with pytest.raises(ArgumentError, match=f"or leave {given} out"):
             wrap(model(), "none", **{given: 4})
-    with pytest.raises(ArgumentError, match="^levels='host' is not allowed: give 'flat' with profile="):
+    with pytest.raises(ArgumentError, match=r"^levels='host' is not allowed: give 'flat'"):
         wrap(model(), merging="optimal", profile=PROFILE, levels="host")
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "abc")
     with pytest.raises(ArgumentError, match=r"HOROVOD_SPARSE_DEADLINE_SECONDS='abc'"):
