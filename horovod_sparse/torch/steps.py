@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.elastic.state import get_handler_registry
 
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
@@ -148,4 +147,4 @@ def _refuse_in_state(local: LocalSteps) -> None:
     raise UnsupportedError("LocalSteps cannot be in a TorchState: save and load it by hvd.save and hvd.load")
 
 
-get_handler_registry().append((LocalSteps, _refuse_in_state))
+hvd.elastic.state.get_handler_registry().append((LocalSteps, _refuse_in_state))
