@@ -1,7 +1,6 @@
 """`scripts/bench train`: whole iterations of a known network across hosts, dense and sparsified.
 
-Its parameters and the times of its computing, which are slept through, are those of a layer table; the demo's
-GPT (`--model gpt`) computes.
+Its parameters and the times of its computing, which are slept through, are those of a layer table.
 """
 
 from __future__ import annotations
@@ -9,13 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from gpt import GPT
-from torch import nn
 
 import horovod_sparse.torch as hvd
 from benchmarks.common import ranks
@@ -32,8 +28,6 @@ from benchmarks.common.tables import launch_tables
 from horovod_sparse.plans import TENSOR_SELECTION_VARIABLE
 from horovod_sparse.sparsifiers import Sparsifier, WholeSum
 
-#: the demo's, beside those of layer tables: its size, and sequences of a rank
-GPT_MODEL, LENGTH, BATCH = "gpt", 64, 2
 _BASELINES = ("dense", "dense float16")
 #: a training that synchronizes nothing: what computing alone takes where ranks share cores
 ALONE = "alone"
@@ -56,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = hosts_parser("train", __doc__)
     add = made.add_argument
-    add("--model", choices=(*LAYER_TABLES, GPT_MODEL), default="resnet50", help="(default %(default)s)")
+    add("--model", choices=tuple(LAYER_TABLES), default="resnet50", help="(default %(default)s)")
     add("--passes", action="store_true", help="also passes of the optimizer's own steps, early and late")
     text = "also with each sparsifier: what is sparsified where nothing is said of buckets"
     add("--by-default", action="store_true", help=text)
@@ -85,19 +79,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "repeat": options.repeat,
     }
     return {**facts, "launches": launches("benchmarks.train", options, lambda num_hosts: [settings])}
-
-
-class _DemoGPT(nn.Module):
-    """The demo's GPT on random bytes: its forward pass gives the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.bytes = GPT(4, 128, 4, LENGTH), torch.randint(256, (BATCH, LENGTH + 1))
-
-    def forward(self) -> torch.Tensor:
-        """Returns the mean cross-entropy of the next byte."""
-        scores = self.net(self.bytes[:, :-1])
-        return nn.functional.cross_entropy(scores.flatten(0, 1), self.bytes[:, 1:].flatten())
 
 
 class _DecodedDensely:
@@ -134,11 +115,8 @@ class Training(ranks.Measurable):
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self.name = name
         torch.manual_seed(hvd.rank())  # data differ between ranks; parameters are made equal below
-        made: Any = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-        if settings["model"] == GPT_MODEL:
-            made = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-        self._model = _DemoGPT() if settings["model"] == GPT_MODEL else Replay(settings["model"])
-        own = made(self._model.parameters())
+        self._model = Replay(settings["model"])
+        own = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         named = [(f"{name}.{label}", p) for label, p in self._model.named_parameters()]
         self.num_elements = sum(p.numel() for _, p in named)
         self.parts: dict[str, float] = {}

@@ -29,9 +29,9 @@ from benchmarks.studies import (
     convergence,
     lengths,
     local,
+    networks,
     passes,
     sizes,
-    slow_links,
 )
 from benchmarks.studies.papers import sixteen, tables, trainings
 from benchmarks.studies.study import ROOT, Result, measured
@@ -39,7 +39,7 @@ from benchmarks.studies.study import ROOT, Result, measured
 __all__ = ["PICTURES", "STUDIES", "TABLES", "main", "stale"]
 
 STUDIES = (
-    *(one.STUDY for one in (adamw, convergence, lengths, local, passes, sizes, slow_links)),
+    *(one.STUDY for one in (adamw, convergence, lengths, local, networks, passes, sizes)),
     *(sixteen.STUDY, trainings.RANKS_STUDY, trainings.TEAMS_STUDY),
 )
 #: by name of the measurement, and of a table of it; the tables of others are those of launches
@@ -66,7 +66,6 @@ PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
         ("sync_gloo", "sync_gloo", pictures.synchronization),
         ("densities", "lengths", pictures.densities),
         ("late_or_rare", "passes", pictures.late_or_rare),
-        ("time_to_dense", "slow_links", pictures.bits_over_seconds),
         ("papers/exdyna_density", "papers", papers.density),
         ("papers/micro_errors", "papers", papers.errors),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.studies import lengths, local, passes, slow_links
+from benchmarks.studies import lengths, local, passes
 from benchmarks.studies.study import at_best_rate, behind
 
 #: told apart without color vision (Okabe and Ito), with markers beside
@@ -181,24 +181,4 @@ def late_or_rare(result: Mapping[str, Any]) -> Figure:
             axis.plot(shown, means, f"{MARKERS[number]}-", color=COLORS[number], label=words)
         titled(axis, f"{name}, momentum: accuracy", xscale="log", xlabel="density, %")
         axis.xaxis.set_major_formatter("{x:g}")
-    return figure
-
-
-def bits_over_seconds(result: Mapping[str, Any]) -> Figure:
-    """Smooth bits of a GPT over seconds, a panel per cell."""
-    cells = slow_links.measured(result)
-    figure, axes = panels(len(cells), width=4.2 * len(cells), height=3.4)
-    for axis, (cell, runs) in zip(axes, cells.items(), strict=True):
-        target = slow_links.smooth(runs[slow_links.DENSE])[-1] + slow_links.NOISE
-        for name, run in runs.items():
-            known = {slow_links.DENSE: GREY, slow_links.POWER: COLORS[3], slow_links.LOCAL: COLORS[2]}
-            color, bits, clock = known.get(name, COLORS[0]), slow_links.smooth(run), slow_links.clock_of(run)
-            axis.plot(clock[len(clock) - len(bits) :], bits, color=color, label=name)
-            if np.isfinite(until := slow_links.seconds_to(run, target)):
-                axis.plot([until], [target], "o", color=color)
-                axis.annotate(f"{until:.0f} s", (until, target), (-9, -13), textcoords="offset points")
-        axis.axhline(target, color=GREY, linewidth=0.8, linestyle=":")
-        titled(axis, cell, xlabel="seconds of training", xscale="log", ylim=(target - 0.4, 5))
-        axis.xaxis.set_minor_formatter(lambda value, place: "")
-    axes[0].set_ylabel("bits per byte")
     return figure

@@ -7,11 +7,13 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 
 from benchmarks.report.main import PICTURES, STUDIES
-from benchmarks.studies import convergence, lengths, local, sizes
+from benchmarks.studies import convergence, lengths, local, networks, sizes
 from benchmarks.studies.baselines import BASELINES
 from benchmarks.studies.papers import sixteen, trainings
 from benchmarks.studies.study import load
 from benchmarks.studies.tasks import gpt_task
+from horovod_sparse.cli.main import bits_per_second
+from horovod_sparse.cli.worth_it import Case, recommended_row, rows_of
 
 
 @pytest.mark.nightly
@@ -88,3 +90,18 @@ def test_simulated_ranks_of_local_steps_have_parameters_of_their_own():
     third = [list(task.batches(rank, 4, 4, 0))[2] for rank in range(4)]
     expected = [float(task.loss(model, *batch)) for batch in third]
     assert losses[2] == pytest.approx(sum(expected) / 4, rel=1e-3)
+
+
+def test_worth_it_says_a_schedule_within_10_percent_of_the_best_in_five_networks_of_six() -> None:
+    runs, right = load(networks.STUDY.file)["runs"], 0
+    found = networks.seconds_to_dense(runs)
+    for network, seconds in found.items():
+        rate, latency = network.split(", ")
+        shape = runs[network][networks.ALONE]["seconds"], networks.SIZE, bits_per_second(rate)
+        sent = runs[network]["best, every=1, delay=0"]["bytes"] / (networks.SIZE - 1) / 834_304
+        case = Case(834_304, *shape, max(5e-5, float(latency.removesuffix("ms")) / 1e3), sent)
+        name = recommended_row(case, rows_of(case)).name.replace("sparse", "best")
+        if name.startswith("best") and "every" not in name:
+            name = name.replace("best", "best, every=1")
+        right += seconds[name if "delay" in name else f"{name}, delay=0"] <= 1.1 * min(seconds.values())
+    assert len(found) == 6 and right >= 5
