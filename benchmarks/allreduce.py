@@ -172,7 +172,7 @@ def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     source = GradientSource(random_layers(settings["elements"]), hvd.rank())
     memory = HostAccumulator(settings["elements"], density=settings["density"])
     driver = HorovodDriver()
-    driver.connect()
+    driver.choose_transport()
     methods = [Method(name, text, source, memory, driver) for name, text in settings["sparsifiers"].items()]
     both = [one for method in methods for one in (method, Messages(method, driver))]
     found = ranks.measure_methods(both, settings["repeat"])

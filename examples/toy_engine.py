@@ -22,7 +22,7 @@ from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.simulation.lockstep import answer
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.topology import Placement
-from horovod_sparse.training.agreement import HostEntry
+from horovod_sparse.training.agreement import ReplicatedArray
 from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.engine import Facts, PartSpec, carry_out
 from horovod_sparse.training.parts import BucketPart
@@ -82,7 +82,7 @@ class PipeEngine:
     def rank_and_size(self) -> tuple[int, int]:
         return self.rank, len(self.pipes) + 1
 
-    def ranks(self) -> Placement:
+    def placement(self) -> Placement:
         rank, size = self.rank_and_size()
         return Placement(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
 
@@ -132,7 +132,7 @@ class ToyTraining(Training):
         """The means over ranks; None where no rank is to step."""
         self.agree()
         if self.step >= self.drift.next_step:
-            entries = [HostEntry(*one) for one in self.engine.parameters.items()]
+            entries = [ReplicatedArray(*one) for one in self.engine.parameters.items()]
             self.engine.carry_out(self.drift.run(self.step, entries), None)
         for part in self.parts:
             part.start(gradients, self.engine.execute)

@@ -212,14 +212,14 @@ class Accumulator:
         if num_selected == 0:
             return np.empty(0, np.int32)
         maxima = self._bounds(exact=True)
-        return self._found(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
+        return self._note_found(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
         """Returns the indices of each chunk's largest magnitudes, as many as the chunk's quota."""
         self._apply_quantized()
-        return self._found(*self._kernels.largest_of_each(self._values, chunk, quotas))
+        return self._note_found(*self._kernels.largest_of_each(self._values, chunk, quotas))
 
-    def _found(self, indices: Indices, values: Memory | None) -> Indices:
+    def _note_found(self, indices: Indices, values: Memory | None) -> Indices:
         self._journal.found = None if values is None else (indices.copy(), values)
         return indices
 

@@ -217,9 +217,9 @@ def undo_fold(
         array([2., 1., 0.])
     """
     if rule.moment is None or companion is None:
-        _subtract(values, (factors[2] + factors[3]) * gradient, library)
+        _subtract_folded(values, (factors[2] + factors[3]) * gradient, library)
         if companion is not None:
-            _subtract(companion, gradient, library)
+            _subtract_folded(companion, gradient, library)
             if factors[1]:  # so small a momentum is 0 in float32
                 values -= factors[3] * companion
                 companion /= factors[1]
@@ -229,7 +229,7 @@ def undo_fold(
         square = fresh * (gradient * gradient)
         counted = library.isfinite(square)
         step = rate * gradient / (library.sqrt(companion + floor) + eps)
-        _subtract(values, library.where(counted, step, 0), library)
+        _subtract_folded(values, library.where(counted, step, 0), library)
         before = (companion - square) / lasting
         companion[...] = library.where(counted, library.where(before > 0, before, 0), companion)
 
@@ -248,7 +248,7 @@ def signed_sum(before: Any, after: Any, moment: Any, signs: Any, factors: Any, l
     return (step * (library.sqrt(moment + floor) + eps)).sum() / rate if rate else 0.0 * step.sum()
 
 
-def _subtract(values: Any, step: Any, library: Any) -> None:
+def _subtract_folded(values: Any, step: Any, library: Any) -> None:
     """Subtracts a step, but not at elements whose sum was not finite, to which no fold added it."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step

@@ -83,19 +83,19 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
     """Carries out a coroutine's collectives within and across hosts by messages between pairs of ranks."""
 
-    def carried(request: Request) -> Synchronization[Any]:
+    def carry(request: Request) -> Synchronization[Any]:
         if request.level == "all":
             return collectives.single_request(request)
         return among(request, topology.group(request.level, rank), rank)
 
-    return collectives.translate_requests(coroutine, carried)
+    return collectives.translate_requests(coroutine, carry)
 
 
 def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
     """Carries out a collective of some ranks by messages between pairs; a single rank sends none."""
     places = {peer: number for number, peer in enumerate(ranks)}
 
-    def carried(exchange: Any) -> Synchronization[Any]:
+    def carry(exchange: Any) -> Synchronization[Any]:
         if len(ranks) == 1:
             return answer_for_one_rank(exchange)
         sends = {ranks[peer]: words for peer, words in exchange.sends.items()}
@@ -103,7 +103,7 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
         return {places[peer]: words for peer, words in arrived.items()}
 
     steps = by_exchanges(replace(request, level="all"), places[rank], len(ranks))
-    return collectives.translate_requests(steps, carried)
+    return collectives.translate_requests(steps, carry)
 
 
 def answer_for_one_rank(request: Request) -> Any:

@@ -78,7 +78,7 @@ class MpiCarrier:
         #: MPI reads the memory of messages until their requests are complete
         self._leaving: dict[Key, list[tuple[Any, Words]]] = {}
         self._header = np.empty(_HEADER, np.int32)
-        self._next = self._await_header()
+        self._next = self._start_receive()
         atexit.register(self._close)  # and keeps the memory that MPI may still use
 
     def carries(self, request: Request) -> bool:
@@ -124,7 +124,7 @@ class MpiCarrier:
                     self._leaving.setdefault(key, []).append((sent, part))
         return _Messages(self, key, frozenset(request.sources), whose)
 
-    def _await_header(self) -> Any:
+    def _start_receive(self) -> Any:
         return self._comm.Irecv([self._header, self._mpi.INT], self._mpi.ANY_SOURCE, _HEADER_TAG)
 
     def _progress(self) -> None:
@@ -133,7 +133,7 @@ class MpiCarrier:
         while self._next.Test(status):
             source, words = status.Get_source(), np.empty(int(self._header[4]), np.int32)
             key = int(self._header[0]), self._header[1:3].tobytes(), int(self._header[3])
-            self._next = self._await_header()
+            self._next = self._start_receive()
             # bodies of one source come in the order of their headers
             body = self._mpi.REQUEST_NULL
             if words.size:

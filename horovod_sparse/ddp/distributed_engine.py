@@ -165,7 +165,7 @@ class DistributedEngine:
     def rank_and_size(self) -> tuple[int, int]:
         return dist.get_rank(self.group), dist.get_world_size(self.group)
 
-    def ranks(self) -> Placement:
+    def placement(self) -> Placement:
         """Returns this process's `Placement`, from torchrun's environment."""
         rank, size = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("GROUP_RANK", socket.gethostname())

@@ -206,12 +206,12 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self.for_scaler = False
             return None
 
-        def together() -> Any:
+        def step_closure() -> Any:
             loss = given()
             self.synchronize()
             return loss
 
-        return (optimizer, together), {name: one for name, one in named.items() if name != "closure"}
+        return (optimizer, step_closure), {name: one for name, one in named.items() if name != "closure"}
 
     def _synchronize_for_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Called before a loss scaler looks at gradients, so that all ranks' scalers see the same."""

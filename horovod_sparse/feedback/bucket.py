@@ -235,7 +235,7 @@ class Bucket:
         return report
 
     def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
-        """Runs the sparsifier after `fold`, and returns the sum over ranks; raises what all ranks raise."""
+        """Runs the sparsifier; returns the sum over ranks. All raise on NaN, or if sum * scale overflows."""
         sum_, overflow = yield from self._summed(report, scale)
         self.raise_if_failed(sum_.notes.first_nonfinite, overflow)
         return sum_
@@ -323,14 +323,14 @@ class Bucket:
         if drop and self._gradient is not None:
             self.accumulator.drop(self._gradient)
             self._gradient = None
-        self._show()
+        self._show_absent()
 
     def _take_back(self) -> None:
         if self._before is not None:
             self.accumulator.abandon()
             (self.state, self._progress), self._before = self._before, None
 
-    def _show(self) -> None:
+    def _show_absent(self) -> None:
         if self._hidden is not None:
             (age, hidden), self._hidden = self._hidden, None
             self.accumulator.show(hidden, self.feedback.moment_factor(age, self.progress.age) or 1.0)
@@ -345,7 +345,7 @@ class Bucket:
         """Commits the last step, which can then not be rolled back any more."""
         self._gradient = self._before = None
         self.accumulator.accept()
-        self._show()
+        self._show_absent()
 
     def member_at(self, position: int) -> str:
         """Returns the name of the parameter to which an element of the bucket belongs."""

@@ -133,7 +133,7 @@ class TwoLevelBucket(Bucket):
         return values
 
     def load(self, held: Sequence[np.ndarray]) -> None:
-        self._load_shards([values[slice(*self.shard)] for values in held])
+        self._assign_padded([values[slice(*self.shard)] for values in held])
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the sum over this host's ranks of arrays [n]; all ranks of the host call it together."""
@@ -141,9 +141,9 @@ class TwoLevelBucket(Bucket):
         for values in held:
             shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
             shards.append(shard)
-        self._load_shards(shards)
+        self._assign_padded(shards)
 
-    def _load_shards(self, shards: Sequence[np.ndarray]) -> None:
+    def _assign_padded(self, shards: Sequence[np.ndarray]) -> None:
         short = self.info.num_elements - shards[0].size  # up to the length of the longest
         self.accumulator.assign_arrays([np.append(one, np.zeros(short, one.dtype)) for one in shards])
 

@@ -129,7 +129,7 @@ def emitting(typed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     `typed` gives the signature, from numba's types of the arguments.
     """
 
-    def made(emit: Callable[..., Any]) -> Any:
+    def make_intrinsic(emit: Callable[..., Any]) -> Any:
         @functools.wraps(emit)
         def typing(_context: Any, *kinds: Any) -> Any:
             def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -139,7 +139,7 @@ def emitting(typed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 
         return intrinsic(typing)
 
-    return made
+    return make_intrinsic
 
 
 #: of one argument, or two of one type, and a result like them

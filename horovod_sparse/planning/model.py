@@ -258,7 +258,7 @@ class Timeline:
         return max((span.end for span in (*self.computation, *self.communication)), default=0.0)
 
 
-class _MessageCost(NamedTuple):
+class _Message(NamedTuple):
     kind: str
     ready: float
     seconds: float
@@ -278,32 +278,32 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     bucket_of = {name: number for number, names in enumerate(plan.buckets) for name in names}
     missing = [len(names) for names in plan.buckets]
     computation: list[Span] = []
-    messages: list[_MessageCost] = []
+    messages: list[_Message] = []
 
-    def work(kind: str, seconds: float) -> float:
+    def append_span(kind: str, seconds: float) -> float:
         start = computation[-1].end if computation else 0.0
         computation.append(Span(kind, start, start + seconds))
         return start + seconds
 
     if workload.forward_seconds:
-        work("forward", workload.forward_seconds)
+        append_span("forward", workload.forward_seconds)
     for parameter, seconds in zip(workload.backward, reversed(workload.backward_seconds), strict=True):
-        ready, number = work("backward", seconds), bucket_of.get(parameter.name)
+        ready, number = append_span("backward", seconds), bucket_of.get(parameter.name)
         if number is None:
             if packing := float(cost.dense_work.seconds(parameter.num_elements)):
-                ready = work("packing", packing)
+                ready = append_span("packing", packing)
             size = parameter.num_bytes
-            messages.append(_MessageCost("dense", ready, float(cost.dense.seconds(size)), size))
+            messages.append(_Message("dense", ready, float(cost.dense.seconds(size)), size))
             continue
         missing[number] -= 1
         if missing[number] == 0:
             total = sum(elements[name] for name in plan.buckets[number])
-            ready = work("selection", float(cost.selection.seconds(total)))
-            messages.append(_MessageCost("sparse", ready, float(cost.communication.seconds(total))))
+            ready = append_span("selection", float(cost.selection.seconds(total)))
+            messages.append(_Message("sparse", ready, float(cost.communication.seconds(total))))
     return Timeline(tuple(computation), tuple(_communicate(messages, cost)))
 
 
-def _communicate(messages: list[_MessageCost], cost: CostModel) -> list[Span]:
+def _communicate(messages: list[_Message], cost: CostModel) -> list[Span]:
     """Predicts when the network sends each message; fuses messages that are ready at once, if allowed."""
     startup = {"sparse": cost.communication.fixed_seconds, "dense": cost.dense.fixed_seconds}
     fused = {"sparse": cost.fuse_sparse, "dense": cost.fuse_dense}

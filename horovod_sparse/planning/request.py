@@ -71,7 +71,7 @@ def select_tensors(
             raise UnknownNameError("tensor_selection", rule, ["all", "cost", "min_elements(...)"])
         if cost is None:
             raise ArgumentError("tensor_selection", rule, "profile= as well, or 'all', which needs none")
-        return frozenset(parameter.name for parameter in parameters if not _pays(parameter, cost))
+        return frozenset(parameter.name for parameter in parameters if not _sparsifying_pays(parameter, cost))
     if not callable(rule):
         raise ArgumentError("tensor_selection", rule, "'cost', 'all', min_elements(...) or a function")
     answers = {parameter.name: rule(parameter) for parameter in parameters}
@@ -81,7 +81,7 @@ def select_tensors(
     return frozenset(name for name, answer in answers.items() if not answer)
 
 
-def _pays(parameter: ParameterFacts, cost: CostModel) -> bool:
+def _sparsifying_pays(parameter: ParameterFacts, cost: CostModel) -> bool:
     n, full = parameter.num_elements, cost.dense.seconds(parameter.num_bytes)
     compression, sparse = cost.selection.seconds(n), cost.communication.seconds(n)
     return bool(compression < full + cost.dense_work.seconds(n) - sparse)
@@ -159,7 +159,7 @@ class PlanRequest:
         return {"plan": self.asked, "profile": f"none ({self.failure})" if self.failure else digest}
 
     def first_plan(self, parameters: Sequence[ParameterFacts]) -> Plan:
-        """Returns the plan for parameters of which no times are known: the default where it goes by times."""
+        """Returns the plan before times are known: the default one if the strategy needs times."""
         dense = frozenset(parameter.name for parameter in parameters if parameter.density == 1.0)
         if self.selection != "cost":
             dense |= select_tensors(self.selection, parameters)

@@ -78,7 +78,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     merged = np.zeros(num_layers, bool)
     # layer l of the paper stands at l - 1
     for layer in range(num_layers - 1, 0, -1):
-        if (_gains if by_gain else _pays_at_once)(layer, elements, backward, cost):
+        if (_ends_earlier if by_gain else _merging_pays)(layer, elements, backward, cost):
             merged[layer] = True
             elements, backward = _merge(layer, elements, backward)
     # in backward order, a segment ends behind every layer that was not merged into the next
@@ -90,7 +90,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     return min(plan, *others, key=lambda one: predict(workload, one, cost).iteration_seconds)
 
 
-def _pays_at_once(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
+def _merging_pays(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
     """True if merging a layer with the next one shortens the step: conditions Q3 and Q5."""
     start_backward, start_communication, _ = _timeline(elements, backward, cost)
     here, below = elements[layer], elements[layer - 1]
@@ -102,7 +102,7 @@ def _pays_at_once(layer: int, elements: Times, backward: Times, cost: CostModel)
     return bool(apart < busy_until and start_communication[layer] + alpha > together)
 
 
-def _gains(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
+def _ends_earlier(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
     return _timeline(*_merge(layer, elements, backward), cost)[2] < _timeline(elements, backward, cost)[2]
 
 

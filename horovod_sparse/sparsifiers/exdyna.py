@@ -62,10 +62,10 @@ def partition(num_elements: int, size: int, num_blocks: int = 1024) -> Partition
     return Partitions(block_length, parts)
 
 
-def move_one_block(
+def move_borders(
     partitions: Partitions, counts: np.ndarray, num_elements: int, *, alpha: float = 1.05, num_moved: int = 1
 ) -> Partitions:
-    """Moves a border by one block where one neighbour selected too much and the other too little.
+    """Moves each border by `num_moved` blocks if one neighbour selected too much and the other too little.
 
     Source: ExDyna, Algorithm 3, lines 7-28, with min_blk = n_b / (4 P). Departure: when nothing was
     selected at all nothing moves (the printed form divides by zero).
@@ -191,5 +191,5 @@ class ExDyna(ExclusiveThreshold):
         by_part = np.empty_like(counts)
         by_part[(state.turn + np.arange(info.size)) % info.size] = counts
         n, num_moved = info.num_elements, self.blocks_per_move
-        moved = move_one_block(partitions, by_part, n, alpha=self.alpha, num_moved=num_moved)
+        moved = move_borders(partitions, by_part, n, alpha=self.alpha, num_moved=num_moved)
         return replace(state, partitions=moved)

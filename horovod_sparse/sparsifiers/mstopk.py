@@ -50,25 +50,25 @@ class MSTopK(SelectAndGather):
         # at least k elements reach `low` (if there are so many that are not 0), fewer than k reach `high`
         low, high = 0.0, float(np.nextafter(accumulator.kth_magnitude(1), np.inf))
         reserve: Indices | None = None
-        sizes = np.empty(0)
+        magnitudes = np.empty(0)
         for _ in range(self.num_passes):
-            middle = low + (high - low) / 2
-            found: Any = accumulator.at_least(middle) if reserve is None else np.flatnonzero(sizes >= middle)
-            low, high = (middle, high) if found.size >= k else (low, middle)
+            mid = low + (high - low) / 2
+            found: Any = accumulator.at_least(mid) if reserve is None else np.flatnonzero(magnitudes >= mid)
+            low, high = (mid, high) if found.size >= k else (low, mid)
             if reserve is None and k <= found.size <= _FEW * k:
-                reserve, sizes = found, _sizes(accumulator, found)
+                reserve, magnitudes = found, _magnitudes(accumulator, found)
             if found.size == k:
                 break
         if reserve is None:
             reserve = accumulator.at_least(low)
-            sizes = _sizes(accumulator, reserve)
+            magnitudes = _magnitudes(accumulator, reserve)
         if reserve.size < k:
             return Selected(accumulator.largest(k))  # zeros have to fill up
-        chosen = sizes >= high
-        between = np.flatnonzero((sizes >= low) & ~chosen)
+        chosen = magnitudes >= high
+        between = np.flatnonzero((magnitudes >= low) & ~chosen)
         chosen[between[: k - int(np.count_nonzero(chosen))]] = True
         return Selected(reserve[chosen])
 
 
-def _sizes(accumulator: Accumulator, indices: Indices) -> np.ndarray:
+def _magnitudes(accumulator: Accumulator, indices: Indices) -> np.ndarray:
     return np.abs(accumulator.take(indices).astype(np.float64))

@@ -172,13 +172,13 @@ class SIDCo(SampledSelection):
     def select(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> Selected:
         threshold = self.find(accumulator, k, state, info)
         indices = accumulator.at_least(threshold)
-        state = self._adapted(state, indices.size / k)
+        state = self._adapt_num_stages(state, indices.size / k)
         if not indices.size:  # the fit ends above every magnitude, as it does for equal ones
             indices = accumulator.largest(k)
             indices = indices[accumulator.take(indices) != 0]
         return Selected(indices, {"threshold": threshold, "stages": float(state.num_stages)}, state)
 
-    def _adapted(self, state: SIDCoState, achieved: float) -> SIDCoState:
+    def _adapt_num_stages(self, state: SIDCoState, achieved: float) -> SIDCoState:
         recent = (*state.recent, achieved)
         if len(recent) < self.adapt_every:
             return replace(state, recent=recent)

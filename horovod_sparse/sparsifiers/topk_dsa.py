@@ -51,7 +51,7 @@ class TopkDSA(Sparsifier):
             accumulator.add(indices, error)
 
         sizes = yield AllGather(np.array([len(total)], np.int32))
-        if self._is_dense(sizes, regions, info):
+        if self._dense_is_shorter(sizes, regions, info):
             indices, values = yield from self._gather_dense(total, accumulator, regions, info)
         else:
             total = round_for_wire(total, accumulator, self.wire)
@@ -59,10 +59,10 @@ class TopkDSA(Sparsifier):
             sum_ = yield from exchange_selections(*sent)
             indices, values = sum_.indices, sum_.values
         counts = np.full(info.size, k, np.int64)
-        facts = {"union": float(sizes.sum()), "dense": float(self._is_dense(sizes, regions, info))}
+        facts = {"union": float(sizes.sum()), "dense": float(self._dense_is_shorter(sizes, regions, info))}
         return SparseSum(indices, values, counts, arrived.notes, facts), state
 
-    def _is_dense(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
+    def _dense_is_shorter(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
         """True if the regions' sums take fewer words sent whole than as indices and values."""
         n, dtype = info.num_elements, info.value_dtype
         sparse = sum(self.wire.message_words(int(size), n, dtype) for size in sizes)

@@ -19,14 +19,14 @@ def _counting_starts(init: Any) -> Any:
     """Wraps `hvd.init`, so that each call makes `present_start` return a new object."""
 
     @functools.wraps(init)
-    def noted(*arguments: Any, **named: Any) -> None:
+    def init_and_note_start(*arguments: Any, **named: Any) -> None:
         global _start
         starts = not hvd.is_initialized()
         init(*arguments, **named)
         if starts:
             _start = object()
 
-    return noted
+    return init_and_note_start
 
 
 def present_start() -> object:

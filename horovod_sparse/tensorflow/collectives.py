@@ -143,8 +143,8 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def marks_of(gradients: Sequence[Any], name: str, process_set: Any) -> tf.Tensor:
-    """Returns which gradients of which ranks are not finite: a row of numbers for each rank."""
+def nonfinite_marks(gradients: Sequence[Any], name: str, process_set: Any) -> tf.Tensor:
+    """Returns one number per gradient, rank after rank: 1 if it is not finite, else 0."""
     values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
     marks = tf.cast(tf.stack([tf.reduce_any(~tf.math.is_finite(one)) for one in values]), tf.int32)
     with tf.device("/cpu:0"):
@@ -243,8 +243,8 @@ def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch
     return carry_out_together(coroutine, process_set, name, looks=True, watch=watch)
 
 
-def compare_densely(compression: Any, process_set: Any, **arguments: object) -> None:
-    """Compares this dense rank's arguments with other ranks' before the first gradient; some may sparsify."""
+def compare_dense_arguments(compression: Any, process_set: Any, **arguments: object) -> None:
+    """Raises on all ranks if arguments differ; called by ranks without a sparsifier, others may have one."""
     given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
     carry_out_agreement(compared(given), process_set)
 

@@ -34,7 +34,7 @@ def refuse_graphs() -> None:
 
 
 def run_independently(operation: Any, kind: str) -> None:
-    """Removes an operation from the order that `tf.function` gives to operations with side effects."""
+    """Removes `operation`, or its input of type `kind`, from `tf.function`'s order of side effects."""
     order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if order is not None:
         while operation.type != kind:

@@ -1,4 +1,4 @@
-"""Measures what plans go by, before a training: a graph's buckets are fixed once it is traced."""
+"""Measures the times that plans need, before a training: a graph's buckets are fixed once it is traced."""
 
 from __future__ import annotations
 

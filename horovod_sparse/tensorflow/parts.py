@@ -15,8 +15,8 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
-from horovod_sparse.tensorflow.task import Task, has_open_rounds
-from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
+from horovod_sparse.tensorflow.task import Task, rounds_may_vary
+from horovod_sparse.tensorflow.tensors import ReusedArrays, numpy_dtype
 from horovod_sparse.topology import Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -46,14 +46,14 @@ class Part(common.BucketPart):
         self._rank, self._topology = place[0], topology
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
-        waits = has_open_rounds(spec.recipe.sparsifier, self.bucket.whole.num_elements, topology is not None)
+        waits = rounds_may_vary(spec.recipe.sparsifier, self.bucket.whole.num_elements, topology is not None)
         collective = _collective(label, self.name, self.names)
         self.task = Task(collective, kinds, accumulator_dtype(self.dtype), waits, f"{label}.{self.name}")
-        self._outputs = LentArrays(self.shapes, numpy_dtype(self.dtype))
+        self._outputs = ReusedArrays(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """Returns the coroutine of a step: folds these gradients, and exchanges the selections."""
-        self.close()
+        self.roll_back_unapplied()
         step = self.bucket.step(GradientParts(gradients), learning_rate, scale=self._scale)
         return step if self._topology is None else over_hosts(step, self._topology, self._rank)
 
@@ -61,7 +61,7 @@ class Part(common.BucketPart):
         """Returns each variable's sum over ranks times `scale`, dense, and commits the step."""
         started = time.perf_counter()
         sum_ = self.task.result
-        arrays, indices = self._outputs.lend(), None if sum_.whole else sum_.indices
+        arrays, indices = self._outputs.acquire(), None if sum_.whole else sum_.indices
         num_union = apply_scaled_sums(arrays, self.places, indices, sum_.values, scale)
         self.task.settled = True
         self.bucket.accept()
@@ -78,8 +78,8 @@ class Part(common.BucketPart):
         self.bucket.abandon(drop=drop)
         self.task.settled = True
 
-    def close(self) -> None:
-        """Rolls the last step back if its sum was never applied, since another part failed."""
+    def roll_back_unapplied(self) -> None:
+        """Rolls the last step back if its sum was not applied; called before a step, load or agreement."""
         if not self.task.settled:
             self.task.drop()
             self.abandon()

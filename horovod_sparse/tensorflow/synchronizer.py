@@ -15,14 +15,14 @@ from horovod_sparse.errors import NonFiniteGradientError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow import graph
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
-from horovod_sparse.tensorflow.collectives import carry_out_together, marks_of, reduce_densely
+from horovod_sparse.tensorflow.collectives import carry_out_together, nonfinite_marks, reduce_densely
 from horovod_sparse.tensorflow.driver import Driver, shaped
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.task import idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.training.agreement import DriftCheck, HostEntry
+from horovod_sparse.training.agreement import DriftCheck, ReplicatedArray
 from horovod_sparse.training.collective_errors import Outcome
 from horovod_sparse.training.settings import RAISE, Settings
 
@@ -80,7 +80,7 @@ class GradientSynchronizer(VariablesTraining):
     def load(self, entry: Mapping[str, Any] | None) -> None:
         """Loads a checkpoint entry, after cancelling a step in progress."""
         for part in self.parts:
-            part.close()
+            part.roll_back_unapplied()
         super().load(entry)
 
     def agree(self) -> None:
@@ -94,7 +94,7 @@ class GradientSynchronizer(VariablesTraining):
         with self._agreeing:  # several buckets may come at the same time
             if not self.is_agreed:
                 for part in self.parts:
-                    part.close()
+                    part.roll_back_unapplied()
                 super().agree()
                 self._replicas.restart()
 
@@ -102,7 +102,7 @@ class GradientSynchronizer(VariablesTraining):
     def synchronize(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
     ) -> list[Gradient]:
-        """Returns the gradients' sums over ranks; zeros in a step that is skipped."""
+        """Returns the gradients' sums (or averages) over ranks; zeros in a step that is skipped."""
         return self.synchronize_or_skip(gradients, variables, learning_rate)[0]
 
     @tf.autograph.experimental.do_not_convert
@@ -164,7 +164,7 @@ class GradientSynchronizer(VariablesTraining):
         gathered = [str(getattr(variables[i], "name", f"gradient {i}")).split(":")[0] for i in slices]
         if slices:
             label = f"{self.engine.label}.finite"
-            tokens.append(marks_of([gradients[i] for i in slices], label, self.process_set))
+            tokens.append(nonfinite_marks([gradients[i] for i in slices], label, self.process_set))
 
         def finish(*given: np.ndarray) -> list[np.ndarray]:
             before, found = self.step, list[BaseException]()
@@ -302,7 +302,7 @@ class Replicas:
         named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}
 
         def compare(*arrays: np.ndarray) -> np.ndarray:
-            entries = [HostEntry(*one) for one in zip(named, arrays, strict=True)]
+            entries = [ReplicatedArray(*one) for one in zip(named, arrays, strict=True)]
             check_them = check.run(self._training.step - 1, entries)
             engine = self._training.engine
             try:

@@ -42,7 +42,7 @@ class Task:
     ) -> None:
         #: round r communicates as ``{name}.{r}``; an error calls it by its title
         self.name, self.kinds, self.value_dtype, self.title = name, kinds, value_dtype, title or name
-        #: True if one host function runs all rounds; see `has_open_rounds`
+        #: True if one host function runs all rounds; see `rounds_may_vary`
         self.waits = waits
         self.place = (0, 1)
         #: what the coroutine returned, or raised
@@ -170,7 +170,7 @@ def idle_seconds(tasks: Sequence[Task], now: float) -> float:
     return max(0.0, now - since - busy)
 
 
-def has_open_rounds(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
+def rounds_may_vary(sparsifier: Sparsifier, num_elements: int, two_levels: bool = False) -> bool:
     """True if a bucket's number of rounds may change in elastic training, so that no graph can fix it."""
     if not is_elastic() or two_levels:
         return is_elastic()

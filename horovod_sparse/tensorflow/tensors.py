@@ -152,8 +152,8 @@ def aligned_zeros(num_bytes: int) -> np.ndarray:
 _NUM_KEPT = 2
 
 
-class LentArrays:
-    """Lends arrays of given shapes, and reuses their memory once nobody refers to them.
+class ReusedArrays:
+    """Arrays of given shapes, whose memory is reused once nothing refers to them.
 
     TensorFlow takes an aligned array that a host function returns as a tensor's memory, without a copy.
     """
@@ -162,8 +162,8 @@ class LentArrays:
         self._shapes, self.dtype = shapes, dtype
         self._memories: list[tuple[list[np.ndarray], list[weakref.ref[np.ndarray]]]] = []
 
-    def lend(self) -> list[np.ndarray]:
-        """Returns uninitialized arrays of these shapes."""
+    def acquire(self) -> list[np.ndarray]:
+        """Returns uninitialized arrays: reused ones, or new ones if all are still referred to."""
         free = (one for one in self._memories if not any(ref() is not None for ref in one[1]))
         arrays, lent = next(free, ([], []))
         if not arrays:

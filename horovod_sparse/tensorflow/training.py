@@ -51,7 +51,7 @@ class VariablesEngine:
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
 
-    def ranks(self) -> Placement:
+    def placement(self) -> Placement:
         return Placement.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:

@@ -107,7 +107,7 @@ class GradientTraining(Training):
         """Compares all ranks' models unless `check_every` is 0; all ranks call it together."""
         if self.drift.every:
             parameters = {name: one for name, (_, one) in self.facts.items()}
-            entries = layout.shared_entries(parameters, self.optimizer) if self.size > 1 else ()
+            entries = layout.replicated_arrays(parameters, self.optimizer) if self.size > 1 else ()
             self._carry_out(self.drift.run(self.step, entries))
 
     def cancel_collectives(self, *, alike: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import RULES, Progress, Recipe, kind_of
 from horovod_sparse.feedback.feedbacks import Rule
-from horovod_sparse.tensors.layout import local, shared_entries
+from horovod_sparse.tensors.layout import local, replicated_arrays
 from horovod_sparse.tensors.models import checked_entry
 from horovod_sparse.tensors.own_steps import StepBucket
 from horovod_sparse.topology import Topology
@@ -330,6 +330,6 @@ class Binding(Steps):
         gradient = self._gradients.get(parameter)
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
-    def shared_entries(self) -> Sequence[Any]:
+    def replicated_arrays(self) -> Sequence[Any]:
         parameters = {name: one for name, (_, one) in self.facts.items()}
-        return shared_entries(parameters, self.optimizer, with_state=False)
+        return replicated_arrays(parameters, self.optimizer, with_state=False)

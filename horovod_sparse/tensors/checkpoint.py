@@ -74,7 +74,7 @@ def save(
             raise failure
         return made
 
-    place = {"rank": training.rank, "world_rank": training.engine.ranks().world_rank}
+    place = {"rank": training.rank, "world_rank": training.engine.placement().world_rank}
     together = save_together(directory, entry, keep=keep, owner=training, **place)
     return int(training.engine.carry_out(together, training.topology, "checkpoint"))
 

@@ -79,14 +79,14 @@ class Driver:
         self._resume(task, coroutine, None)
         return task
 
-    def advance(self, patience: int | None = None) -> bool:
-        """Resumes every coroutine whose collective has completed; returns whether there was one.
+    def advance(self, max_pending: int | None = None) -> bool:
+        """Resumes coroutines whose collectives have completed, until it met `max_pending` that have not.
 
-        With `patience` it looks at so many in vain.
+        Returns whether it resumed one.
         """
         moved, again = False, True
         while again and self._failure is None:
-            again, num_vain = False, 0
+            again, num_pending = False, 0
             for task, coroutine, handle in list(self.parked.values()):
                 if task.done:  # a failure in another task has ended this one too
                     continue
@@ -97,8 +97,8 @@ class Driver:
                 elif done:
                     self._take_result(task, coroutine, handle)
                 else:
-                    num_vain += 1
-                    if num_vain == patience:
+                    num_pending += 1
+                    if num_pending == max_pending:
                         break
                     continue
                 moved = again = True

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils import _pytree
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError
-from horovod_sparse.training.agreement import COLUMNS, Entry, HostEntry, word_sums
+from horovod_sparse.training.agreement import COLUMNS, Replicated, ReplicatedArray, word_sums
 
 _NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
 
@@ -111,8 +111,8 @@ _NUMBER_BYTES = 64
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """A tensor as an `Entry`, which ranks compare; its checksums are the same on any device."""
+class ReplicatedTensor:
+    """A `Replicated` tensor; its checksums are the same on any device."""
 
     name: str
     tensor: torch.Tensor
@@ -140,40 +140,40 @@ def device_word_sums(values: torch.Tensor) -> NDArray[np.uint64]:
     return np.asarray(sums + word_sums(values[whole:].cpu().numpy()), np.uint64)
 
 
-def shared_entries(
+def replicated_arrays(
     parameters: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer | None,
     *,
     with_state: bool = True,
-) -> list[Entry]:
+) -> list[Replicated]:
     """Returns entries for what has to be equal on all ranks: settings, parameters, optimizer state."""
-    entries: list[Entry] = []
+    entries: list[Replicated] = []
     shared = set(map(id, parameters.values()))
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
         if any(id(parameter) in shared for parameter in group["params"]):
             options = {key: value for key, value in group.items() if key != "params"}
             entries += _nested_entries(f"{{}} of group {number}", options)
-    entries += [TensorEntry(name, local(tensor)) for name, tensor in parameters.items()]
+    entries += [ReplicatedTensor(name, local(tensor)) for name, tensor in parameters.items()]
     for name, tensor in parameters.items():
         if with_state and optimizer is not None and tensor in optimizer.state:  # asking makes an empty one
             entries += _nested_entries(f"{{}} of {name}", optimizer.state[tensor])
     return entries
 
 
-def _nested_entries(words: str, held: Mapping[str, Any]) -> Iterator[Entry]:
+def _nested_entries(words: str, held: Mapping[str, Any]) -> Iterator[Replicated]:
     """Yields entries for the numbers and tensors of an optimizer's state or parameter group."""
     for key in sorted(held, key=str):
         yield from _entries(words.format(key), held[key])
 
 
-def _entries(name: str, value: Any) -> Iterator[Entry]:
+def _entries(name: str, value: Any) -> Iterator[Replicated]:
     numbers = value if isinstance(value, tuple) and value else [value]
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided:
-            yield TensorEntry(name, local(value))
+            yield ReplicatedTensor(name, local(value))
     elif all(isinstance(one, (bool, int, float)) for one in numbers):
         text = json.dumps(value).ljust(_NUMBER_BYTES)  # so that other numbers are of the same kind
-        yield HostEntry(name, np.frombuffer(text.encode(), np.uint8))
+        yield ReplicatedArray(name, np.frombuffer(text.encode(), np.uint8))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from _entries(f"{name}[{number}]", item)

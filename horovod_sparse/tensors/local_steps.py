@@ -15,7 +15,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, ParameterBucket, host_view
-from horovod_sparse.tensors.layout import TensorEntry, flat, local, view_into
+from horovod_sparse.tensors.layout import ReplicatedTensor, flat, local, view_into
 from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
 from horovod_sparse.tensors.own_steps import moved_parameters
 from horovod_sparse.topology import Topology
@@ -174,9 +174,9 @@ class Displacement:
         finally:
             torch._foreach_copy_(parameters, own)
 
-    def entry(self, number: int, name: str) -> TensorEntry:
+    def entry(self, number: int, name: str) -> ReplicatedTensor:
         """Returns a common parameter, for ranks to compare."""
-        return TensorEntry(name, self._view(self.start, number))
+        return ReplicatedTensor(name, self._view(self.start, number))
 
     def to_host(self, name: str) -> np.ndarray:
         """Returns `start`, `velocity` or `sent`, [n]."""
@@ -202,7 +202,8 @@ def _unexchanged_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _digest(tensor: torch.Tensor, by_version: bool) -> bytes:
     """Returns a tensor's version number, or a hash of its contents, to notice changes."""
-    return str(tensor._version).encode() if by_version else TensorEntry("", local(tensor)).sums().tobytes()
+    sums = None if by_version else ReplicatedTensor("", local(tensor)).sums()
+    return str(tensor._version).encode() if sums is None else sums.tobytes()
 
 
 class LocalBinding(LocalTraining):

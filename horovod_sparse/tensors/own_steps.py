@@ -66,7 +66,7 @@ class HostParameters(Parameters):
 
 
 class TensorParameters(HostParameters):
-    """Parameters on a device, or of a half type, which PyTorch changes."""
+    """Parameters that PyTorch operations change, since they are on a device or of a half type."""
 
     def _as_array(self, memory: torch.Tensor) -> torch.Tensor:
         return memory
@@ -141,7 +141,7 @@ def _subtract(array: torch.Tensor, where: Any, step: Any) -> None:
 
 
 class StepBucket(ParameterBucket, StepPart):
-    """A bucket of tensors of which each rank folds, selects and applies its own steps."""
+    """A `StepPart` whose parameters are PyTorch tensors."""
 
     def __init__(
         self, spec: PartSpec, facts: Facts, place: tuple[int, int], moves_at_once: bool, ages: dict[str, int]

@@ -41,11 +41,11 @@ def adopting(adopt: Callable[[Any], bool]) -> None:
     """Makes Horovod pass each new optimizer to `adopt`, which returns False to leave it to Horovod."""
     for kind in (HorovodOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
 
-        def registered(self: Any, register: Callable[[Any], None] = kind._register_hooks) -> None:
+        def register_or_adopt(self: Any, register: Callable[[Any], None] = kind._register_hooks) -> None:
             if not adopt(self):
                 register(self)
 
-        kind._register_hooks = registered
+        kind._register_hooks = register_or_adopt
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:

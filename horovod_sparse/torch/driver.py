@@ -87,14 +87,14 @@ def _scatter_sum(
         splits[rank] = end - begin
     handle = hvd.alltoall_async(tensor, splits=splits, name=name, process_set=process_set)
 
-    def added(output: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    def add_up(output: tuple[torch.Tensor, torch.Tensor]) -> Any:
         parts = output[0].view(len(ranks), -1)
         total = parts[0] + parts[1]
         for one in parts[2:]:
             total += one
         return answer(total)
 
-    return _HorovodHandle(handle, tensor, added)
+    return _HorovodHandle(handle, tensor, add_up)
 
 
 def _start_alltoall(
@@ -136,7 +136,7 @@ class HorovodDriver(Driver):
     ) -> None:
         self.process_set, self._topology = process_set, topology
         self.mpi: MpiCarrier | None = None
-        #: how messages between pairs of ranks travel, and why; empty before `connect`
+        #: how messages between pairs of ranks travel, and why; empty before `choose_transport`
         self.transport = ""
         self._connected_under: Any = None
         deadline = Deadline(deadline_seconds, lambda: (int(process_set.rank()), list(process_set.ranks)))
@@ -176,14 +176,14 @@ class HorovodDriver(Driver):
     def begin(self, training: Training) -> None:
         """Connects the driver under the training's label, once ranks have agreed; all ranks call it."""
         self.label = training.label
-        self.connect()
+        self.choose_transport()
         sparsifiers = (part.bucket.recipe.sparsifier for part in training.sparse)
         kinds = {kind for sparsifier in sparsifiers for kind in sparsifier.rounds(training.size)}
         if self._topology is not None or collectives.Exchange in kinds:
             training.telemetry.transport = self.transport
 
-    def connect(self) -> None:
-        """Makes messages between pairs of ranks go over MPI, if every rank can use it.
+    def choose_transport(self) -> None:
+        """Sends messages between pairs of ranks over MPI from now on, if every rank can use it.
 
         Does so once after each start of Horovod; all ranks call it together.
         """
@@ -266,7 +266,7 @@ class HorovodEngine(HorovodDriver):
     def rank_and_size(self) -> tuple[int, int]:
         return int(self.process_set.rank()), int(self.process_set.size())
 
-    def ranks(self) -> Placement:
+    def placement(self) -> Placement:
         return Placement.of_horovod(hvd, self.process_set)
 
     def facts(self, known: Facts) -> Facts:

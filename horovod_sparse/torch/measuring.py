@@ -1,4 +1,4 @@
-"""`measured_profile`: measures what plans go by, before a training."""
+"""`measured_profile`: measures the times that plans need, before a training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measured_profile(
     num_steps: int = 5,
     cluster: Profile | str | Path | None = None,
 ) -> Profile:
-    """Measures what ``merging="omgs"``, "optimal" and ``tensor_selection="cost"`` go by; all ranks call it.
+    """Measures the times that "omgs", "optimal" and ``tensor_selection="cost"`` need; all ranks call it.
 
     Before the optimizer is made. Nothing is trained, but what `loss` itself changes (statistics of batches).
 

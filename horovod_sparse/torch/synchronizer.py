@@ -187,7 +187,7 @@ class Methods(torch.optim.Optimizer):
 
     @property
     def decision(self) -> Decision | None:
-        """Why the plan was taken, where times decided about it: predictions, and the profile behind them."""
+        """The predictions and the profile that decided the plan; None where times decided nothing."""
         return self._synchronizer.decision
 
     def replan(self, plan: Plan) -> None:

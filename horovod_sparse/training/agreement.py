@@ -139,26 +139,26 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     digest = _digest(json.dumps(plan, sort_keys=True).encode())
     ranks = yield from shared_lines({**vars(status), "plan": digest, "told": None})
 
-    def each(name: str) -> list[Any]:
+    def by_rank(name: str) -> list[Any]:
         return [one[name] for one in ranks]
 
-    if all(each("fresh")) and any(each("again")):
+    if all(by_rank("fresh")) and any(by_rank("again")):
         _log.warning(_BEGINS_ANEW)
-    steps, columns, reason = each("step"), each("column"), ""
-    moved = [rank for rank, place in enumerate(each("made_for")) if place != [rank, len(ranks)]]
+    steps, columns, reason = by_rank("step"), by_rank("column"), ""
+    moved = [rank for rank, place in enumerate(by_rank("made_for")) if place != [rank, len(ranks)]]
     if moved:
         old_rank, old_size = ranks[moved[0]]["made_for"]
         reason = f"rank {moved[0]} of {len(ranks)} was rank {old_rank} of {old_size}"
     elif len(set(steps)) > 1:
         reason = values_by_rank("have done {} steps", steps)
-    elif len(set(each("plan"))) > 1:
+    elif len(set(by_rank("plan"))) > 1:
         reason = "plans differ"
-    elif len(set(zip(columns, each("digest"), strict=True))) > len(set(columns)):
+    elif len(set(zip(columns, by_rank("digest"), strict=True))) > len(set(columns)):
         reason = "states differ"
     furthest = max(steps)
     agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"])
     if not reason:
-        return replace(agreed, loose=any(each("loose")))
+        return replace(agreed, loose=any(by_rank("loose")))
     progress = dict(status.told) if status.step == furthest else {}
     everyone = yield from shared_lines([plan, progress])
     plan, progress = everyone[steps.index(furthest)]
@@ -234,7 +234,7 @@ COLUMNS = 512
 _WORD_BYTES = 8
 
 
-class Entry(Protocol):
+class Replicated(Protocol):
     """An array with a name that has to be equal on all ranks; ranks compare its checksums."""
 
     @property
@@ -251,8 +251,8 @@ class Entry(Protocol):
 
 
 @dataclass(frozen=True)
-class HostEntry:
-    """An `Entry` for an array in host memory."""
+class ReplicatedArray:
+    """A `Replicated` array in host memory."""
 
     name: str
     array: np.ndarray
@@ -300,14 +300,14 @@ class DriftCheck:
         """Schedules the next comparison; it depends on the step alone, so all ranks have the same."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
-    def run(self, step: int, entries: Sequence[Entry]) -> Synchronization[None]:
+    def run(self, step: int, entries: Sequence[Replicated]) -> Synchronization[None]:
         self.postpone(step)
-        if differing := (yield from differing_entries(entries)):
+        if differing := (yield from differing_arrays(entries)):
             more = f"; {len(differing)} differ: {some_of(list(differing))}" if len(differing) > 1 else ""
             raise DriftError(f"after step {step} {next(iter(differing.values()))}{more}")
 
 
-def differing_entries(entries: Sequence[Entry]) -> Synchronization[dict[str, str]]:
+def differing_arrays(entries: Sequence[Replicated]) -> Synchronization[dict[str, str]]:
     """Returns a text for each entry that differs between ranks: one collective, or two if one differs."""
     digests = {entry.name: _digest(entry.dtype_and_shape.encode(), entry.sums()) for entry in entries}
     total = _digest(*(f"{name}={digest};".encode() for name, digest in sorted(digests.items())))

@@ -111,7 +111,7 @@ def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool
 
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
-    """True if ranks without this one saved the newest checkpoint, and this process did not load it."""
+    """True if the newest checkpoint is other ranks' and unloaded; raises if another optimizer saves there."""
     if _owners.get(root, owner) is not owner:
         gc.collect()  # an optimizer that nobody has any more may lie in a circle
     if _owners.get(root, owner) is not owner:

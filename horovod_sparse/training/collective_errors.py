@@ -128,7 +128,7 @@ def refuse_unlinked_processes(hvd: Any) -> None:
 
 
 class Outcome(enum.IntEnum):
-    """What became of a step, on all ranks alike: applied, skipped, or an error."""
+    """The outcome of a step, equal on all ranks."""
 
     APPLIED = 0
     SKIPPED = 1
@@ -276,7 +276,7 @@ class ConstructionErrors:
         """Wraps a constructor, so that its errors are published to the other ranks."""
 
         @functools.wraps(function)
-        def told(*arguments: Any, **named: Any) -> Any:
+        def publishing(*arguments: Any, **named: Any) -> Any:
             try:
                 self._check()
                 made = function(*arguments, **named)
@@ -287,7 +287,7 @@ class ConstructionErrors:
                 self.withdraw_error()
             return made
 
-        return told  # type: ignore[return-value]
+        return publishing  # type: ignore[return-value]
 
     def _delay_exit(self) -> None:
         """Delays the end of this process until the waiting ranks have read its error."""

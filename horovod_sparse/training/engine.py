@@ -97,8 +97,8 @@ class Engine(Protocol):
     def rank_and_size(self) -> tuple[int, int]:
         """Returns this rank and the number of ranks that synchronize, which elastic training may change."""
 
-    def ranks(self) -> Placement:
-        """Returns this rank's `Placement`: its numbers, and its host."""
+    def placement(self) -> Placement:
+        """Returns this rank's numbers in the world, in its group and on its host, and its host's name."""
 
     def start_token(self) -> object:
         """Returns an object that changes when the collectives start again, after which ranks agree anew."""

@@ -32,8 +32,8 @@ def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
 
 
 @dataclass
-class Facts:
-    """Facts that a rank sends in an exchange, beside moves: NaN or Inf, present gradients, weight decay."""
+class RankFacts:
+    """What a rank reports in an exchange beside moves: NaN or Inf, present gradients, weight decay."""
 
     #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
     bad: int = 0

@@ -96,7 +96,7 @@ class LocalTraining(Steps):
         Training.agree(self)
         if self.size > 1:
             try:
-                self._carry_out(self.drift.run(self.step, self.shared_entries()))
+                self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
             except BaseException:
                 self.step = before
                 raise
@@ -106,7 +106,7 @@ class LocalTraining(Steps):
     def _is_fresh(self) -> bool:
         return not self._has_begun
 
-    def shared_entries(self) -> Sequence[Any]:
+    def replicated_arrays(self) -> Sequence[Any]:
         return [part.moves.entry(*one) for part in self.parts for one in enumerate(part.names)]
 
     # an exchange
@@ -167,7 +167,7 @@ class LocalTraining(Steps):
     def _land(self, most: int) -> bool:
         all_finishing = super()._land(most)
         if self.step >= self.drift.next_step:
-            self._carry_out(self.drift.run(self.step, self.shared_entries()))
+            self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:

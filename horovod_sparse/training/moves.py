@@ -300,7 +300,7 @@ class JointMoves(OwnMoves):
 
 
 class StepPart(BucketPart):
-    """A bucket of parameters of which each rank folds, selects and applies its own steps.
+    """A bucket of parameters with own steps; `moves` applies them at once, or their sum once it has arrived.
 
     Attributes:
         parameters: as moves reach them.

@@ -27,7 +27,7 @@ from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine, Task
-from horovod_sparse.training.facts import Averaged, Facts, mean_of_finite, present_in, read_facts
+from horovod_sparse.training.facts import Averaged, RankFacts, mean_of_finite, present_in, read_facts
 from horovod_sparse.training.moves import OwnMoves
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
@@ -60,8 +60,8 @@ class Steps(Training):
         super().__init__(engine, recipe, settings, next(_labels))
         self.schedule, self._averaged = schedule, averaged
         self.taken = self._num_begun = 0
-        self._facts = Facts()
-        self._in_flight: deque[Facts] = deque()
+        self._facts = RankFacts()
+        self._in_flight: deque[RankFacts] = deque()
         #: a checkpoint's exchanges in flight, until the next pass; and whether ranks reset their states since
         self._to_resume: Any = None
         self.started_anew = False
@@ -119,14 +119,14 @@ class Steps(Training):
     def _check_drift_when_due(self) -> None:
         if self.step >= self.drift.next_step:
             with self.common():
-                self._carry_out(self.drift.run(self.step, self.shared_entries()))
+                self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
 
-    def shared_entries(self) -> Sequence[Any]:
+    def replicated_arrays(self) -> Sequence[Any]:
         """Returns the arrays that have to be equal on all ranks, which a drift check compares."""
         raise NotImplementedError
 
-    def _send_facts(self, facts: Facts, name: str) -> None:
-        """Starts the collectives that share `Facts` and average the model's buffers in an exchange."""
+    def _send_facts(self, facts: RankFacts, name: str) -> None:
+        """Starts the collectives that share `RankFacts` and average the model's buffers in an exchange."""
         # exchanges applied and in flight: if one rank alone has cancelled one, its number differs
         number = self.step + len(self._in_flight)
         facts.task = self.starter.start(f"{name}.facts", facts.share(number))
@@ -136,7 +136,7 @@ class Steps(Training):
                 facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
         self._num_begun += 1
 
-    def _read_facts(self, facts: Facts) -> tuple[list[dict[float, list[int]]], bool]:
+    def _read_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
         """Checks all ranks' facts; returns where to apply weight decay, and whether all are finishing."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
@@ -151,12 +151,12 @@ class Steps(Training):
                 "often, and end its training with finish()"
             )
 
-    def _wait(self, facts: Facts, tasks: Sequence[Task]) -> None:
+    def _wait(self, facts: RankFacts, tasks: Sequence[Task]) -> None:
         """Waits for an exchange; errors of single parts stay in their tasks."""
         more = [] if facts.averaged is None else [facts.averaged[1]]
         self.starter.wait([facts.task, *more, *tasks])
 
-    def _average(self, facts: Facts) -> None:
+    def _average(self, facts: RankFacts) -> None:
         if facts.averaged is not None and self._averaged is not None:
             sent, task = facts.averaged
             self._averaged.move(sent, task.value())
@@ -195,7 +195,7 @@ class Steps(Training):
 
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
         """Begins an exchange; returns True if all ranks are finishing, and none has moves to exchange."""
-        facts, self._facts, self.taken = self._facts, Facts(), 0
+        facts, self._facts, self.taken = self._facts, RankFacts(), 0
         facts.finishing = finishing
         if not self.schedule.moves_at_once:
             facts.present, facts.shrink = present_in(self.parts), [part.now.shrink for part in self.parts]
@@ -340,7 +340,7 @@ class Steps(Training):
             return
         known = []
         for bad, bits, shrink, leans, own in passes["facts"]:
-            known.append(Facts(bad, False, int(bits, 16), shrink, leans))
+            known.append(RankFacts(bad, False, int(bits, 16), shrink, leans))
             known[-1].averaged = None if own is None else (np.asarray(own), None)
         self._num_begun = passes["begun"] - len(known) + 1
         for self._facts in known[:-1]:
@@ -353,7 +353,7 @@ class Steps(Training):
         for part in self.parts:
             part.moves.roll_back()
         self._in_flight.clear()
-        self._facts, self.taken = Facts(), 0
+        self._facts, self.taken = RankFacts(), 0
 
     def finish(self) -> None:
         """Ends a training, so that all ranks have equal parameters; all ranks call it.

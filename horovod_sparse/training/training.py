@@ -257,7 +257,7 @@ class Training:
         yield from agreement.compared(self.declared(), self.parameters)
         yield from self._compare_plans()
         if self.settings.levels == "host":
-            before, place = self.topology, own_place(self.engine.ranks())
+            before, place = self.topology, own_place(self.engine.placement())
             topology = Topology.of((yield from shared_lines(place))) if self.size > 1 else None
             self._set_topology(topology)
             # a rank whose number has changed has parts for its old number: then all ranks reset their states
@@ -276,7 +276,7 @@ class Training:
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
             loose=self._loose is not None,
             fresh=self._is_fresh,
-            again=agreement.started_again(self.engine.ranks().world_rank),
+            again=agreement.started_again(self.engine.placement().world_rank),
         )
 
     def reset_states(self, start: agreement.AgreedStatus) -> None:

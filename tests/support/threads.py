@@ -67,7 +67,7 @@ class ThreadEngine:
     def rank_and_size(self) -> tuple[int, int]:
         return self.rank, len(self.meeting.brought)
 
-    def ranks(self) -> Placement:
+    def placement(self) -> Placement:
         rank, size = self.rank_and_size()
         return Placement(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
 

@@ -71,7 +71,7 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
 
 @kernel
 def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
-    """Adds sparse runs' values to a tile of elements [start, stop); returns how many it touched first.
+    """Adds sparse runs' values to the tile [start, stop); returns how many elements had no value yet.
 
     A sum that comes out as +0.0 is stored as -0.0, which is the same number and tells that it was touched:
     the count stays right where values cancel.
@@ -173,14 +173,14 @@ def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[n
         if given.size and given.dtype.kind not in "iu":
             raise MessageError(f"indices are {given.dtype.name}, not integers")
         if given.size and (given.min() < 0 or given.max() >= num_elements):
-            raise _outside(given, int(np.argmax((given < 0) | (given >= num_elements))), num_elements)
+            raise _outside_error(given, int(np.argmax((given < 0) | (given >= num_elements))), num_elements)
     ready = compiled_for(given, np.int32)
     if (position := find_outside(ready, num_elements)) >= 0:
-        raise _outside(ready, position, num_elements)
+        raise _outside_error(ready, position, num_elements)
     return ready.copy() if keep else ready
 
 
-def _outside(indices: Array, position: int, num_elements: int) -> MessageError:
+def _outside_error(indices: Array, position: int, num_elements: int) -> MessageError:
     return MessageError(
         f"index {int(indices[position])} (position {position}) is outside a bucket of {num_elements} "
         "elements: the ranks do not hold the same plan, or a message was damaged"

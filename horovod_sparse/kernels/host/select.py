@@ -255,28 +255,26 @@ _LOWER = 150
 _STRIDE, _SAMPLED = 7, 4096
 
 
-def _num_bits(values: Array) -> int:
+def _num_key_bits(values: Array) -> int:
     return values.itemsize * 8 - 1
 
 
-def _candidates(
+def _largest_and_keys(
     values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int
 ) -> tuple[Indices, Array]:
     """Returns indices and keys of a window's k largest elements; elements that are 0 are left out."""
     whole = stop - start == values.size
     first, last = (0, maxima.size) if whole else layout.whole_blocks(start, stop)
-    bits = maxima.dtype.type
+    bits, num_bits = maxima.dtype.type, _num_key_bits(values)
     capacity = min(k + max(k // 2, 2048), stop - start) + layout.block
     indices, keys = np.empty(capacity, np.int32), np.empty(capacity, maxima.dtype)
     for stride in (_STRIDE, 1) if _SAMPLED < k < (last - first) // 2 else (1,):
         tops, threshold = np.ascontiguousarray(maxima[first:last:stride]), bits(1)
         rank = k if stride == 1 else int(k / stride + 4.0 * math.sqrt(k / stride))
         if rank <= tops.size:
-            threshold = max(bits(kth_of(tops, rank, _num_bits(values))[0]), bits(1))
-        count, _ = collect(
-            values, maxima, layout.block, threshold, start, stop, k, _num_bits(values), indices, keys
-        )
-        if count == k:  # as good as always: whatever k elements reach is below the k-th
+            threshold = max(bits(kth_of(tops, rank, num_bits)[0]), bits(1))
+        count, _ = collect(values, maxima, layout.block, threshold, start, stop, k, num_bits, indices, keys)
+        if count == k:  # nearly always: a threshold that k elements reach is at most the k-th
             break
     return indices[:count], keys[:count]
 
@@ -287,7 +285,7 @@ def _kth_bits(values: Array, maxima: Array, layout: Layout, k: int, start: int, 
     The sample has one element of each of many equal stretches. Which one varies, since layers repeat with
     strides of their own; it is the same in every run.
     """
-    size, bits, num_bits = stop - start, maxima.dtype.type, _num_bits(values)
+    size, bits, num_bits = stop - start, maxima.dtype.type, _num_key_bits(values)
     numbers = np.arange(min(size // 8 + 1, 65536))
     stretch = size // numbers.size
     # Knuth's multiplicative hash
@@ -314,7 +312,7 @@ def _fits_buffer(layout: Layout, k: int, start: int, stop: int) -> bool:
 def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Layout) -> Indices:
     """Returns the indices of a window's k largest magnitudes, ascending; of equal ones the first."""
     if _fits_buffer(layout, k, start, stop):
-        indices, _ = _candidates(values, maxima, layout, k, start, stop)
+        indices, _ = _largest_and_keys(values, maxima, layout, k, start, stop)
         if indices.size == k:
             return indices.copy()
         smallest, larger = maxima.dtype.type(0), indices.size
@@ -328,7 +326,7 @@ def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout:
 def kth(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Layout) -> Any:
     """Returns the magnitude bits of a window's k-th largest element, 1 <= k <= stop - start."""
     if _fits_buffer(layout, k, start, stop):
-        _, keys = _candidates(values, maxima, layout, k, start, stop)
+        _, keys = _largest_and_keys(values, maxima, layout, k, start, stop)
         return keys.min() if keys.size == k else 0
     return _kth_bits(values, maxima, layout, k, start, stop)[0]
 
@@ -340,7 +338,7 @@ def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, lay
     while start < stop:
         indices, keys = np.empty(capacity, np.int32), np.empty(capacity, maxima.dtype)
         count, start = collect(
-            values, maxima, layout.block, bits, start, stop, 0, _num_bits(values), indices, keys
+            values, maxima, layout.block, bits, start, stop, 0, _num_key_bits(values), indices, keys
         )
         parts.append(indices[:count])
         capacity = min(4 * capacity, max(stop - start, 0) + layout.block)

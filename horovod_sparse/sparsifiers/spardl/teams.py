@@ -79,7 +79,7 @@ class TeamLayout:
         def ends(words_of: Callable[[int], int], count: int) -> tuple[int, int]:
             return words_of(count if exact else -(-count // d)), words_of(count)
 
-        def declared(kind: type, ranges: list[tuple[int, int]]) -> Traffic:
+        def traffic_of(kind: type, ranges: list[tuple[int, int]]) -> Traffic:
             low, high = 4 * sum(low for low, _ in ranges), 4 * sum(high for _, high in ranges)
             return Traffic(kind, low, None if exact else high)
 
@@ -94,21 +94,21 @@ class TeamLayout:
             ]
         else:
             given = ends(lambda count: 1 + mail_words(count, int(notes_travel), info, wire), quota)
-            rounds += [declared(Exchange, [given] * num_sent) for num_sent in bruck_bags(d)]
+            rounds += [traffic_of(Exchange, [given] * num_sent) for num_sent in bruck_bags(d)]
         if not notes_travel:
 
             def part_words(count: int) -> int:
                 start, stop = part(count, team, d)
                 return mail_words(stop - start, 0, info, wire)
 
-            return (*rounds, declared(AllGather, [ends(part_words, quota)]))
+            return (*rounds, traffic_of(AllGather, [ends(part_words, quota)]))
 
         def block_words(count: int) -> int:
             return 1 + mail_words(count, d, info, wire)
 
         for num_sent in bruck_bags(self.team_size):
             blocks = [(position + offset) % self.team_size for offset in range(num_sent)]
-            rounds.append(declared(Exchange, [ends(block_words, self.quota(block)) for block in blocks]))
+            rounds.append(traffic_of(Exchange, [ends(block_words, self.quota(block)) for block in blocks]))
         return tuple(rounds)
 
 

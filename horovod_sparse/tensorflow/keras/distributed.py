@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
-from horovod_sparse.tensorflow.collectives import compare_densely, label_of, reduce_densely
+from horovod_sparse.tensorflow.collectives import compare_dense_arguments, label_of, reduce_densely
 from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_graphs
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.tensors import (
@@ -49,7 +49,7 @@ def wrap(
             "backward_passes_per_step above 1 cannot be combined with a LossScaleOptimizer, whose scale may "
             "change between passes: use gradient_accumulation_steps of the inner optimizer"
         )
-    object.__setattr__(optimizer, "__class__", _derived(type(optimizer), is_scaler))
+    object.__setattr__(optimizer, "__class__", _distributed_class(type(optimizer), is_scaler))
     if name is not None:
         setattr(optimizer, "name" if is_keras3(optimizer) else "_name", name)
     optimizer._horovod_sparse_accumulation, optimizer._horovod_sparse_keeper = accumulation, keeper
@@ -65,7 +65,7 @@ def wrap(
     return optimizer
 
 
-def _derived(base: Any, is_scaler: bool) -> Any:
+def _distributed_class(base: Any, is_scaler: bool) -> Any:
     class Distributed(WithState, base):
         """The user's optimizer, with the methods that exchange gradients or steps."""
 
@@ -272,7 +272,7 @@ class DenseReducer:
             return list(gradients), None
         variables = [as_variable(variable) for variable in variables]
         if not self._name:
-            compare_densely(self._options["compression"], self.process_set, **self._declared)
+            compare_dense_arguments(self._options["compression"], self.process_set, **self._declared)
             self._name = label_of("horovod_sparse.dense", self.process_set, variables)
         given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
         build = self._eagerly if tf.executing_eagerly() else self._allreduce_all

@@ -20,7 +20,7 @@ from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import DeadlineError, HorovodSparseError
 from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.tensorflow.collectives import carry_out_together
-from horovod_sparse.tensorflow.tensors import LentArrays, as_variable, unique_names
+from horovod_sparse.tensorflow.tensors import ReusedArrays, as_variable, unique_names
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.engine import Task
 from horovod_sparse.training.parts import Parameters
@@ -91,13 +91,13 @@ class HostVariables(Parameters):
     def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
         super().__init__(places)
         self._variables, dtype = list(variables), np.dtype(variables[0].dtype.as_numpy_dtype)
-        self._copies = LentArrays([tuple(one.shape) for one in variables], dtype)
+        self._copies = ReusedArrays([tuple(one.shape) for one in variables], dtype)
         self._values: list[np.ndarray] = []
         self._is_open = False
 
     def open(self, values: Sequence[np.ndarray]) -> None:
         """Begins a pass: copies the given values of the variables."""
-        self._values, self._is_open = self._copies.lend(), True
+        self._values, self._is_open = self._copies.acquire(), True
         for copy, value in zip(self._values, values, strict=True):
             copy[...] = value
 

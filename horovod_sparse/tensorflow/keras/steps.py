@@ -24,7 +24,7 @@ from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.agreement import HostEntry
+from horovod_sparse.training.agreement import ReplicatedArray
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.schedules import Schedule
@@ -206,10 +206,10 @@ class KerasSteps(Steps):
         self.meet()
         super().finish()
 
-    def shared_entries(self) -> Sequence[Any]:
-        entries: list[Any] = [HostEntry("the learning rate", np.array([self._rate]))]
+    def replicated_arrays(self) -> Sequence[Any]:
+        entries: list[Any] = [ReplicatedArray("the learning rate", np.array([self._rate]))]
         for part in self.parts:
-            entries += map(HostEntry, part.names, part.parameters.arrays())
+            entries += map(ReplicatedArray, part.names, part.parameters.arrays())
         return entries
 
     # Keras' own slots
@@ -321,7 +321,7 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
 def _without_update(base: Any) -> Any:
     """Returns a subclass of Keras' optimizer class that does not update variables itself."""
 
-    class Still(base):
+    class WithoutUpdate(base):
         _horovod_sparse_base = base
         _horovod_sparse_steps: KerasSteps | None = None
 
@@ -343,6 +343,6 @@ def _without_update(base: Any) -> Any:
             if self._horovod_sparse_steps is not None:
                 self._horovod_sparse_steps.take_slots()
 
-    Still.__name__, Still.__qualname__ = base.__name__, base.__qualname__
-    Still.__module__, Still.__doc__ = base.__module__, base.__doc__
-    return Still
+    WithoutUpdate.__name__, WithoutUpdate.__qualname__ = base.__name__, base.__qualname__
+    WithoutUpdate.__module__, WithoutUpdate.__doc__ = base.__module__, base.__doc__
+    return WithoutUpdate

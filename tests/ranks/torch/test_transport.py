@@ -47,7 +47,7 @@ def carrier(way: str) -> str:
 
 def connected() -> HorovodDriver:
     driver = HorovodDriver()
-    driver.connect()
+    driver.choose_transport()
     return driver
 
 

@@ -19,7 +19,7 @@ from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.merging import Plan, fixed, min_elements
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.tensorflow import waiting
-from horovod_sparse.tensorflow.tensors import LentArrays, numpy_dtype
+from horovod_sparse.tensorflow.tensors import ReusedArrays, numpy_dtype
 from support.sampling import rows_by
 
 pytestmark = pytest.mark.tensorflow
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.tensorflow
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_dense_outputs_are_not_copied_and_used_again_only_when_let_go(dtype):
     shapes = [(3,), (), (2, 5)]
-    outputs, places = LentArrays(shapes, numpy_dtype(dtype)), [(0, 3), (3, 4), (4, 14)]
+    outputs, places = ReusedArrays(shapes, numpy_dtype(dtype)), [(0, 3), (3, 4), (4, 14)]
     values = np.array([1.0, 2.0, 4.0], np.float64 if dtype == "float64" else np.float32)
 
     def tensors(indices):
-        arrays = outputs.lend()
+        arrays = outputs.acquire()
         num_union = apply_scaled_sums(arrays, places, np.array(indices, np.int32), values, 0.5)
         assert num_union == len(set(indices))
         memory = [array.ctypes.data for array in arrays]

@@ -13,18 +13,18 @@ from horovod_sparse.errors import DriftError, StateMismatchError
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
-from horovod_sparse.tensors.layout import device_word_sums, shared_entries
+from horovod_sparse.tensors.layout import device_word_sums, replicated_arrays
 from horovod_sparse.topology import RANKS_VARIABLE, Placement, own_place
 from horovod_sparse.training.agreement import (
     COLUMNS,
     PROTOCOL,
     DriftCheck,
-    HostEntry,
+    ReplicatedArray,
     RankStatus,
     agreed_status,
     compared,
     declaration,
-    differing_entries,
+    differing_arrays,
     started_again,
     word_sums,
 )
@@ -168,8 +168,8 @@ def arrays(rank: int) -> dict[str, np.ndarray]:
     }
 
 
-def entries_of(held: dict[str, np.ndarray]) -> list[HostEntry]:
-    return [HostEntry(*one) for one in held.items()]
+def entries_of(held: dict[str, np.ndarray]) -> list[ReplicatedArray]:
+    return [ReplicatedArray(*one) for one in held.items()]
 
 
 def checked(everyone: list[dict[str, np.ndarray]]) -> list[Any]:
@@ -179,7 +179,7 @@ def checked(everyone: list[dict[str, np.ndarray]]) -> list[Any]:
 
 def test_an_array_that_a_rank_lacks_is_a_difference() -> None:
     recorder = Recorder()
-    run_lockstep([differing_entries(entries_of(arrays(r))) for r in range(RANKS)], recorder)
+    run_lockstep([differing_arrays(entries_of(arrays(r))) for r in range(RANKS)], recorder)
     assert recorder.bytes_sent == [[8] * RANKS]
     everyone = [arrays(rank) for rank in range(RANKS)]
     del everyone[2]["half"]
@@ -237,5 +237,5 @@ def test_all_of_an_optimizers_state_is_looked_at() -> None:
                 return loss
 
             optimizer.step(closure)
-        entries = {entry.name: entry for entry in shared_entries({"w": weight}, optimizer)}
+        entries = {entry.name: entry for entry in replicated_arrays({"w": weight}, optimizer)}
         assert wanted <= set(entries)
