@@ -111,7 +111,7 @@ def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool
 
 
 def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
-    """True if the newest checkpoint is other ranks' and unloaded; raises if another optimizer saves there."""
+    """True if other ranks' checkpoint is newest and not loaded here; raises if another optimizer owns it."""
     if _owners.get(root, owner) is not owner:
         gc.collect()  # an optimizer that nobody has any more may lie in a circle
     if _owners.get(root, owner) is not owner:
