@@ -53,7 +53,7 @@ class Case(NamedTuple):
 class Row(NamedTuple):
     """A way to synchronize gradients: the seconds that it adds to a step, and the code that chooses it.
 
-    `steps`: how many times the steps that it needs to a loss.
+    `steps`: its steps to a loss, as a multiple of those with every=1 and delay=0.
     """
 
     name: str
@@ -123,7 +123,8 @@ def run(options: argparse.Namespace) -> int:
     selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core, not measured on a GPU"
     print(
         f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "
-        f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1; "
-        f"more steps: a small GPT's; nothing hides behind backward; selection is not counted ({selecting})"
+        f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1, and "
+        f"{_LATENCIES} latencies; more steps: a small GPT's with AdamW; nothing hides behind backward; "
+        f"selection is not counted ({selecting})"
     )
     return 0
