@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,12 +83,11 @@ def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:
     train, test = digits.load()
 
     def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
-        given, epoch = 0, 1000 * seed
-        while given < num_steps:
-            for images, labels in digits.batches(train, rank, size, batch_size, epoch):
-                yield torch.from_numpy(images), torch.from_numpy(labels)
-                given += 1
-            epoch += 1
+        epochs = (
+            digits.batches(train, rank, size, batch_size, epoch) for epoch in itertools.count(1000 * seed)
+        )
+        for images, labels in itertools.islice(itertools.chain.from_iterable(epochs), num_steps):
+            yield torch.from_numpy(images), torch.from_numpy(labels)
 
     images, labels = torch.from_numpy(test.images), torch.from_numpy(test.labels)
 

@@ -11,7 +11,7 @@ from benchmarks.studies import convergence, lengths, local, networks, sizes
 from benchmarks.studies.baselines import BASELINES
 from benchmarks.studies.papers import sixteen, trainings
 from benchmarks.studies.study import load
-from benchmarks.studies.tasks import gpt_task
+from benchmarks.studies.tasks import digits_task, gpt_task
 from horovod_sparse.cli.main import bits_per_second
 from horovod_sparse.cli.worth_it import Case, recommended_row, rows_of
 
@@ -41,6 +41,12 @@ def test_every_run_has_a_name_that_its_study_knows() -> None:
         assert result["command"] == f"scripts/study {study.name}"
         unknown = set(result.get("runs", {})) - set(study.names())
         assert not unknown, (study.name, unknown)
+
+
+def test_tasks_end_with_the_steps_that_they_are_asked_for() -> None:
+    # beyond them the cosine of the learning rate rises again
+    for task in (digits_task(width=4), gpt_task(1, 8, 2, 8)):
+        assert len([*task.batches(1, 2, 130, 0)]) == 130
 
 
 def test_baselines_bring_what_all_ranks_mean() -> None:
