@@ -168,7 +168,7 @@ class HostKernels(Kernels):
         if parts.size != n:
             raise ArgumentError("gradient", parts.size, f"an array of {n} elements")
         if parts.dtype != self.dtype and gradients.accumulating(parts.dtype) != self.dtype:
-            raise ArgumentError("gradient", parts.dtype.name, f"a type that accumulates in {self.dtype.name}")
+            raise ArgumentError("gradient", parts.dtype.name, f"{self.dtype} (float32: also half types)")
         return parts
 
     def fold(

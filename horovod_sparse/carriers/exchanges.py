@@ -132,7 +132,7 @@ def as_alltoall(request: collectives.Exchange, size: int) -> list[np.ndarray]:
 
 
 def inbox(request: collectives.Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """Returns the messages of an exchange's sources by rank; `messages` has one for every rank."""
+    """Returns, of all ranks' messages, those of an exchange's sources; raises if another is not empty."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return checked_sources(came, request.sources, whose)
 

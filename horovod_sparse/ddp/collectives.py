@@ -292,7 +292,7 @@ class Communicator:
         self._shared.carrier.topology = topology
 
     def run(self, name: str, coroutine: Synchronization[Any]) -> Any:
-        """Runs a coroutine to its end, and returns its result or raises its error."""
+        """Waits until the thread has run a coroutine; returns its result or raises its error."""
         task = self.start(name, coroutine)
         self.wait([task])
         return task.value()

@@ -57,18 +57,18 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         self.exchanges = self._of_ddp
         #: gradients after the last exchange, with versions; and whether no step has used them
         self._left: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
-        self._unused = self._kept = False
+        self._unused = self._sums_untouched = False
         #: True if parameters get several gradients in a pass, so that buckets start at its end
         self._repeats = False
         #: parameters with a gradient in this pass
-        self._come: set[torch.Tensor] = set()
+        self._with_gradient: set[torch.Tensor] = set()
         #: weak reference to this pass's end callback; dead after the pass has ended or failed
         self._ending: Callable[[], object] = lambda: None
         if isinstance(model, DistributedDataParallel):
             self._tells = model.find_unused_parameters or model.static_graph
             self._repeats = model.static_graph
             self._bucket_bytes = settings.bucket_bytes or model.bucket_bytes_cap
-            self.meet()
+            self.ensure_parts()
             skip_first_dense_sum(model)
             hooks = _ForwardHooks(self)
             self._handles += [
@@ -95,7 +95,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         dense = [fact.name for fact in parameters if fact.density == 1.0]
         return Plan(fixed_bytes(sparse, self._bucket_bytes).buckets if sparse else (), tuple(dense))
 
-    def meet(self) -> None:
+    def ensure_parts(self) -> None:
         """Makes the first parts, and parts for parameters that were added since."""
         if not self.facts:
             facts = self.engine.facts({})
@@ -103,10 +103,10 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         else:
             self.join_new_parameters()
 
-    join_any_new_parameters = meet
+    join_any_new_parameters = ensure_parts
 
-    def _add_parts(self, parts: Any) -> None:
-        super()._add_parts(parts)
+    def _on_new_parts(self, parts: Any) -> None:
+        super()._on_new_parts(parts)
         for part in parts:
             part.tells_absent, part.keeps_sum = self._tells, self._of_ddp
         if self._of_ddp:
@@ -120,11 +120,11 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             return
         if self.under_way:
             self.finish_pending(drop=True)  # that pass has failed
-        self._kept = bool(self._left) and all(
+        self._sums_untouched = bool(self._left) and all(
             left() is one.grad and version == (0 if one.grad is None else one.grad._version - (one is first))
             for one, left, version in self._left
         )
-        self._kept = self._kept and all(part.has_last_sum() for part in self.parts)
+        self._sums_untouched = self._sums_untouched and all(part.has_last_sum() for part in self.parts)
         ending = functools.partial(self._end_pass)
         self._ending = weakref.ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -134,15 +134,15 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         self.expect_pass(first)
         if self.under_way:
             return
-        if self._unused and not self._kept:
+        if self._unused and not self._sums_untouched:
             self._unused = False
             raise UnsupportedError(
-                "gradients that were exchanged have been thrown away or changed without a step. What of them "
-                "was not sent would go into later steps. Put such backward passes into model.no_sync(), or "
+                "gradients that were exchanged have been thrown away or changed without a step. Unsent "
+                "elements would go into later steps. Put such backward passes into model.no_sync(), or "
                 'attach(model, "best", optimizer), which exchanges in optimizer.step()'
             )
         for part in self.parts:  # to what stands there autograd adds
-            part.carried = part.last_sum if self._kept else None
+            part.carried = part.last_sum if self._sums_untouched else None
         self._begin()
         self.loss_scale.read()
 
@@ -158,14 +158,14 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 )
             if part.streams is not None:
                 part.streams.note_writer()
-            if parameter in self._come:
+            if parameter in self._with_gradient:
                 self._repeats = True
-            self._come.add(parameter)
+            self._with_gradient.add(parameter)
             if self._repeats or not self.is_agreed:
                 return
             # torch.distributed matches messages by their order: it is the plan's
             for part in self.parts[self.num_started : -1]:
-                if not self._come.issuperset(part.given):
+                if not self._with_gradient.issuperset(part.given):
                     break
                 self._start(part)
 
@@ -223,7 +223,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         if not self.facts:
-            self.meet()
+            self.ensure_parts()
         super().synchronize()
         if self.skipped is not None:
             for parameter in self._part_of:  # the optimizer passes over parameters without gradients
@@ -232,10 +232,10 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _wait_for_failures(self) -> list[BaseException]:
         if not self._tells or not self.parts:
             return super()._wait_for_failures()
-        told = self.starter.start("present", shared_lines(hex(present_in(self.parts))))
+        present = self.starter.start("present", shared_lines(hex(present_in(self.parts))))
         failures = super()._wait_for_failures()
-        self.starter.wait([told])
-        somewhere = functools.reduce(operator.or_, (int(bits, 16) for bits in told.value()))
+        self.starter.wait([present])
+        somewhere = functools.reduce(operator.or_, (int(bits, 16) for bits in present.value()))
         for part in self.parts:
             part.unused = [number for number in range(len(part.names)) if not somewhere >> number & 1]
             somewhere >>= len(part.names)
@@ -243,7 +243,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def make_ready(self) -> None:
         super().make_ready()
-        self._come = set()
+        self._with_gradient = set()
 
     def retire(self) -> None:
         super().retire()
@@ -272,7 +272,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         Raises:
             UnsupportedError: while a backward pass is under way.
         """
-        self.meet()
+        self.ensure_parts()
         return self.save()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
@@ -284,7 +284,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         """
         if self.under_way:
             raise UnsupportedError("load_state_dict was called within a backward pass: call it between steps")
-        self.meet()
+        self.ensure_parts()
         self.load(None if entry is None else checked_entry(self, entry))
 
 

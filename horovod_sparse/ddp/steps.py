@@ -51,8 +51,8 @@ class OverGroup:
         own = self.engine.shard and [*self.engine.shard]
         if (saved := entry.get("shard")) != own:
             raise StateMismatchError(
-                f"the saved state is of shard {saved} (which, of how many; None: of whole parameters), this "
-                f"rank trains {own}: load what such a rank has saved"
+                f"the saved state is of shard {saved}, this rank trains {own} ([number, of how many], or "
+                "None for whole parameters): load what a rank with the same shard has saved"
             )
         super().check_fits(entry, *facts)  # type: ignore[misc]
 

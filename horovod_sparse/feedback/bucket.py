@@ -165,7 +165,7 @@ class Bucket:
         return tuple(map(self.spread, self.accumulator.host_arrays()))
 
     def load(self, held: Sequence[np.ndarray]) -> None:
-        """Replaces residual and companions by arrays [n], of which this rank's shard is taken."""
+        """Replaces residual and companions by arrays [n]; with two levels by this rank's slice of them."""
         self.accumulator.assign_arrays(held)
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
@@ -277,9 +277,9 @@ class Bucket:
             self._take_back()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
             at = {int(step): numbers[steps == step].tolist() for step in steps}
-            told = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
+            groups = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
             raise errors.StateMismatchError(
-                f"ranks are not at the same step of {self.info.name}: {told}. Some ranks "
+                f"ranks are not at the same step of {self.info.name}: {groups}. Some ranks "
                 "cancelled a step that others applied, so parameters differ: resume from a checkpoint"
             )
 

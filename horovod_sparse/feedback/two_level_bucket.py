@@ -199,12 +199,12 @@ class TwoLevelBucket(Bucket):
     def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
         """Returns this shard's sum, overflow or error, as words for the other ranks of the host."""
         (start, stop), notes = self.shard, sum_.notes
-        given_up = overflow is not None or bool(notes.first_nonfinite)
-        whole = sum_.whole and not given_up
+        cancelled = overflow is not None or bool(notes.first_nonfinite)
+        whole = sum_.whole and not cancelled
         if whole:
             sent = sum_.values[: stop - start].view(np.int32)
         else:  # without the element that fills a shard up: it is 0
-            kept = np.flatnonzero(sum_.indices < (0 if given_up else stop - start))
+            kept = np.flatnonzero(sum_.indices < (0 if cancelled else stop - start))
             chosen, n = (sum_.indices[kept] + np.int32(start), sum_.values[kept]), self.whole.num_elements
             sent = pack(*chosen, FoldReport(), _INSIDE, n)
         return ShardMessage(

@@ -74,10 +74,10 @@ def reported_orders(k: int) -> NDArray[np.int64]:
 def threshold_and_counts(
     magnitudes: NDArray[np.floating], lengths: NDArray[np.int64], k: int
 ) -> tuple[float, NDArray[np.int64]]:
-    """Returns a global threshold that about k of all ranks' sums pass, and how many of each rank's pass it.
+    """Computes a threshold that about k of all ranks' sums pass, and how many of each rank's pass it.
 
-    `magnitudes` are those of `reported_orders` [P, orders], `lengths` the sums that each rank has. Kept are k
-    or more in all, by less than a tenth of one rank's unless magnitudes are equal.
+    `magnitudes` [P, orders] are each rank's sums at the `reported_orders`, `lengths` how many sums each rank
+    has. At least k pass; the excess is under a tenth of one rank's sums, unless magnitudes are equal.
     """
     if lengths.sum() <= k:
         return 0.0, lengths
@@ -206,23 +206,23 @@ class OkTopk(Sparsifier):
         magnitudes, of_every_step = np.abs(total.values), self.threshold_steps == 0
         falling = np.argsort(-magnitudes, kind="stable") if of_every_step else np.empty(0, np.int64)
         finds = self._exact(state.step) or not state.global_threshold
-        length, told = len(total), magnitudes
+        length, reported = len(total), magnitudes
         if of_every_step:
             orders = reported_orders(k)
-            told = np.zeros(orders.size, magnitudes.dtype)
+            reported = np.zeros(orders.size, magnitudes.dtype)
             if length:
-                told = magnitudes[falling[np.minimum(orders, length) - 1]]
+                reported = magnitudes[falling[np.minimum(orders, length) - 1]]
         elif not finds:
-            length, told = int((magnitudes >= state.global_threshold).sum()), magnitudes[:0]
+            length, reported = int((magnitudes >= state.global_threshold).sum()), magnitudes[:0]
         new_regions = state.step % self.region_steps == 0
         proposal = propose_regions(selection, info) if new_regions else state.bounds[:0]
         numbers = np.array([selection.size, length, *proposal], np.int32)
-        gathered = np.asarray((yield AllGather(np.concatenate([numbers, told.view(np.int32)]))))
+        gathered = np.asarray((yield AllGather(np.concatenate([numbers, reported.view(np.int32)]))))
 
         heads, theirs, begin = [], [], 0
         for _ in range(info.size):
             heads.append(gathered[begin : begin + numbers.size])
-            count = int(heads[-1][1]) if finds and not of_every_step else told.size
+            count = int(heads[-1][1]) if finds and not of_every_step else reported.size
             begin += numbers.size
             end = begin + count * (magnitudes.itemsize // 4)
             theirs.append(gathered[begin:end].copy().view(magnitudes.dtype))
@@ -266,14 +266,14 @@ class OkTopk(Sparsifier):
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         most = min(info.num_elements, int(counts.sum()))
         words = [self.wire.message_words(count, info.num_elements, info.value_dtype) for count in (0, most)]
-        told = 2 + (info.size - 1 if step % self.region_steps == 0 else 0)
+        num_counts = 2 + (info.size - 1 if step % self.region_steps == 0 else 0)
         per_value = info.value_dtype.itemsize // 4
         magnitudes = (0, most * per_value)
         if self.threshold_steps == 0:
             magnitudes = (reported_orders(self.num_selected(info, step)).size * per_value,) * 2
         return (
             split_traffic(int(counts[info.rank]), info, self.wire),
-            Traffic(AllGather, 4 * (told + magnitudes[0]), 4 * (told + magnitudes[1])),
+            Traffic(AllGather, 4 * (num_counts + magnitudes[0]), 4 * (num_counts + magnitudes[1])),
             Traffic(AllToAll, 0, 4 * (info.size - 1) * words[1]),
             Traffic(AllGather, 4 * words[0], 4 * words[1]),
         )

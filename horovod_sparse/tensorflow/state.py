@@ -65,17 +65,17 @@ class StateKeeper:
         if entry is None or (isinstance(entry, Mapping) and not entry):
             return
         _check(entry, getattr(self.synchronizer, "recipe", None))
-        if self._knows_all(entry):
+        if self._has_buckets_for(entry):
             checked_states(self.synchronizer, fitting(self.synchronizer, entry))
 
-    def _knows_all(self, entry: Mapping[str, Any]) -> bool:
+    def _has_buckets_for(self, entry: Mapping[str, Any]) -> bool:
         """True once buckets were made for all variables of the entry."""
         own = self.synchronizer
         whole = bool(getattr(own, "facts", None)) and hasattr(own, "schedule")
         return whole or (own is not None and len(own.facts) >= len(entry["variables"]))
 
     def _load_when_planned(self) -> None:
-        if self._loaded is not None and self._knows_all(self._loaded):
+        if self._loaded is not None and self._has_buckets_for(self._loaded):
             loaded, self._loaded = self._loaded, None
             self.synchronizer.load(fitting(self.synchronizer, loaded))
 
@@ -250,10 +250,10 @@ def load(
     return int(entry["step"])
 
 
-def is_anything_there(directory: str | os.PathLike[str], source: Any) -> bool:
+def has_checkpoint(directory: str | os.PathLike[str], source: Any) -> bool:
     """True on all ranks if any rank sees a checkpoint; all ranks call it together."""
     _, process_set = _keeper_of(source)
-    return bool(carry_out_together(checkpoint.is_anything_there(directory), process_set, _NAME))
+    return bool(carry_out_together(checkpoint.has_checkpoint(directory), process_set, _NAME))
 
 
 def _keeper_of(source: Any) -> tuple[Any, Any]:
@@ -283,8 +283,7 @@ def _saved(variable: Any) -> dict[str, Any]:
 
 def _check_variables(variables: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
     if len(variables) != len(saved):
-        told = f"the checkpoint has {len(saved)} variables, {len(variables)} are to be loaded"
-        raise StateMismatchError(told)
+        raise StateMismatchError(f"the checkpoint has {len(saved)} variables, {len(variables)} were given")
     for variable, one in zip(map(as_variable, variables), saved, strict=True):
         here, there = (variable.dtype.name, list(variable.shape)), (one["dtype"], one["shape"])
         if here != there:

@@ -93,16 +93,16 @@ class Task:
         try:
             answer = from_wire(self._request, output, splits)
         except Exception as error:
-            return self._give_up(error)
+            return self._end_with(error)
         return self._advance(answer)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        begun = time.perf_counter()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self.legs.append((begun, time.perf_counter()))
+            self.legs.append((began, time.perf_counter()))
 
     def drop(self) -> None:
         """Closes the coroutine of a step that failed elsewhere."""
@@ -123,17 +123,17 @@ class Task:
         except StopIteration as stop:
             self._coroutine, self.result = None, stop.value
             if self._round != len(self.kinds):
-                return self._give_up(self._mismatch("has ended"))
+                return self._end_with(self._mismatch("has ended"))
             return self._empty_messages()
         except Exception as error:
-            return self._give_up(error)
+            return self._end_with(error)
         if type(request) is not self.next_kind:
-            return self._give_up(self._mismatch(f"asks for {type(request).__name__}"))
+            return self._end_with(self._mismatch(f"asks for {type(request).__name__}"))
         try:
             self._request = request
             return to_wire(request, self.value_dtype, self.place)
         except Exception as error:
-            return self._give_up(error)
+            return self._end_with(error)
 
     def _mismatch(self, what: str) -> CollectiveMismatchError:
         declared = ", ".join(kind.__name__ for kind in self.kinds)
@@ -142,7 +142,7 @@ class Task:
             "number of ranks has changed, trace the function again"
         )
 
-    def _give_up(self, error: BaseException) -> Wire:
+    def _end_with(self, error: BaseException) -> Wire:
         if self._coroutine is not None:
             self._coroutine.close()
         self._coroutine, self._request, self.error = None, None, error

@@ -177,7 +177,7 @@ class VariablesTraining(Training):
         self._join(facts, plan)
         return True
 
-    def _add_parts(self, parts: Sequence[Any]) -> None:
+    def _on_new_parts(self, parts: Sequence[Any]) -> None:
         self._by_task |= {part.task: part for part in parts}
 
     def _agree_on_plan(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
@@ -259,8 +259,8 @@ def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRul
         num_elements, dtype = tf.TensorShape(variable.shape).num_elements(), dtype_name(variable.dtype)
         if num_elements is None or dtype is None:
             raise UnsupportedError(
-                f"{name} is {tf.as_dtype(variable.dtype).name} of shape {variable.shape}: gradients of "
-                "float32, float64, float16 and bfloat16 and of known shape can be synchronized sparsely"
+                f"{name} is {tf.as_dtype(variable.dtype).name} of shape {variable.shape}: a "
+                "sparsifier takes float32, float64, float16 or bfloat16 of known shape; build the model first"
             )
         density = rules.density_of(name, num_elements) or 0.0
         shape = tuple(tf.TensorShape(variable.shape).as_list())

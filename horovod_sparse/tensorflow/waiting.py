@@ -112,7 +112,7 @@ class Watch:
         """Returns a `DeadlineError` if a collective has waited too long, else None."""
         if not hvd.is_initialized():
             return None
-        waits: list[Wait] = [(now - begun, name, 0) for begun, name in self._eager]
+        waits: list[Wait] = [(now - began, name, 0) for began, name in self._eager]
         if (owner := self._owner_or_none()) is not None:
             waits += [wait for task in owner.tasks if (wait := task.current_wait(now)) is not None]
         if not waits:
@@ -172,12 +172,12 @@ class _WatchThread:
                 warn_once(words, str(problem))
                 continue
             if error is not None:
-                _give_up(watch, error, watches)
+                _fail_and_shut_down(watch, error, watches)
         shares = [_LOOK_SHARE * watch.deadline.seconds for watch in watches]
         return max(_LOOK_SECONDS, min([_LONGEST_LOOK_SECONDS, *shares]))
 
 
-def _give_up(watch: Watch, error: DeadlineError, watches: list[Watch]) -> None:
+def _fail_and_shut_down(watch: Watch, error: DeadlineError, watches: list[Watch]) -> None:
     _log.error("%s", error)
     watch.fail_graph(error)
     time.sleep(_SPREAD_SECONDS)

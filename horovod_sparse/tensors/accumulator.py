@@ -126,7 +126,7 @@ class TensorKernels(Kernels):
         if gradient.device != self._device:
             raise ArgumentError("gradient", gradient.device, f"a tensor on {self._device}")
         if gradient.dtype not in ((torch.float64,) if self._kind == torch.float64 else _NARROW):
-            raise ArgumentError("gradient", gradient.dtype, f"a type that accumulates in {self._kind}")
+            raise ArgumentError("gradient", gradient.dtype, f"{self._kind} (float32: also half types)")
         return gradient.detach()
 
     def fold(

@@ -132,7 +132,7 @@ class GradientTraining(Training):
         self._part_of = {}
         super().build(plan)
 
-    def _add_parts(self, parts: Sequence[GradientBucket]) -> None:
+    def _on_new_parts(self, parts: Sequence[GradientBucket]) -> None:
         for part in parts:
             part.scale = 1.0 / self.divisor
             if part.streams is not None:

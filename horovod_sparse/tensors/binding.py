@@ -39,7 +39,7 @@ _MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
 def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
-    """Returns copies of the optimizer's states of those parameters that have been trained."""
+    """Returns copies of the optimizer's states that hold a second moment, velocity or residual."""
     return {one: dict(state) for one, state in states.items() if set(state) & {*_MOMENTS, RESIDUAL}}
 
 
@@ -166,7 +166,7 @@ class Binding(Steps):
             if self.is_scaled:
                 optimizer.found_inf, optimizer.grad_scale = found, scale
             self._loss_scale = 1.0 if scale is None else float(scale)
-            self.meet()
+            self.ensure_parts()
             self.agree()  # agreeing may replace the parts
             self._prepare_parts()
             self.pass_(overflowed=found is not None and bool(found))
@@ -179,13 +179,13 @@ class Binding(Steps):
 
     def finish(self) -> None:
         if not self.facts:  # this rank had no batch
-            self.meet()
+            self.ensure_parts()
         self._prepare_parts()  # without gradients this rank sends nothing more
         super().finish()
 
     # the optimizer's own state
 
-    def _add_parts(self, parts: Sequence[StepBucket]) -> None:
+    def _on_new_parts(self, parts: Sequence[StepBucket]) -> None:
         """Puts views of residual and moments into the optimizer's state, for new parts."""
         for part in parts:
             memory = part.bucket.accumulator.memory()
@@ -196,14 +196,15 @@ class Binding(Steps):
 
     def _before_saving(self, _: Any) -> None:
         if not self.facts:  # torch.distributed.checkpoint loads into the tensors that it finds here
-            self.meet()
+            self.ensure_parts()
         for part in self.parts:
             leans = torch.tensor(part.bucket.progress.leans, dtype=torch.float64)
             for number, one in enumerate(part.given):
-                told = {"step": torch.tensor(float(part.age(number))), LEANS: leans}
-                self.optimizer.state[one].update(told)
+                progress = {"step": torch.tensor(float(part.age(number))), LEANS: leans}
+                self.optimizer.state[one].update(progress)
 
     def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
+        """Hook of the optimizer's `state_dict`: puts its states into PyTorch's own form."""
         order = [number for group in saved["param_groups"] for number in group["params"]]
         moved = dict(zip(self._trained(), order, strict=True))
         saved["state"] = self._standalone_states(saved["state"], moved)
@@ -276,7 +277,7 @@ class Binding(Steps):
                     moments[slice(*place)] *= part.moment_ratio(number)
             part.bucket.load(filled)
         self._agreed_under = None
-        self._add_parts(self.parts)  # PyTorch has replaced the optimizer's state
+        self._on_new_parts(self.parts)  # PyTorch has replaced the optimizer's state
 
     # this rank's exact state
 
@@ -287,7 +288,7 @@ class Binding(Steps):
         Save the model's parameters of this very rank beside it.
         """
         if not self.facts:
-            self.meet()
+            self.ensure_parts()
         return self.save(ages=dict(self.ages))
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
@@ -296,13 +297,13 @@ class Binding(Steps):
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
         """
-        self.meet()
+        self.ensure_parts()
         self.load(None if entry is None else checked_entry(self, entry))
         known = {name: one.age for name, one in self._progress().items()} if entry is not None else {}
         self.ages.clear()
         self.ages.update(known | (entry or {}).get("ages", {}))
 
-    def meet(self) -> None:
+    def ensure_parts(self) -> None:
         """Makes the first parts, and parts for parameters that were added since."""
         if not self.facts:
             facts = self.engine.facts({})

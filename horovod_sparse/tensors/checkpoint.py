@@ -130,7 +130,7 @@ def load(
 
     def check(entry: Mapping[str, Any]) -> None:
         if not training.facts:
-            training.meet()
+            training.ensure_parts()
         checked_entry(training, _to_tensors(entry))
         kept = _saved_states(entry)
         if optimizer is not None:

@@ -83,7 +83,7 @@ class Displacement:
         total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
         if outer.momentum:  # all is sent
             num_union = len(total.values)
-            self._push(scaled(total, scale))
+            self._apply_mean(scaled(total, scale))
         else:
             num_union, _ = self._common.replace(total=total, scale=outer.lr * scale)
         self.return_to_start()
@@ -91,7 +91,7 @@ class Displacement:
         return num_union
 
     def cancel(self) -> None:
-        """Drops the exchange's displacement, which was not finite on some rank."""
+        """Takes the displacement out of the residual; `return_to_start` resets the parameters."""
         self.task = None
         self.bucket.abandon(drop=True)
 
@@ -135,8 +135,8 @@ class Displacement:
         return self._memory.foldable([one.to(kind) - other.to(kind) for one, other in pairs])
 
     @torch.no_grad()
-    def _push(self, mean: Any) -> None:
-        """Moves `start` and `velocity` by the mean of all elements."""
+    def _apply_mean(self, mean: Any) -> None:
+        """Applies the outer step with momentum by the mean displacement, an array [n]."""
         mean, outer = torch.as_tensor(mean, device=self.start.device), self.schedule.outer
         self.velocity.mul_(outer.momentum).add_(mean)
         self.start.sub_(mean.add(self.velocity, alpha=outer.momentum), alpha=outer.lr)

@@ -166,7 +166,7 @@ def inner_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _plain(name: str) -> str:
-    """Returns a parameter's name without the prefixes of wrappers."""
+    """Returns a parameter's name without what torch.compile and checkpoint wrappers put into it."""
     parts = name.split(".")
     return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 

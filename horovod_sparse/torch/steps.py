@@ -53,7 +53,7 @@ class StepSynchronizer(OverHorovod, Binding):
         engine = HorovodEngine(optimizer, names, recipe, self.process_set, settings.deadline_seconds)
         super().__init__(optimizer, engine, recipe, settings, schedule)
         claim(self, [one for group in optimizer.param_groups for one in group["params"]])
-        self.meet()
+        self.ensure_parts()
         optimizer._synchronizer, optimizer.telemetry = self, self.telemetry
         optimizer.finish, optimizer.common = self.finish, self.common
         optimizer.synchronize = lambda: None

@@ -95,7 +95,7 @@ class RankStatus:
     #: tells the collectives of this training from those of another with the same names; may differ
     label: str = ""
     #: each bucket's `Progress` as a dict, for ranks that continue from this rank's state
-    told: Mapping[str, Any] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)
     #: with two levels the rank's column: states have to be equal within it
     column: int = 0
     #: True with two levels if the rank holds residuals of whole parameters, not only of its shard
@@ -117,7 +117,7 @@ class AgreedStatus:
     reason: str = ""
     #: rank 0's prefix for collectives
     label: str = ""
-    told: Mapping[str, Any] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)
     #: True if a rank may hold something of others' shards
     loose: bool = False
 
@@ -137,7 +137,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares all ranks' steps, plans and states, and returns from where all continue."""
     plan = status.plan.to_dict()
     digest = _digest(json.dumps(plan, sort_keys=True).encode())
-    ranks = yield from shared_lines({**vars(status), "plan": digest, "told": None})
+    ranks = yield from shared_lines({**vars(status), "plan": digest, "progress": None})
 
     def by_rank(name: str) -> list[Any]:
         return [one[name] for one in ranks]
@@ -159,10 +159,10 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"])
     if not reason:
         return replace(agreed, loose=any(by_rank("loose")))
-    progress = dict(status.told) if status.step == furthest else {}
+    progress = dict(status.progress) if status.step == furthest else {}
     everyone = yield from shared_lines([plan, progress])
     plan, progress = everyone[steps.index(furthest)]
-    return replace(agreed, plan=Plan.from_dict(plan), told=progress, loose=True)
+    return replace(agreed, plan=Plan.from_dict(plan), progress=progress, loose=True)
 
 
 def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str, str]:

@@ -104,7 +104,7 @@ def load_together(
     return entry
 
 
-def is_anything_there(directory: str | os.PathLike[str]) -> Synchronization[bool]:
+def has_checkpoint(directory: str | os.PathLike[str]) -> Synchronization[bool]:
     """True on all ranks if any rank sees a complete checkpoint."""
     found = yield from done_by_all(lambda: published(root_of(directory)), f"look into {directory}")
     return any((yield from shared_lines(bool(found))))

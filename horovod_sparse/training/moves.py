@@ -351,7 +351,7 @@ class StepPart(BucketPart):
             residuals[name] = residuals[name] + self.shaped(number, total[slice(*place)])
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls the pass back: its steps leave the residual (`drop`), or stay there."""
+        """Rolls back a fold that moved no parameter: its steps stay in the residual unless `drop`."""
         self.bucket.abandon(drop=drop)
 
 

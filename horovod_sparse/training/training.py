@@ -117,7 +117,7 @@ class Training:
         """True if this rank has taken no step yet."""
         return self.step == 0
 
-    def _add_parts(self, parts: Sequence[Any]) -> None:
+    def _on_new_parts(self, parts: Sequence[Any]) -> None:
         """Called with new parts; a front end registers hooks for their gradients."""
 
     # parts and plans
@@ -152,7 +152,7 @@ class Training:
         plan.check(self.parameters)
         parts = self._make_plan_parts(plan, self.facts)
         self.plan, self.parts = plan, list(parts)
-        self._add_parts(parts)
+        self._on_new_parts(parts)
 
     def _make_plan_parts(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
         """Returns the parts of a plan: buckets, numbered from `first` on, then groups of dense parameters."""
@@ -227,7 +227,7 @@ class Training:
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
         self.facts |= new
         self.parts += parts
-        self._add_parts(parts)
+        self._on_new_parts(parts)
 
     # what ranks agree upon
 
@@ -272,7 +272,7 @@ class Training:
             self.made_for,
             self.plan,
             label=self._own_label,
-            told={name: to_plain(one) for name, one in self._progress().items()},
+            progress={name: to_plain(one) for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.place(self.rank)[1],
             loose=self._loose is not None,
             fresh=self._is_fresh,
@@ -280,14 +280,14 @@ class Training:
         )
 
     def reset_states(self, start: agreement.AgreedStatus) -> None:
-        """Resets all states to the agreed step and plan; keeps residuals, with their mean over ranks."""
+        """Resets all states to the agreed step and plan; multiplies residuals by new / old size."""
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
         if self.rank == 0 and start.step > 0:
             words = "sparsifier states are reset at step %d, residuals are kept: %s"
             _log.warning(words, start.step, start.reason)
         held, known = self.held()
-        progress = {name: resumed(one, start.told.get(name), start.step) for name, one in known.items()}
+        progress = {name: resumed(one, start.progress.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
         self.load_held(multiplied(held, self.size / old_size, self.recipe.feedback), progress)
 

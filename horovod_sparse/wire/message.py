@@ -314,7 +314,7 @@ def unpack_sum(
         array([2, 5, 2, 5], dtype=int32)
     """
     if buffer.dtype != np.int32 or buffer.ndim != 1:
-        raise MessageError(f"a gathered buffer is a row of int32, not {buffer.dtype} {buffer.shape}")
+        raise MessageError(f"a gathered buffer must be a row of int32, got {buffer.dtype} {buffer.shape}")
     buffer = np.ascontiguousarray(buffer)
     heads = _scan(buffer, size, format, num_elements, dtype)
     words, total = buffer.view(np.uint32), sum(count for _, count, _, _ in heads)
@@ -372,8 +372,8 @@ def _scan(
             or length != at.length
         ):
             raise MessageError(
-                f"the message of rank {rank} claims {length} words and {count} elements, which is not "
-                f"how a {format} of a bucket of {num_elements} elements looks"
+                f"the message of rank {rank} claims {length} words and {count} elements, which no {format} "
+                f"of a bucket of {num_elements} elements has: it was damaged, or versions differ"
             )
         heads.append((start, count, mark, at))
         start += length

@@ -147,7 +147,7 @@ def test_nothing_is_cast_down_where_parameters_are_half(rank):
     new = ddp.attach(other, TEXT, again)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     backward(other, [one.bfloat16() for one in next(batches(rank))])
-    new.meet()
+    new.ensure_parts()
     for name in held:
         assert held[name].dtype == moments[name].dtype == torch.float32
         assert torch.equal(new.state_dict()["residuals"][name], held[name])

@@ -273,7 +273,7 @@ def apply_scaled_sums(
     kind, num_elements = flats[0].dtype, places[-1][1]
     if indices is None:
         if len(values) != num_elements:
-            raise MessageError(f"{len(values)} values came for a bucket of {num_elements} elements")
+            raise MessageError(f"a dense sum has {len(values)} values, the bucket {num_elements} elements")
         pairs = zip(flats, places, strict=True)
         return sum(_overwrite(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
     where, new = matched(kind, num_elements, indices, values)

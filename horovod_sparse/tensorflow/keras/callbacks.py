@@ -141,7 +141,7 @@ class _Rates:
         if self.momentum_correction and before and before != now:
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             if (steps := getattr(inner, "_horovod_sparse_steps", None)) is not None:
-                steps.rescale(now / before)
+                steps.rescale_velocities(now / before)
                 return
             for velocity in _velocities(inner):
                 velocity.assign(velocity * (now / before))
@@ -232,7 +232,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Loads the newest checkpoint, if any rank sees one."""
         optimizer = self.model.optimizer
-        if not state.is_anything_there(self.directory, optimizer):
+        if not state.has_checkpoint(self.directory, optimizer):
             return
         if not self.model.built:
             raise ArgumentError("model", type(self.model), "one that is built: model.build(...) before fit")

@@ -101,7 +101,7 @@ class KerasSteps(Steps):
     ) -> tuple[list[Any], tf.Tensor]:
         """Runs a pass and assigns the variables; returns the gradients, and whether all ranks skipped it."""
         refuse_graphs()
-        self._meet_variables(variables)
+        self._note_variables(variables)
         own = [as_variable(one) for one in self._variables]
         numbers = {one.ref(): number for number, one in enumerate(own)}
         pairs = [
@@ -129,7 +129,7 @@ class KerasSteps(Steps):
         super().agree()
         self.starter.label = self.label
 
-    def _meet_variables(self, variables: Sequence[Any]) -> None:
+    def _note_variables(self, variables: Sequence[Any]) -> None:
         if not self._variables:
             known = getattr(self.optimizer, "_trainable_variables", None)
             self._variables = list(known or variables)
@@ -142,7 +142,7 @@ class KerasSteps(Steps):
 
         Where a loss is scaled, no rank enters a pass in which a gradient of some rank is not finite.
         """
-        self.meet()
+        self.ensure_parts()
         self.agree()  # agreeing may replace the parts
         if scaled:
             bad = shared_lines(any(not np.isfinite(one).all() for one in gradients.values()))
@@ -172,7 +172,7 @@ class KerasSteps(Steps):
         skipped = not self.schedule.moves_at_once and self.step == before
         return [np.bool_(skipped), *(new[name] for name in self.facts)]
 
-    def meet(self) -> None:
+    def ensure_parts(self) -> None:
         """Makes the buckets at the first pass, and loads a saved state into them."""
         if self.facts:
             return
@@ -202,8 +202,8 @@ class KerasSteps(Steps):
 
     def finish(self) -> None:
         """Ends a training, so that all ranks have equal variables; all ranks call it."""
-        self._meet_variables(())
-        self.meet()
+        self._note_variables(())
+        self.ensure_parts()
         super().finish()
 
     def replicated_arrays(self) -> Sequence[Any]:
@@ -243,7 +243,7 @@ class KerasSteps(Steps):
             self.load_held([{}, moments], dict.fromkeys(slots, Progress(steps)))
             self.step, self._agreed_under = steps // self.schedule.every, None
 
-    def rescale(self, factor: float) -> None:
+    def rescale_velocities(self, factor: float) -> None:
         """Multiplies the velocities (which contain learning rates) after the learning rate was changed."""
         for part in self.parts if self._rule.keras_moment == "momentums" else ():
             residual, *velocities = (np.array(one) for one in part.bucket.held())

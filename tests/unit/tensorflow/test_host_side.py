@@ -245,7 +245,7 @@ def test_messages_between_pairs_are_refused(monkeypatch):
 def test_the_deadline_of_a_training_counts_where_ranks_agree(monkeypatch):
     errors = []
     monkeypatch.setenv("HOROVOD_SPARSE_DEADLINE_SECONDS", "0.2")
-    monkeypatch.setattr(waiting, "_give_up", lambda watch, error, watches: errors.append(error))
+    monkeypatch.setattr(waiting, "_fail_and_shut_down", lambda watch, error, watches: errors.append(error))
 
     def late():
         time.sleep(1)
