@@ -160,7 +160,7 @@ class Bucket:
         """Returns an array [n] with a shard's values, and zeros elsewhere. Read only."""
         return held
 
-    def held(self) -> tuple[np.ndarray, ...]:
+    def whole_arrays(self) -> tuple[np.ndarray, ...]:
         """Returns residual and companions as read-only arrays [n], zeros outside of this rank's shard."""
         return tuple(map(self.spread, self.accumulator.host_arrays()))
 

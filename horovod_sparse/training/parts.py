@@ -227,11 +227,11 @@ def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def held_residuals(parts: Sequence[BucketPart], num_companions: int) -> list[dict[str, Any]]:
+def residuals_by_parameter(parts: Sequence[BucketPart], num_companions: int) -> list[dict[str, Any]]:
     """Returns copies of the residuals, and of each companion, as dicts by parameter."""
     arrays: list[dict[str, Any]] = [{} for _ in range(1 + num_companions)]
     for part in parts:
-        for by_name, values in zip(arrays, part.bucket.held(), strict=False):
+        for by_name, values in zip(arrays, part.bucket.whole_arrays(), strict=False):
             by_name |= part.by_name(values)
     return arrays
 

@@ -54,7 +54,7 @@ class _Head:
 def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **more: Any) -> dict[str, Any]:
     """Returns this rank's checkpoint entry; `array` copies a sparsifier's arrays."""
     (rank, size), recipe = training.rank_and_size, training.recipe
-    (residuals, *companions), topology = training.held()[0], training.topology_for(None)
+    (residuals, *companions), topology = training.residuals_and_progress()[0], training.topology_for(None)
     names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
     hosts = () if topology is None else (topology.per_host, *itertools.chain(*topology.hosts))
     return {
@@ -184,7 +184,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
     # of what is dense nothing but the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
     held = multiplied([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
-    training.load_held(held, progress)
+    training.load_residuals(held, progress)
     training.step = int(entry["step"])
     if states is not None:
         for part, state in zip(training.sparse, states, strict=True):

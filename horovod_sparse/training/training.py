@@ -28,8 +28,8 @@ from horovod_sparse.training.parts import (
     assign_residuals,
     dense_groups,
     gather_shards,
-    held_residuals,
     multiplied,
+    residuals_by_parameter,
     resumed,
 )
 from horovod_sparse.training.settings import Settings
@@ -184,13 +184,13 @@ class Training:
             return self._loose[1]
         return {name: part.bucket.progress for part in self.parts for name in part.names}
 
-    def held(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
+    def residuals_and_progress(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
         """Returns residuals and companions by parameter, and each parameter's progress."""
         if self._loose is not None:
             return self._loose
-        return held_residuals(self.parts, self.recipe.feedback.num_companions), self._progress()
+        return residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), self._progress()
 
-    def load_held(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
+    def load_residuals(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
         """Loads residuals, companions and progress into the parts, whose states are reset."""
         assign_residuals(self.parts, held, progress)
         if self.settings.levels == "host" and self.size > 1:
@@ -200,9 +200,9 @@ class Training:
     def replan(self, plan: Plan) -> None:
         """Changes the plan between two steps, on all ranks; keeps residuals, resets sparsifiers' states."""
         plan.check(self.parameters)
-        held = self.held()
+        held = self.residuals_and_progress()
         self.build(plan)
-        self.load_held(*held)
+        self.load_residuals(*held)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
         """Makes parts for parameters added since, alike on all ranks; returns these parameters."""
@@ -241,7 +241,7 @@ class Training:
         if start.anew:
             self.reset_states(start)
         if self.topology is not None and start.loose:
-            self._carry_out(gather_shards(self.parts, *self.held()))
+            self._carry_out(gather_shards(self.parts, *self.residuals_and_progress()))
         self._loose, self._agreed_under = None, under
         self.drift.restart(self.step)
 
@@ -286,10 +286,10 @@ class Training:
         if self.rank == 0 and start.step > 0:
             words = "sparsifier states are reset at step %d, residuals are kept: %s"
             _log.warning(words, start.step, start.reason)
-        held, known = self.held()
+        held, known = self.residuals_and_progress()
         progress = {name: resumed(one, start.progress.get(name), start.step) for name, one in known.items()}
         self.build(start.plan)
-        self.load_held(multiplied(held, self.size / old_size, self.recipe.feedback), progress)
+        self.load_residuals(multiplied(held, self.size / old_size, self.recipe.feedback), progress)
 
     # checkpoints
 
@@ -317,7 +317,7 @@ class Training:
             self.build(self.plan)
         self._agreed_under = None
         if entry is None:
-            self.load_held((), {})
+            self.load_residuals((), {})
             self.step = 0
             return
         if not set(Plan.from_dict(entry["plan"]).names()) <= set(self.facts):

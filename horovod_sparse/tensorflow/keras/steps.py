@@ -222,7 +222,7 @@ class KerasSteps(Steps):
     def give_slots(self) -> None:
         """Copies second moments or velocities to the Keras optimizer's variables; sets first moments to 0."""
         slots = self._slots()
-        for companion in self.held()[0][1:] if slots else ():
+        for companion in self.residuals_and_progress()[0][1:] if slots else ():
             for name, values in companion.items():
                 given = values * self._rule.keras_sign
                 slots[name].assign(given.astype(slots[name].dtype.as_numpy_dtype))
@@ -240,13 +240,13 @@ class KerasSteps(Steps):
         slots, steps = self._slots(), self._began
         if slots and steps:
             moments = {name: slot.numpy() * self._rule.keras_sign for name, slot in slots.items()}
-            self.load_held([{}, moments], dict.fromkeys(slots, Progress(steps)))
+            self.load_residuals([{}, moments], dict.fromkeys(slots, Progress(steps)))
             self.step, self._agreed_under = steps // self.schedule.every, None
 
     def rescale_velocities(self, factor: float) -> None:
         """Multiplies the velocities (which contain learning rates) after the learning rate was changed."""
         for part in self.parts if self._rule.keras_moment == "momentums" else ():
-            residual, *velocities = (np.array(one) for one in part.bucket.held())
+            residual, *velocities = (np.array(one) for one in part.bucket.whole_arrays())
             part.bucket.load([residual, *(one * factor for one in velocities)])
 
     def save(self, **more: Any) -> dict[str, Any]:

@@ -35,11 +35,11 @@ class ArrayEngine:
     def topology_for(self, entry: Any) -> None:
         """One level."""
 
-    def held(self) -> Any:
+    def residuals_and_progress(self) -> Any:
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
-        return parts.held_residuals(self.parts, self.recipe.feedback.num_companions), progress
+        return parts.residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), progress
 
-    def load_held(self, held: Any, progress: Any) -> None:
+    def load_residuals(self, held: Any, progress: Any) -> None:
         parts.assign_residuals(self.parts, held, progress)
 
 
