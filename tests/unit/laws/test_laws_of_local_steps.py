@@ -244,7 +244,7 @@ def test_a_state_that_all_ranks_load_in_the_midst_of_a_round_is_what_they_go_on_
         common = one.vector()
         if one.rank == 0:
             one.model.load_state_dict(MODELS[2].state_dict())
-        with pytest.raises(StateMismatchError, match=r"ranks \[0\] alone have loaded"):
+        with pytest.raises(StateMismatchError, match=r"only ranks \[0\] have loaded"):
             one.train(3)
         return common
 
