@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.tensorflow._horovod import hvd
+from horovod_sparse.tensorflow._horovod import hvd, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
@@ -112,7 +112,7 @@ def DistributedGradientTape(
             `horovod_sparse.training.settings.Settings`.
     """
     arguments = Arguments.of(locals(), DistributedGradientTape)
-    if not isinstance(gradtape, tf.GradientTape):
+    if not isinstance(gradtape, tf.GradientTape) or hasattr(gradtape, "_allreduce_grads"):  # Horovod's own
         raise ArgumentError("gradtape", gradtape, "a tf.GradientTape, after its with block")
     if not arguments.is_sparse:
         if isinstance(compression, str):
@@ -122,10 +122,14 @@ def DistributedGradientTape(
                 "Compression.parse(text), made once outside of the training loop: it keeps the residuals",
             )
         arguments.refuse_sparsifier_options()
+        takes_part(process_set)  # raises where only Horovod's other binding was started
         stock = hvd.DistributedGradientTape
         return stock(gradtape, **arguments.taken_by(stock))
     compression.serve()
-    return _DistributedTape(gradtape, arguments.checked().synchronizer())
+    cls: Any = _DistributedTape
+    if not issubclass(cls, kind := type(gradtape)):  # as Horovod's tape, with what the user's class overrides
+        cls = type(kind.__name__, (cls, kind), {})
+    return cls(gradtape, arguments.checked().synchronizer())
 
 
 def DistributedOptimizer(
@@ -185,8 +189,8 @@ class _DistributedTape(tf.GradientTape):
     skipped: tf.Tensor | None = None
 
     def __init__(self, user: Any, synchronizer: GradientSynchronizer) -> None:
-        super().__init__(user._persistent, user._watch_accessed_variables)
-        self._tape, self._synchronizer = user._tape, synchronizer
+        self.__dict__.update(vars(user))
+        self._recording, self._synchronizer = False, synchronizer
 
     @property
     def telemetry(self) -> Telemetry:

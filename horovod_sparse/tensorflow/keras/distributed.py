@@ -73,7 +73,7 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
 
         @classmethod
         def from_config(cls, config: dict[str, Any], **arguments: Any) -> Any:
-            """Makes an optimizer from settings, and wraps it alike, without residuals."""
+            """Makes a plain optimizer of the user's class from settings: a copy is not distributed."""
             return vars(base).get("_horovod_sparse_base", base).from_config(config, **arguments)
 
         def __reduce__(self) -> Any:

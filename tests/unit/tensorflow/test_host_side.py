@@ -194,6 +194,22 @@ def test_equals_the_simulator_with_one_rank(way, feedback):
     assert compression.telemetry.last.step == 6
 
 
+def test_a_tape_of_a_users_class_keeps_its_own_gradient():
+    class Scaled(tf.GradientTape):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
+        def gradient(self, *given, **named):
+            return [self.factor * one for one in super().gradient(*given, **named)]
+
+    weight, compression = tf.Variable([1.0, 3.0]), hvd.Compression.topk(density=0.5)
+    with Scaled(2.0) as tape:
+        loss = tf.reduce_sum(weight * weight)
+    tape = hvd.DistributedGradientTape(tape, compression=compression)
+    assert tape.gradient(loss, [weight])[0].numpy().tolist() == [0.0, 12.0]
+
+
 @pytest.mark.parametrize("way", [lambda call: call, tf.function])
 def test_horovods_allreduce_gets_what_one_rank_would_send(way):
     for dtype in (tf.float32, tf.float64, tf.bfloat16):

@@ -110,6 +110,16 @@ def test_arbitrary_words_are_refused_or_valid(name, data, n, count):
         assert name == "int32" or (np.diff(out.astype(np.int64)) > 0).all()
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_an_index_at_n_is_refused(name):
+    """Written for n + 1 elements, read for n, where both have the same length and layout."""
+    words = encode(name, np.array([1, 43], np.int32), 44)
+    assert words.size == INDEX_CODECS[name].num_words(2, 43)
+    assert low_bits(2, 44) == low_bits(2, 43)
+    assert decode(name, words, 2, 44)[0]
+    assert not decode(name, words, 2, 43)[0]
+
+
 DTYPES = ["float32", "float64"]
 FLOAT32 = np.finfo(np.float32)
 SPECIAL = [0.0, 1.0, 1e-45, 1e-40, 2.9e-8, 2.0**-25, 3 * 2.0**-25, 6e-8, 6.1e-5, 65504.0, 65519.99, 65520.0]
