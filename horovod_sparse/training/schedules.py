@@ -68,8 +68,9 @@ def mean_over_senders(sum_: SparseSum) -> SparseSum:
     """Divides each element of a sum by the number of ranks that sent it.
 
     Example:
-        >>> indices, counts = np.array([2, 5, 2], np.int32), np.array([2, 1])
-        >>> mean = mean_over_senders(SparseSum(indices, np.array([1.0, 4.0, 3.0]), counts))
+        >>> import numpy as np
+        >>> indices, values = np.array([2, 5, 2], np.int32), np.array([1.0, 4.0, 3.0])
+        >>> mean = mean_over_senders(SparseSum(indices, values, np.array([2, 1])))
         >>> mean.indices.tolist(), mean.values.tolist()
         ([2, 5], [2.0, 4.0])
     """
