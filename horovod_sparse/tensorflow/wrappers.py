@@ -103,6 +103,8 @@ def DistributedGradientTape(
     * sources may be variables of Keras 3, in any nested structure;
     * a variable that once had a gradient, and has None in this function, sends zeros, and gets the sum: what
       the others and its residual hold.
+    * nothing can be differentiated through the result: TensorFlow gives None for it, or leaves its term
+      out of a larger loss, and says nothing. A plain tape before this one has gradients of gradients.
 
     Args:
         gradtape: to compute gradients with.
