@@ -44,7 +44,6 @@ def test_every_run_has_a_name_that_its_study_knows() -> None:
 
 
 def test_tasks_end_with_the_steps_that_they_are_asked_for() -> None:
-    # beyond them the cosine of the learning rate rises again
     for task in (digits_task(width=4), gpt_task(1, 8, 2, 8)):
         assert len([*task.batches(1, 2, 130, 0)]) == 130
 
