@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.tensorflow import elastic as stock
 
@@ -14,7 +15,21 @@ from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.state import WithState
 from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
-run = stock.run
+#: in errors after which ranks begin anew from their last state
+_PEER_IS_GONE = "HorovodAll", "HorovodBroadcast", "HorovodInternalError", "Horovod has been shut down"
+
+
+def run(function: Any) -> Any:
+    """Runs a training as Horovod's `run`, which returns None where a host function of ours has failed."""
+
+    def train(state: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(state, *arguments, **named)
+        except tf.errors.UnknownError as error:
+            is_gone = any(words in error.message for words in _PEER_IS_GONE)
+            raise (stock.HorovodInternalError if is_gone else RuntimeError)(error.message) from error
+
+    return stock.run(train)
 
 
 class _VariableState:
@@ -23,6 +38,8 @@ class _VariableState:
     Departure from Horovod's: variables are broadcast by `sync`, which every start of Horovod calls on all
     ranks, and not when a state is made, which a worker that joins does alone.
     """
+
+    _all_variables: Any
 
     def _init_state(self, attributes: dict[str, Any]) -> None:
         self._save_model()
@@ -33,9 +50,6 @@ class _VariableState:
         broadcast_variables(self._all_variables(), 0)
         self._save_model()
         ObjectState.sync(self)
-
-    def _all_variables(self) -> Sequence[Any]:
-        raise NotImplementedError
 
     def _save_model(self) -> None:
         self._values = [(variable, variable.numpy()) for variable in map(as_variable, self._all_variables())]
@@ -50,13 +64,7 @@ class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
     a worker that joins has as many as the others; states of random generators stay each rank's own, and
-    so do residuals, which are saved and restored with the optimizer.
-
-    Args:
-        model: of Keras, built.
-        optimizer: the model's if left out.
-        backend: accepted for Horovod's sake.
-        **attributes: more that is saved and synchronized, as attributes of this object.
+    so do residuals, which are saved and restored with the optimizer. `backend` has no use.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
@@ -73,8 +81,7 @@ class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
 
     def _save_model(self) -> None:
         super()._save_model()
-        ours = isinstance(self.optimizer, WithState)
-        self._residuals = self.optimizer.state_dict() if ours else None
+        self._residuals = self.optimizer.state_dict() if isinstance(self.optimizer, WithState) else None
 
     def _load_model(self) -> None:
         super()._load_model()
@@ -83,17 +90,9 @@ class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
 
 
 class TensorFlowState(_VariableState, stock.TensorFlowState):
-    """The state of a list of variables for ``hvd.elastic.run``.
+    """The state of a list of variables for ``hvd.elastic.run``; `session` must be None."""
 
-    Args:
-        variables: to be kept.
-        session: accepted for Horovod's sake: must be None.
-        **attributes: more that is saved and synchronized, as attributes of this object.
-    """
-
-    def __init__(
-        self, variables: Iterable[Any] | None = None, session: Any = None, **attributes: Any
-    ) -> None:
+    def __init__(self, variables: Any = None, session: Any = None, **attributes: Any) -> None:
         self.variables, self.session = list(variables or ()), session
         if not self.variables:
             raise ArgumentError("variables", variables, "a list of variables: eager TensorFlow keeps none")

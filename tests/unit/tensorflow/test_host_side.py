@@ -5,6 +5,7 @@ import importlib
 import inspect
 import time
 from types import ModuleType
+from unittest.mock import Mock
 
 import horovod.tensorflow as stock
 import horovod.tensorflow.keras as stock_keras
@@ -156,17 +157,12 @@ def by_tape(compression, weight, in_graph: bool, wrap=hvd.DistributedGradientTap
 
 def by_keras(compression, weight, wrap=keras_hvd.DistributedOptimizer):
     optimizer = wrap(tf.keras.optimizers.SGD(RATE), compression=compression)
-
-    def step(target):
-        optimizer.apply_gradients([(target, weight)])
-
-    return step
+    return lambda target: optimizer.apply_gradients([(target, weight)])
 
 
 def by_tensorflow_1(compression, weight):
-    optimizer = hvd.DistributedOptimizer(
-        tf.compat.v1.train.GradientDescentOptimizer(RATE), compression=compression
-    )
+    descent = tf.compat.v1.train.GradientDescentOptimizer(RATE)
+    optimizer = hvd.DistributedOptimizer(descent, compression=compression)
     return lambda target: optimizer.minimize(lambda: tf.reduce_sum(weight * target), var_list=[weight])
 
 
@@ -208,6 +204,13 @@ def test_a_tape_of_a_users_class_keeps_its_own_gradient():
         loss = tf.reduce_sum(weight * weight)
     tape = hvd.DistributedGradientTape(tape, compression=compression)
     assert tape.gradient(loss, [weight])[0].numpy().tolist() == [0.0, 12.0]
+
+
+@pytest.mark.parametrize(("words", "kind"), [("HorovodInternalError: x", KeyError), ("x", RuntimeError)])
+def test_elastic_training_begins_anew_or_ends_with_the_error_of_a_host_function(words, kind):
+    train = Mock(side_effect=tf.errors.UnknownError(None, None, words))
+    with pytest.raises(kind):
+        hvd.elastic.run(train)(Mock(**{"restore.side_effect": KeyError}))
 
 
 @pytest.mark.parametrize("way", [lambda call: call, tf.function])

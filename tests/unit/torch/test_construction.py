@@ -10,12 +10,11 @@ import horovod.torch
 import pytest
 import torch
 
-hvd = pytest.importorskip("horovod_sparse.torch")
-
-from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError  # noqa: E402
-from horovod_sparse.merging import Plan  # noqa: E402
-from horovod_sparse.planning.model import Fit  # noqa: E402
-from support.merging_models import profile_of_two  # noqa: E402
+import horovod_sparse.torch as hvd
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
+from horovod_sparse.merging import Plan
+from horovod_sparse.planning.model import Fit
+from support.merging_models import profile_of_two
 
 
 @pytest.fixture(autouse=True)
