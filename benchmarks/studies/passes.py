@@ -35,7 +35,7 @@ SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 TASKS = {
     "gpt": (600, (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)),
     "cnn": (300, (0.01, 0.03, 0.1, 0.3)),
-    "resnet": (300, (0.01, 0.03, 0.1, 0.3)),
+    "resnet": (300, (0.01, 0.03, 0.1, 0.3, 1.0)),
 }
 #: method -> compression, and arguments of `attach` or, with an outer step, of `LocalSteps`
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
