@@ -20,7 +20,7 @@ Values: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What a fold found: NaN or Inf, and sums of squares before and after.
+    """The result of a fold: where gradients were NaN or Inf, and sums of squares before and after.
 
     Attributes:
         num_nonfinite: gradient elements that were NaN or Inf (or whose sum with the residual

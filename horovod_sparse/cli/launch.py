@@ -54,7 +54,7 @@ def usable_framework(asked: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """All ranks that a launcher started; connects this process to them."""
+    """A connection of this process to all ranks that a launcher started."""
 
     framework: str
     controller: str

@@ -169,7 +169,7 @@ class Bucket:
         self.accumulator.assign_arrays(held)
 
     def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
-        """With two levels, loads the sum over this host's ranks of arrays [n]; else does nothing."""
+        """Loads the sum of arrays [n] over this host's ranks, with two levels; else does nothing."""
         yield from ()
 
     def step(

@@ -209,7 +209,7 @@ class MomentumCorrection(Feedback):
 
 @dataclass(frozen=True)
 class OwnStep:
-    """How one parameter group's gradients become an optimizer's steps in one pass: rule, weights, rates.
+    """Rule, weights and rates that turn a parameter group's gradients into an optimizer's steps in one pass.
 
     Attributes:
         feedback: folds them.

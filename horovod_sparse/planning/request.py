@@ -117,7 +117,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """How an optimizer's plans are to be made: strategy, tensor selection and profile."""
+    """A user's request for plans: strategy, tensor selection and profile."""
 
     #: the arguments, in words
     asked: str

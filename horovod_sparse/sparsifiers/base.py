@@ -88,7 +88,7 @@ class WholeSum(SparseSum):
 
     @functools.cached_property
     def indices(self) -> Indices:  # type: ignore[override]
-        """All positions, 0 to n - 1; front ends do not need them."""
+        """The positions 0 to n - 1, since every element is sent; front ends do not need them."""
         return np.arange(len(self.values), dtype=np.int32)
 
 
@@ -164,7 +164,7 @@ class Sparsifier(abc.ABC):
 
     @property
     def why_diverges(self) -> str:
-        """Why the residual would grow without limit with these arguments; empty if it would not."""
+        """The reason why these arguments let the residual grow without limit; empty if they do not."""
         return ""
 
     def init(self, info: BucketInfo) -> SparsifierState:

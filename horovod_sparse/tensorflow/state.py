@@ -101,7 +101,7 @@ class WithState:
 
     @property
     def decision(self) -> Decision | None:
-        """Why measured times led to this plan: predictions and the profile; None without them."""
+        """The predictions and the profile that led to this plan; None without measured times."""
         return None if self._bound is None else self._bound.decision
 
     def state_dict(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Starter(Protocol):
 
 
 class Engine(Protocol):
-    """What a training needs of a framework and its collectives."""
+    """The interface of a framework and its collectives that a training calls."""
 
     #: name of the front end, in messages and in what ranks compare
     name: str

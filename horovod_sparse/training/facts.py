@@ -33,7 +33,7 @@ def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
 
 @dataclass
 class RankFacts:
-    """What a rank reports in an exchange beside moves: NaN or Inf, present gradients, weight decay."""
+    """A rank's report beside the moves of an exchange: NaN or Inf, present gradients, weight decay."""
 
     #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
     bad: int = 0

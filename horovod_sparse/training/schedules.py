@@ -1,4 +1,4 @@
-"""When ranks exchange: every so many passes (`Schedule`), or local steps (`LocalSchedule`)."""
+"""Schedules of exchanges: every so many passes (`Schedule`), or local steps (`LocalSchedule`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMBINES = "ranks", "senders"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often ranks exchange (`every` passes), and how many exchanges later they apply a mean (`delay`).
+    """Passes from one exchange to the next (`every`), and exchanges until a mean is applied (`delay`).
 
     Args:
         every: H, passes from one exchange to the next.

@@ -202,7 +202,7 @@ def _name_of(dtype: Any) -> str:
 
 @dataclass(frozen=True)
 class Notes:
-    """What every rank reports about itself in a step: NaN or Inf, residual norm, number of steps, `lean`.
+    """The reports of all ranks about a step: NaN or Inf, residual norm, number of steps, `lean`.
 
     Attributes:
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
