@@ -14,7 +14,8 @@ import torch.distributed as dist
 # one group for both commands: of torchrun's store PyTorch makes no second one
 dist.init_process_group, dist.destroy_process_group = functools.cache(dist.init_process_group), lambda: None
 from horovod_sparse.cli.main import main
-print("doctor ends with", main(["doctor"]))
+# every line in one piece: the other rank speaks, too
+sys.stdout.write(f"doctor ends with {main(['doctor'])}\\n")
 status = main(sys.argv[1:])
 
 import torch
@@ -29,7 +30,6 @@ for _ in range(4):
     model(torch.ones(2, 30)).square().sum().backward()
     optimizer.step()
 frameworks = [name for name in sys.modules if name.split(".")[0] in ("horovod", "tensorflow")]
-# in one piece: the other rank speaks, too
 sys.stdout.write(f"trained {sync.step} {sorted(sync.state_dict()['residuals'])} {frameworks}\\n")
 sys.exit(status)
 """
