@@ -15,8 +15,8 @@ from horovod_sparse.tensorflow.functions import broadcast_variables
 from horovod_sparse.tensorflow.state import WithState
 from horovod_sparse.tensorflow.tensors import as_variable, build, variables_of
 
-#: in errors after which ranks begin anew from their last state
-_PEER_IS_GONE = "HorovodAll", "HorovodBroadcast", "HorovodInternalError", "Horovod has been shut down"
+#: in errors after which ranks begin anew from their last state; an unknown error may name the operation alone
+_PEER_IS_GONE = ("HorovodInternalError", "Horovod has been shut down"), ("HorovodAll", "HorovodBroadcast")
 
 
 def run(function: Any) -> Any:
@@ -25,9 +25,13 @@ def run(function: Any) -> Any:
     def train(state: Any, *arguments: Any, **named: Any) -> Any:
         try:
             return function(state, *arguments, **named)
-        except tf.errors.UnknownError as error:
-            is_gone = any(words in error.message for words in _PEER_IS_GONE)
-            raise (stock.HorovodInternalError if is_gone else RuntimeError)(error.message) from error
+        except tf.errors.OpError as error:
+            always, if_unknown = (any(words in error.message for words in some) for some in _PEER_IS_GONE)
+            if not isinstance(error, tf.errors.UnknownError) and not always:
+                raise
+            raise (stock.HorovodInternalError if always or if_unknown else RuntimeError)(
+                error.message
+            ) from error
 
     return stock.run(train)
 

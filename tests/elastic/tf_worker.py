@@ -18,7 +18,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import horovod.tensorflow as stock
 import tensorflow as tf
-from horovod.tensorflow.elastic import run
 
 import horovod_sparse.tensorflow as hvd
 from support.jobs import Diary
@@ -98,7 +97,7 @@ def main(task: Task, folder: Path) -> None:
     diary.note("begun", rank=hvd.rank(), size=hvd.size())
     trainings = [Training(text) for text in task.trained]
 
-    @run
+    @hvd.elastic.run
     def train(state: Any) -> str:
         diary.note("trains", rank=hvd.rank(), size=hvd.size(), batch=state.batch)
         while state.batch < task.batches:

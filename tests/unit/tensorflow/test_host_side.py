@@ -206,9 +206,14 @@ def test_a_tape_of_a_users_class_keeps_its_own_gradient():
     assert tape.gradient(loss, [weight])[0].numpy().tolist() == [0.0, 12.0]
 
 
-@pytest.mark.parametrize(("words", "kind"), [("HorovodInternalError: x", KeyError), ("x", RuntimeError)])
-def test_elastic_training_begins_anew_or_ends_with_the_error_of_a_host_function(words, kind):
-    train = Mock(side_effect=tf.errors.UnknownError(None, None, words))
+ENDS = [("UnknownError", "HorovodInternalError: x", KeyError), ("UnknownError", "x", RuntimeError)]
+ENDS += [("InvalidArgumentError", "HorovodInternalError: x", KeyError)]
+ENDS += [("InvalidArgumentError", "shapes at HorovodAllreduce", tf.errors.InvalidArgumentError)]
+
+
+@pytest.mark.parametrize(("error", "words", "kind"), ENDS)
+def test_elastic_training_begins_anew_or_ends_with_the_error_of_a_host_function(error, words, kind):
+    train = Mock(side_effect=getattr(tf.errors, error)(None, None, words))
     with pytest.raises(kind):
         hvd.elastic.run(train)(Mock(**{"restore.side_effect": KeyError}))
 
