@@ -25,8 +25,8 @@ from benchmarks.common.options import (
     named_sparsifiers,
 )
 from benchmarks.common.tables import launch_tables
-from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.sparsifiers import ALGORITHMS
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE, transport_asked
 
 _BASELINES = ("dense", "dense float16", "naive")
 #: behind the name of a sparsifier that is synchronized on two levels

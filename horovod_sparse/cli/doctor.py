@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE
 from horovod_sparse.cli.launch import FRAMEWORKS, bindings, launcher, start, usable_framework
 from horovod_sparse.errors import HorovodMissingError
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE
 
 Facts: TypeAlias = Mapping[str, Any]
 

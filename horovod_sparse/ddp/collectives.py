@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse import errors
-from horovod_sparse.carriers.exchanges import among, by_exchanges
+from horovod_sparse.carriers import among, by_exchanges
 from horovod_sparse.collectives import AllReduce, Broadcast, Exchange, ReduceScatter, Request, Synchronization
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse import collectives
-from horovod_sparse.carriers.exchanges import answer_for_one_rank, as_alltoall, inbox, over_hosts
+from horovod_sparse.carriers import as_alltoall, inbox, over_hosts
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
@@ -185,7 +185,7 @@ def carry_out_together(
     def execute(request: Request) -> Any:
         kind = type(request)
         if place[1] == 1:
-            return answer_for_one_rank(request)
+            return engine.answer_for_one_rank(request)
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
         buffer, splits = to_wire(request, value_dtype, place)
         operation = f"{name}.{kind.__name__}"
@@ -238,7 +238,7 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
 def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch: Watch | None = None) -> Any:
     """Runs the coroutine that compares ranks before the first gradients; elastic ranks run it alone."""
     if process_set.size() == 1 or is_elastic():
-        return engine.carry_out(coroutine, answer_for_one_rank)
+        return engine.carry_out(coroutine)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
     return carry_out_together(coroutine, process_set, name, looks=True, watch=watch)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays import GradientParts
-from horovod_sparse.carriers.exchanges import over_hosts, rounds_over_hosts
+from horovod_sparse.carriers import over_hosts, rounds_over_hosts
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.kernels.host.scatter import apply_scaled_sums
 from horovod_sparse.sparsifiers.base import accumulator_dtype

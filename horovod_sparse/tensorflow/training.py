@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.errors import UnsupportedError, warn_once
 from horovod_sparse.feedback import ParameterRules, Recipe
@@ -26,7 +25,7 @@ from horovod_sparse.topology import ClusterFacts, Placement, Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, transport_asked
 from horovod_sparse.training.training import Training
 
 if TYPE_CHECKING:

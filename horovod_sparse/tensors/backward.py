@@ -6,6 +6,8 @@ torch.distributed has a hook of its own, since ranks have to start buckets in th
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 import types
 import weakref
@@ -18,7 +20,6 @@ from horovod_sparse import errors
 from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensors import layout, loss_scale
-from horovod_sparse.tensors.driver import keep_out_of_graphs
 from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.collective_errors import Outcome, some_of, worst
@@ -77,7 +78,7 @@ class GradientTraining(Training):
         self._handles, self._watched = list[Any](), set[torch.Tensor]()
         self._part_of: dict[torch.Tensor, GradientBucket] = {}
         loss_scale.watch_scalers()
-        keep_out_of_graphs()
+        _keep_out_of_graphs()
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
@@ -324,3 +325,11 @@ class GradientTraining(Training):
         self._handles = []
         if self.under_way:
             self.cancel_step()
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """Prevents torch.compile from tracing this package's hooks in a compiled `backward`."""
+    rules = importlib.import_module("torch._dynamo.trace_rules")  # there is no public way for whole packages
+    for package in ("horovod_sparse", "numba", "llvmlite"):
+        rules.add(package)

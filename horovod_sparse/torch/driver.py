@@ -7,28 +7,23 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from horovod_sparse import collectives, errors
-from horovod_sparse.carriers import exchanges
-from horovod_sparse.carriers.exchanges import Handle, Rounds
+from horovod_sparse import carriers, collectives, errors
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.feedback import Recipe
-from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.tensors.models import new_facts
 from horovod_sparse.topology import Placement, Topology
 from horovod_sparse.torch._horovod import hold_tensors, hvd, present_start, wait_for_result
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
-from horovod_sparse.training.engine import Facts, carry_out
+from horovod_sparse.training.engine import Driver, Facts, Handle, carry_out
+from horovod_sparse.training.settings import transport_asked
 from horovod_sparse.training.training import Training
-
-if TYPE_CHECKING:  # one rank has no use for it
-    from horovod_sparse.carriers.mpi import MpiCarrier
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -70,8 +65,8 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
         handle = hvd.broadcast_async(tensor, root, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, torch.Tensor.numpy)
     if isinstance(request, collectives.Exchange):
-        received = partial(exchanges.inbox, request, whose=f"{name}: rank {process_set.rank()}")
-        sends = exchanges.as_alltoall(request, process_set.size())
+        received = partial(carriers.inbox, request, whose=f"{name}: rank {process_set.rank()}")
+        sends = carriers.as_alltoall(request, process_set.size())
         return _start_alltoall(sends, name, process_set, received)
     return _start_alltoall(list(request.buffers), name, process_set, list)
 
@@ -135,7 +130,7 @@ class HorovodDriver(Driver):
         topology: Topology | None = None,
     ) -> None:
         self.process_set, self._topology = process_set, topology
-        self.mpi: MpiCarrier | None = None
+        self.mpi: carriers.MpiCarrier | None = None
         #: how messages between pairs of ranks travel, and why; empty before `choose_transport`
         self.transport = ""
         self._connected_under: Any = None
@@ -161,10 +156,7 @@ class HorovodDriver(Driver):
         ranks = self._topology.group(request.level, rank)
         if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
             return _scatter_sum(request, name, self.process_set, ranks)
-        if len(ranks) == 1:
-            answer = exchanges.answer_at_once(exchanges.answer_for_one_rank(request))
-            return Rounds(self.start_request, answer, name)
-        return Rounds(self.start_request, exchanges.among(request, ranks, rank), name)
+        return carriers.Rounds(self.start_request, carriers.among(request, ranks, rank), name)
 
     def forget_messages(self) -> None:
         if self.mpi is not None:
@@ -190,9 +182,7 @@ class HorovodDriver(Driver):
         since = present_start()
         if self._connected_under is since or self.process_set.size() == 1:
             return
-        from horovod_sparse.carriers.mpi import MpiCarrier, why_not_mpi
-
-        own = why_not_mpi(hvd)
+        own = carriers.why_not_mpi(hvd)
         self._connected_under, self.mpi, reasons = since, None, [own]
         if hvd.mpi_enabled():
             name = "horovod_sparse.transport"
@@ -202,8 +192,8 @@ class HorovodDriver(Driver):
             self.transport = f"Horovod's all-to-all ({own if set(reasons) == {own} else told[0]})"
         else:
             self.transport = "MPI, on a communicator of their own (every rank can)"
-            self.mpi = MpiCarrier(self.process_set.ranks, lambda: present_start() is since)
-        in_vain = told and self.process_set.rank() == 0 and exchanges.transport_asked() == "pairs"
+            self.mpi = carriers.MpiCarrier(self.process_set.ranks, lambda: present_start() is since)
+        in_vain = told and self.process_set.rank() == 0 and transport_asked() == "pairs"
         level = logging.WARNING if in_vain else logging.INFO
         _log.log(level, "messages between two ranks go through %s", self.transport)
 

@@ -36,12 +36,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import __version__
-from horovod_sparse.carriers.exchanges import TRANSPORT_VARIABLE, transport_asked
 from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
 from horovod_sparse.errors import DriftError, StateMismatchError
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.training.collective_errors import some_of
-from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, transport_asked
 
 #: raise it with every change of messages: ranks with different protocol numbers refuse each other
 PROTOCOL = 4

@@ -24,12 +24,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from horovod_sparse import errors
-from horovod_sparse.carriers.exchanges import check_transport
 from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
 from horovod_sparse.errors import EditedGradientError, HorovodSparseError, NonFiniteGradientError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.training.deadline import Store, launcher_store, set_horovod_stall_limit
-from horovod_sparse.training.settings import RAISE
+from horovod_sparse.training.settings import RAISE, check_transport
 
 Failure = TypeVar("Failure", bound=BaseException)
 _log = logging.getLogger("horovod_sparse")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays import GradientParts
-from horovod_sparse.carriers.exchanges import answer_for_one_rank
 from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError, warn_once
 from horovod_sparse.feedback import Bucket, ErrorFeedback, MomentumCorrection, NoFeedback
 from horovod_sparse.feedback.recipe import PRESETS, Recipe, parse_recipe, recipe, recipe_signature
@@ -194,7 +193,7 @@ def keep_selected(recipe: Recipe, array: np.ndarray, number: int) -> np.ndarray:
     own = Recipe(recipe.sparsifier, NoFeedback(), recipe.rules).for_parameter(info.name, array.size)
     bucket = Bucket(info, own, host_accumulator(info, own))
     gradient = GradientParts([np.ascontiguousarray(array).reshape(-1)])
-    sum_ = engine.carry_out(bucket.step(gradient, scale=1.0), answer_for_one_rank)
+    sum_ = engine.carry_out(bucket.step(gradient, scale=1.0))
     kept = np.empty(array.shape, array.dtype)  # flat below as a view, whatever the array's strides
     places = None if sum_.whole else sum_.indices
     apply_scaled_sums([kept.reshape(-1)], [(0, array.size)], places, sum_.values, 1.0)

@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from horovod_sparse.carriers.exchanges import transport_asked
 from horovod_sparse.checks import check_count, check_number, whole_number
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import ArgumentError, UnknownNameError, UnsupportedError
 from horovod_sparse.plans import Plan
 from horovod_sparse.training.deadline import deadline_of
 
@@ -23,6 +22,10 @@ LEVELS = "flat", "host"
 #: environment variables with defaults, also for Horovod's own optimizer, which takes no such argument
 EVERY_VARIABLE = "HOROVOD_SPARSE_CHECK_EVERY"
 _EVERY = 1000
+#: "auto": MPI carries messages between two ranks where it can; "pairs": it carries all rounds of sparsifiers;
+#: "alltoall": Horovod carries everything. Equal on all ranks.
+TRANSPORT_VARIABLE = "HOROVOD_SPARSE_TRANSPORT"
+TRANSPORTS = ("auto", "alltoall", "pairs")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -183,3 +186,19 @@ def _check_interval(every: Any) -> int:
         every = text if whole_number(text) < 0 else whole_number(text)
     check_count(name, every, "a number of steps, or 0 for never", low=0)
     return int(every)
+
+
+def transport_asked() -> str:
+    wanted = os.environ.get(TRANSPORT_VARIABLE, "").strip() or "auto"
+    if wanted not in TRANSPORTS:
+        raise UnknownNameError(TRANSPORT_VARIABLE, wanted, TRANSPORTS)
+    return wanted
+
+
+def check_transport(hvd: Any) -> None:
+    """Raises if the user asked for the transport "pairs" while Horovod runs on Gloo instead of MPI."""
+    if transport_asked() == "pairs" and hvd.is_initialized() and not hvd.mpi_enabled():
+        raise UnsupportedError(
+            f"{TRANSPORT_VARIABLE}=pairs needs Horovod on MPI, and it runs on Gloo here: messages between "
+            "pairs of ranks go over MPI alone. Unset it, or launch with horovodrun --mpi"
+        )

@@ -16,12 +16,11 @@ from torch import nn
 from horovod_sparse.collectives import Request
 from horovod_sparse.feedback import ParameterRules
 from horovod_sparse.simulation.lockstep import answer
-from horovod_sparse.tensors.driver import Driver
 from horovod_sparse.tensors.local_steps import LocalBinding
 from horovod_sparse.tensors.models import new_facts, trained_by
 from horovod_sparse.topology import Placement
 from horovod_sparse.training.compression import recipe_of
-from horovod_sparse.training.engine import carry_out
+from horovod_sparse.training.engine import Driver, carry_out
 from horovod_sparse.training.schedules import LocalSchedule
 
 SIZE, START = 4, object()

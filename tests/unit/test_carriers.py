@@ -5,12 +5,12 @@ import os
 import numpy as np
 import pytest
 
-from horovod_sparse.carriers import exchanges
-from horovod_sparse.carriers.mpi import why_not_mpi
+from horovod_sparse import carriers
 from horovod_sparse.collectives import AllReduce, Exchange, ReduceScatter
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.simulation import Recorder, SimulatedCluster, run_lockstep
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.settings import check_transport
 from support.cases import CASES, case_id
 from support.sampling import rows_by
 
@@ -27,9 +27,9 @@ def test_on_gloo_pairs_are_refused_and_nothing_else_is_chosen(monkeypatch):
     reasons = {"auto": "Horovod does not run on MPI", "alltoall": "HOROVOD_SPARSE_TRANSPORT says so"}
     for asked, reason in reasons.items():
         monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", asked)
-        assert why_not_mpi(Gloo()) == reason
+        assert carriers.why_not_mpi(Gloo()) == reason
     monkeypatch.setenv("HOROVOD_SPARSE_TRANSPORT", "pairs")
-    for asks in (exchanges.check_transport, why_not_mpi):
+    for asks in (check_transport, carriers.why_not_mpi):
         with pytest.raises(UnsupportedError, match=r"HOROVOD_SPARSE_TRANSPORT=pairs needs .* --mpi"):
             asks(Gloo())
 
@@ -37,7 +37,7 @@ def test_on_gloo_pairs_are_refused_and_nothing_else_is_chosen(monkeypatch):
 @pytest.mark.parametrize("kind", [AllReduce, ReduceScatter])
 def test_lengths_that_differ_are_an_error(kind):
     """NumPy would add one element to each of two."""
-    steps = [exchanges.by_exchanges(kind(np.ones(length)), rank, 2) for rank, length in enumerate((2, 4))]
+    steps = [carriers.by_exchanges(kind(np.ones(length)), rank, 2) for rank, length in enumerate((2, 4))]
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 sent 16 bytes .* has 8"):
         run_lockstep(steps)
 
@@ -51,7 +51,7 @@ def test_a_failing_transport_raises_in_result_alone(where):
     def begin(request, name):
         return Failing() if where != "start" else os.stat("no way")
 
-    handle = exchanges.Rounds(begin, exchanges.by_exchanges(Exchange({}, (1,)), 0, 2), "x")
+    handle = carriers.Rounds(begin, carriers.by_exchanges(Exchange({}, (1,)), 0, 2), "x")
     assert handle.done()
     with pytest.raises(OSError):
         handle.result()
@@ -77,7 +77,7 @@ def test_sums_and_residuals_are_those_of_levels(case, topology):
         expected = levels.synchronize([one.copy() for one in drawn], 0.5)
         recorder = Recorder()
         steps = [
-            exchanges.over_hosts(bucket.step(one.copy(), 0.5), topology, rank)
+            carriers.over_hosts(bucket.step(one.copy(), 0.5), topology, rank)
             for rank, (bucket, one) in enumerate(zip(pairs.buckets, drawn, strict=True))
         ]
         found = run_lockstep(steps, recorder)
@@ -85,7 +85,7 @@ def test_sums_and_residuals_are_those_of_levels(case, topology):
             assert np.array_equal(levels.dense(one), levels.dense(other))
         sparsifier = pairs.buckets[0].recipe.sparsifier
         rounds = sparsifier.rounds(topology.num_hosts)
-        assert tuple(recorder.kinds) == exchanges.rounds_over_hosts(rounds, topology)
+        assert tuple(recorder.kinds) == carriers.rounds_over_hosts(rounds, topology)
         assert set(recorder.kinds) <= {Exchange}
     for one, other in zip(levels.residuals(), pairs.residuals(), strict=True):
         assert np.array_equal(one, other)
