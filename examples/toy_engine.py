@@ -52,7 +52,7 @@ class ArrayPart(BucketPart):
             self.error = error
 
     def given_out(self, total: np.ndarray) -> Arrays:
-        spans = enumerate(zip(self.names, self.places, strict=True))
+        spans = enumerate(zip(self.names, self.spans, strict=True))
         return {name: self.shaped(number, total[slice(*span)]) for number, (name, span) in spans}
 
     def start(self, gradients: Arrays, execute: Callable[[Request], Any]) -> None:

@@ -22,6 +22,8 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 RANKS_VARIABLE = "HOROVOD_SPARSE_RANKS_PER_HOST"
 
 RankIds = tuple[int, ...]
+#: this rank, and the number of ranks
+RankAndSize = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Topology:
 
     Example:
         >>> topology = Topology(((0, 1), (2, 3), (4, 5)))
-        >>> topology.place(3), topology.group("host", 3), topology.group("across", 3)
+        >>> topology.position(3), topology.group("host", 3), topology.group("across", 3)
         ((1, 1), (2, 3), (1, 3, 5))
     """
 
@@ -54,7 +56,7 @@ class Topology:
         return cls(tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(num_hosts)))
 
     @classmethod
-    def of(cls, places: Sequence[tuple[str, int]]) -> Topology:
+    def of(cls, positions: Sequence[tuple[str, int]]) -> Topology:
         """Returns the topology of ranks, given each rank's host and its number there.
 
         Example:
@@ -62,7 +64,7 @@ class Topology:
             ((2, 0), (1, 3))
         """
         hosts: dict[str, list[tuple[int, int]]] = {}
-        for rank, (host, local) in enumerate(places):
+        for rank, (host, local) in enumerate(positions):
             hosts.setdefault(host, []).append((local, rank))
         return cls(tuple(tuple(rank for _, rank in sorted(host)) for host in hosts.values()))
 
@@ -94,7 +96,7 @@ class Topology:
         """Returns the ranks that communicate with this rank at a level, itself included."""
         return next(ranks for ranks in self.groups(level) if rank in ranks)
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def position(self, rank: int) -> tuple[int, int]:
         """Returns the number of a rank's host, and the rank's number on it."""
         host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
         return host, self.hosts[host].index(rank)
@@ -163,7 +165,7 @@ def _ranks_per_host() -> int | None:
     return whole_number(asked) if asked else None
 
 
-def own_place(ranks: Placement) -> tuple[str, int]:
+def own_position(ranks: Placement) -> tuple[str, int]:
     """Returns this rank's host, and its number there."""
     per_host = _ranks_per_host()
     if per_host is None:

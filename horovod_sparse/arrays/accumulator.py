@@ -22,7 +22,7 @@ class Journal:
 
     def __init__(self, kernels: Kernels, arrays: tuple[Memory, ...]) -> None:
         self._kernels, self.arrays = kernels, arrays
-        #: places, and the values there in every array before they changed
+        #: indices, and the values there in every array before they changed
         self._changes: list[tuple[Memory, tuple[Memory, ...]]] = []
         self._num_read = 0
         #: indices that a selection has read, and the values of the first array there
@@ -46,9 +46,9 @@ class Journal:
         for where, olds in reversed(self._changes):
             for array, old in zip(self.arrays, olds, strict=True):
                 self._kernels.put(array, where, old)
-        places = [where for where, _ in self._changes]
+        changed = [where for where, _ in self._changes]
         self.forget()
-        return places
+        return changed
 
     def forget(self) -> None:
         """Empties the record, so that the changes can no longer be undone."""
@@ -139,14 +139,14 @@ class Accumulator:
         self._norm_at_fold = self._norm
         return self.report
 
-    def fold_along(self, gradient: Any, rule: FoldRule, indices: Indices, signs: Values) -> None:
+    def fold_with_projection(self, gradient: Any, rule: FoldRule, indices: Indices, signs: Values) -> None:
         """Folds with a moment, and puts the gradient's projection on `signs` at `indices` into the report."""
         self._apply_quantized()
-        where = self._kernels.places(indices)
+        where = self._kernels.checked_indices(indices)
         before = self._kernels.take(self._values, where)
         self.fold(gradient, rule)
-        stood = before, *(self._kernels.take(array, where) for array in self.memory())
-        self.report = self._kernels.with_lean(self.report, stood, signs, rule)
+        samples = before, *(self._kernels.take(array, where) for array in self.memory())
+        self.report = self._kernels.with_projection(self.report, samples, signs, rule)
 
     def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
         """Sets spans of elements to 0 before a fold, so that none is selected; `show` restores them."""
@@ -166,7 +166,7 @@ class Accumulator:
                 companion[where] = before * factor
         self._maxima_known = False
 
-    def refuse(self) -> None:
+    def mark_cancelled(self) -> None:
         """Marks the last fold's report, so that all ranks learn that this rank cancels the step."""
         # a `PendingReport` is no dataclass FoldReport
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
@@ -249,7 +249,7 @@ class Accumulator:
     def take(self, indices: Indices) -> Values:
         """Returns a copy of the values at these indices."""
         self._apply_quantized()
-        return self._kernels.to_host(self._kernels.take(self._values, self._kernels.places(indices)))
+        return self._kernels.to_host(self._kernels.take(self._values, self._kernels.checked_indices(indices)))
 
     def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
         """Returns the values at these indices as a new array, and sets them to 0.
@@ -281,7 +281,7 @@ class Accumulator:
         if found is not None and np.array_equal(found[0], indices):
             where = found[0]  # known to be sound
         else:
-            where = self._kernels.places(indices, keep=True)
+            where = self._kernels.checked_indices(indices, keep=True)
         return where, self._journal.remember(where)
 
     def _clear(self, where: Memory, old: Memory) -> None:
@@ -308,7 +308,7 @@ class Accumulator:
 
     def _checked_values(self, indices: Indices, values: Values) -> tuple[Memory, Memory]:
         self._apply_quantized()
-        where = self._kernels.places(indices, keep=True)
+        where = self._kernels.checked_indices(indices, keep=True)
         if np.size(values) != len(where):
             raise ArgumentError("values", np.size(values), f"one for each of the {len(where)} indices")
         return where, self._kernels.from_host(values)
@@ -321,7 +321,7 @@ class Accumulator:
         """Sets the companions (not the values) at these indices to 0, if the fold's rule says masking."""
         _, *companions = self._journal.arrays
         if companions:
-            where = self._kernels.places(indices, keep=True)
+            where = self._kernels.checked_indices(indices, keep=True)
             self._journal.remember(where)
             for companion in companions:
                 self._kernels.zero(companion, where)
@@ -346,10 +346,10 @@ class Accumulator:
         """Undoes every change since the last fold, bit for bit; the fold itself stays."""
         changed = self._rest is not None
         self._rest = None
-        for where in (places := self._journal.undo()):
+        for where in (restored := self._journal.undo()):
             if self._maxima_known:
                 self._kernels.refresh_maxima(self._values, self._maxima, where)
-        if changed or places:
+        if changed or restored:
             self._norm = self._norm_at_fold
 
     def accept(self) -> None:

@@ -149,12 +149,12 @@ class HostKernels(Kernels):
     number: Callable[..., float] = float
     float_of: Callable[..., float] = float
     to_host: Callable[..., Array] = staticmethod(np.asarray)
-    places: Callable[..., Indices]
+    checked_indices: Callable[..., Indices]
     at_least: Callable[..., Indices]
 
     def __init__(self, layout: Layout, kind: type[np.floating[Any]]) -> None:
         self.layout, self.dtype = layout, np.dtype(kind)
-        self.places = functools.partial(scatter.checked, num_elements=layout.num_elements)
+        self.checked_indices = functools.partial(scatter.checked, num_elements=layout.num_elements)
         self._candidates = Candidates(layout.num_elements, self.dtype)
         self.at_least = functools.partial(select.at_least, layout=layout)
 
@@ -210,10 +210,10 @@ class HostKernels(Kernels):
             return parts
         return gradients.scaled(parts, gradients.clip_factor(gradient, rule.clip_norm))
 
-    def with_lean(self, report: FoldReport, stood: Any, signs: Array, rule: FoldRule) -> FoldReport:
-        before, after, moment = (array.astype(np.float64) for array in stood)
-        lean = gradients.signed_sum(before, after, moment, signs, rule.factors(self.dtype).tolist())
-        return dataclasses.replace(report, lean=float(lean))
+    def with_projection(self, report: FoldReport, samples: Any, signs: Array, rule: FoldRule) -> FoldReport:
+        before, after, moment = (array.astype(np.float64) for array in samples)
+        projection = gradients.signed_sum(before, after, moment, signs, rule.factors(self.dtype).tolist())
+        return dataclasses.replace(report, projection=float(projection))
 
     def undo_fold(self, values: Array, companion: Array | None, gradient: Any, rule: FoldRule) -> None:
         factors = rule.factors(self.dtype)

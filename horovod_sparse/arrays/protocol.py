@@ -26,12 +26,12 @@ class FoldReport:
         num_nonfinite: gradient elements that were NaN or Inf (or whose sum with the residual
             overflowed) and were taken as 0.
         first_nonfinite: position of the first of them in the bucket, -1 if there is none; n where the rank
-            refuses the step for another reason (`Accumulator.refuse`).
+            cancels the step for another reason (`Accumulator.mark_cancelled`).
         square_norm: sum of squares of the accumulator after the pass.
         carried_square_norm: sum of squares of the residual before it, decay included: what the last step
             left behind.
         step: synchronizations that the bucket has done before; see `Accumulator`.
-        lean: the gradient's projection on a direction that ranks share; see `RankSimilarity`.
+        projection: the gradient's projection on a direction that ranks share; see `RankSimilarity`.
     """
 
     num_nonfinite: int = 0
@@ -39,7 +39,7 @@ class FoldReport:
     square_norm: float = 0.0
     carried_square_norm: float = 0.0
     step: int = 0
-    lean: float = 0.0
+    projection: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ Number: TypeAlias = Any
 class Kernels(Protocol):
     """The array operations that an accumulator calls; each accumulator has an object of its own.
 
-    `where` are indices that `places` returned. Block maxima hold magnitude bits: the bits without the sign,
-    which order like the magnitudes. Windows [start, stop) are checked, and so are ranks within them.
+    `where` are indices that `checked_indices` returned. Block maxima hold magnitude bits: bits without the
+    sign, which order like the magnitudes. Callers have checked windows [start, stop), and k within them.
     """
 
     #: n elements, and the blocks whose maxima are kept
@@ -165,7 +165,7 @@ class Kernels(Protocol):
         does not fit is refused by an `ArgumentError`, and nothing is changed.
         """
 
-    def with_lean(self, report: FoldReport, stood: Any, signs: Values, rule: FoldRule) -> FoldReport:
+    def with_projection(self, report: FoldReport, samples: Any, signs: Values, rule: FoldRule) -> FoldReport:
         """Returns the fold's report with the gradient's projection on signs (`gradients.signed_sum`)."""
 
     def undo_fold(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
@@ -205,7 +205,7 @@ class Kernels(Protocol):
     def sample(self, values: Memory, stride: int, offset: int) -> Values:
         """Returns every stride-th magnitude, from element `offset` on."""
 
-    def places(self, indices: Any, *, keep: bool = False) -> Memory:
+    def checked_indices(self, indices: Any, *, keep: bool = False) -> Memory:
         """Checks indices, and copies them to where the values are; with `keep` always as a copy."""
 
     def from_host(self, values: Any) -> Memory:

@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
     """Prints one line about a wrong argument, and where help is, instead of argparse's whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        _refuse(self.prog, message)
+        _print_failure(self.prog, message)
         self.exit(2, f"see {self.prog} --help\n")
 
 
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(subcommand.run(options))
     except HorovodSparseError as error:
-        return _refuse(f"horovod-sparse {chosen}", f"{type(error).__name__}: {error}")
+        return _print_failure(f"horovod-sparse {chosen}", f"{type(error).__name__}: {error}")
     except BrokenPipeError:  # whoever read this has gone, as `head` does
         return 0
     except (OSError, UnicodeDecodeError) as error:
-        return _refuse(f"horovod-sparse {chosen}", f"a file cannot be read or written: {error}")
+        return _print_failure(f"horovod-sparse {chosen}", f"a file cannot be read or written: {error}")
 
 
-def _refuse(command: str, reason: str) -> int:
+def _print_failure(command: str, reason: str) -> int:
     """Prints why a command failed, with this rank under a launcher, and returns the exit code."""
     from horovod_sparse.cli.launch import rank_prefix  # which help does without
 

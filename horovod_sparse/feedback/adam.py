@@ -200,7 +200,8 @@ class RankSimilarity:
         """Folds a gradient, and computes its projection on random signs that are equal on all ranks."""
         n = self._info.num_elements
         drawn = step_generator(0, self._info, step).integers(0, 2 * n, min(n, _SAMPLE))
-        accumulator.fold_along(gradient, rule, (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0))
+        indices, signs = (drawn >> 1).astype(np.int32), np.where(drawn & 1, 1.0, -1.0)
+        accumulator.fold_with_projection(gradient, rule, indices, signs)
 
     def next_leans(self, leans: tuple[float, float], projections: np.ndarray) -> tuple[float, float]:
         """Returns the running means of two squares, given the P projections that ranks sent in a step."""

@@ -177,7 +177,7 @@ class Bucket:
         gradient: Any,
         learning_rate: float | None = None,
         *,
-        refused: bool = False,
+        cancels: bool = False,
         scale: float | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
@@ -189,7 +189,7 @@ class Bucket:
         """
         reduced = yield from self.reduced(gradient)
         absent = absent if self.whole is self.info else ()  # a host's other ranks may have a gradient
-        report = self.fold(reduced, learning_rate, refused=refused, absent=absent)
+        report = self.fold(reduced, learning_rate, cancels=cancels, absent=absent)
         return (yield from self.synchronize(report, scale))
 
     def reduced(self, gradient: Any) -> Synchronization[Any]:
@@ -202,7 +202,7 @@ class Bucket:
         gradient: Any,
         learning_rate: float | None,
         *,
-        refused: bool = False,
+        cancels: bool = False,
         absent: Sequence[tuple[int, int]] = (),
     ) -> BucketStep:
         """Begins a step: adds a gradient to the residual, by the recipe's rule. Returns the step's report.
@@ -229,8 +229,8 @@ class Bucket:
         if feedback.scale_residual:
             self.rescale_state(feedback.units(rates))
         self._gradient = gradient
-        if refused:
-            self.accumulator.refuse()
+        if cancels:
+            self.accumulator.mark_cancelled()
         report.fold_seconds = time.perf_counter() - started
         return report
 
@@ -248,7 +248,7 @@ class Bucket:
         sum_, after = yield from self._run_sparsifier(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
         self._check_steps(sum_.notes.steps)
-        self.learn(sum_.notes.leans)
+        self.learn(sum_.notes.projections)
         overflow = self.received(sum_, report, scale)
         if sum_.notes.first_nonfinite or overflow is not None:
             self._take_back()
@@ -265,10 +265,10 @@ class Bucket:
         # all ranks have the same sum, so all find the same overflow
         return overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
 
-    def learn(self, leans: np.ndarray) -> None:
+    def learn(self, projections: np.ndarray) -> None:
         """Updates the estimate of how similar ranks' gradients are, by their projections [P]."""
-        if self._similarity is not None and leans.any():
-            learned = self._similarity.next_leans(self._progress.leans, leans)
+        if self._similarity is not None and projections.any():
+            learned = self._similarity.next_leans(self._progress.leans, projections)
             self._progress = dataclasses.replace(self._progress, leans=learned)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
@@ -285,8 +285,8 @@ class Bucket:
 
     def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
         """Raises on overflow, or if `marks` has a rank's position of NaN or Inf (n: it refuses the step)."""
-        name, refused = self.whole.name, self.whole.num_elements
-        if edited := [rank for rank, at in marks.items() if at == refused]:
+        name, cancelled = self.whole.name, self.whole.num_elements
+        if edited := [rank for rank, at in marks.items() if at == cancelled]:
             raise errors.EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
         if marks:
             raise errors.NonFiniteGradientError(

@@ -112,7 +112,7 @@ class TwoLevelBucket(Bucket):
         self._whole, self.topology = whole, topology
         super().__init__(shard_of(whole, topology), recipe, accumulator, members)
         self._summable, self._foldable = summable, foldable
-        self.host, self.local = topology.place(whole.rank)
+        self.host, self.local = topology.position(whole.rank)
 
     @property
     def num_summed(self) -> int:
@@ -259,6 +259,6 @@ def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
         >>> shard_of(BucketInfo("w", 9, rank=3, size=4), Topology.regular(2, 2))
         BucketInfo(name='w/1', num_elements=5, rank=1, size=2, dtype='float32', number=None)
     """
-    host, local = topology.place(whole.rank)
+    host, local = topology.position(whole.rank)
     _, longest = part(whole.num_elements, 0, topology.per_host)
     return BucketInfo(f"{whole.name}/{local}", longest, host, topology.num_hosts, whole.dtype, whole.number)

@@ -24,7 +24,7 @@ from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 from horovod_sparse.tensorflow.tensors import divided_by_ranks
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training import engine
 from horovod_sparse.training.agreement import compared, declaration, next_label
 from horovod_sparse.training.collective_errors import ConstructionErrors
@@ -73,8 +73,8 @@ def empty_messages(kind: type[Request], value_dtype: np.dtype[Any], size: int) -
     return np.empty(0, wire_dtype(kind, value_dtype)), splits
 
 
-def to_wire(request: Request, value_dtype: np.dtype[Any], place: tuple[int, int]) -> Wire:
-    rank, size = place
+def to_wire(request: Request, value_dtype: np.dtype[Any], ranks: RankAndSize) -> Wire:
+    rank, size = ranks
     if isinstance(request, collectives.AllGather):
         return np.ascontiguousarray(request.buffer, np.int32), NO_SPLITS
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
@@ -177,17 +177,17 @@ def carry_out_together(
     Eager operations of one kind share a name in TensorFlow's cache, so two threads cannot run them at a time.
     A thread that gives `graphs`, a dictionary to keep, has operations of its own.
     """
-    place = int(process_set.rank()), int(process_set.size())
+    ranks = int(process_set.rank()), int(process_set.size())
     if topology is not None:
-        coroutine = over_hosts(coroutine, topology, place[0])
+        coroutine = over_hosts(coroutine, topology, ranks[0])
     look = construction_errors.watcher(process_set) if looks else None
 
     def execute(request: Request) -> Any:
         kind = type(request)
-        if place[1] == 1:
+        if ranks[1] == 1:
             return engine.answer_for_one_rank(request)
         value_dtype = getattr(request, "buffer", np.empty(0, np.float32)).dtype
-        buffer, splits = to_wire(request, value_dtype, place)
+        buffer, splits = to_wire(request, value_dtype, ranks)
         operation = f"{name}.{kind.__name__}"
         run = partial(carry_out, kind, buffer, splits, operation, process_set)
         if graphs is not None:

@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.base import accumulator_dtype
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensorflow.task import Task, rounds_may_vary
 from horovod_sparse.tensorflow.tensors import ReusedArrays, numpy_dtype
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
 
@@ -32,7 +32,7 @@ class Part(common.BucketPart):
         self,
         spec: PartSpec,
         facts: Facts,
-        place: tuple[int, int],
+        ranks: RankAndSize,
         topology: Topology | None,
         *,
         label: str,
@@ -40,10 +40,10 @@ class Part(common.BucketPart):
     ) -> None:
         self.dtype = facts[spec.names[0]][0].dtype
         shapes = [facts[name][1].shape for name in spec.names]
-        super().__init__(spec, shapes, place, self.dtype, topology=topology)
+        super().__init__(spec, shapes, ranks, self.dtype, topology=topology)
         #: see `Bucket.step`
         self._scale = scale
-        self._rank, self._topology = place[0], topology
+        self._rank, self._topology = ranks[0], topology
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
         waits = rounds_may_vary(spec.recipe.sparsifier, self.bucket.whole.num_elements, topology is not None)
@@ -62,7 +62,7 @@ class Part(common.BucketPart):
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, indices = self._outputs.acquire(), None if sum_.whole else sum_.indices
-        num_union = apply_scaled_sums(arrays, self.places, indices, sum_.values, scale)
+        num_union = apply_scaled_sums(arrays, self.spans, indices, sum_.values, scale)
         self.task.settled = True
         self.bucket.accept()
         return arrays, BucketReport(
@@ -89,7 +89,7 @@ class Part(common.BucketPart):
         # ranks that hold the same elements; with two levels those of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
         first, last = self.bucket.shard
-        for name, (start, stop) in zip(self.names, self.places, strict=True):
+        for name, (start, stop) in zip(self.names, self.spans, strict=True):
             if name in names:
                 inside = (sum_.indices >= max(start, first)) & (sum_.indices < min(stop, last))
                 indices, which = np.unique(sum_.indices[inside], return_inverse=True)

@@ -18,6 +18,7 @@ from horovod_sparse.tensorflow._horovod import is_elastic
 from horovod_sparse.tensorflow.collectives import Wire, empty_messages, from_wire, to_wire
 from horovod_sparse.tensorflow.tensors import ALIGNMENT, aligned_zeros
 from horovod_sparse.tensorflow.waiting import Wait
+from horovod_sparse.topology import RankAndSize
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -44,7 +45,7 @@ class Task:
         self.name, self.kinds, self.value_dtype, self.title = name, kinds, value_dtype, title or name
         #: True if one host function runs all rounds; see `rounds_may_vary`
         self.waits = waits
-        self.place = (0, 1)
+        self.ranks = (0, 1)
         #: what the coroutine returned, or raised
         self.result: Any = None
         self.error: BaseException | None = None
@@ -74,14 +75,14 @@ class Task:
         """Returns the next round's kind of collective; None after the last round."""
         return self.kinds[self._round] if self._round < len(self.kinds) else None
 
-    def start(self, coroutine: Synchronization[Any], place: tuple[int, int]) -> Wire:
-        self._reset(place)
+    def start(self, coroutine: Synchronization[Any], ranks: RankAndSize) -> Wire:
+        self._reset(ranks)
         self._coroutine = coroutine
         return self._advance(None)
 
-    def fail(self, error: BaseException, place: tuple[int, int]) -> Wire:
+    def fail(self, error: BaseException, ranks: RankAndSize) -> Wire:
         """Begins a step that has failed already: sends empty messages in all rounds."""
-        self._reset(place)
+        self._reset(ranks)
         self.error = error
         return self._empty_messages()
 
@@ -111,10 +112,10 @@ class Task:
             self._coroutine.close()
             self._coroutine = None
 
-    def _reset(self, place: tuple[int, int]) -> None:
+    def _reset(self, ranks: RankAndSize) -> None:
         self.drop()
         self.settled = False
-        self.result, self.error, self.place, self._round = None, None, place, 0
+        self.result, self.error, self.ranks, self._round = None, None, ranks, 0
 
     def _advance(self, answer: Any) -> Wire:
         assert self._coroutine is not None  # callers have checked this
@@ -131,7 +132,7 @@ class Task:
             return self._end_with(self._mismatch(f"asks for {type(request).__name__}"))
         try:
             self._request = request
-            return to_wire(request, self.value_dtype, self.place)
+            return to_wire(request, self.value_dtype, self.ranks)
         except Exception as error:
             return self._end_with(error)
 
@@ -151,7 +152,7 @@ class Task:
     def _empty_messages(self) -> Wire:
         # a rank alone may have no rounds
         kind = self.kinds[min(self._round, len(self.kinds) - 1)] if self.kinds else AllGather
-        return empty_messages(kind, self.value_dtype, self.place[1])
+        return empty_messages(kind, self.value_dtype, self.ranks[1])
 
 
 def graph_lifetime_token(tasks: Iterable[Task]) -> np.ndarray:

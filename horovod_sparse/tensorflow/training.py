@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.collectives import carry_out_agreement, carry_out
 from horovod_sparse.tensorflow.parts import Part
 from horovod_sparse.tensorflow.task import Task
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
-from horovod_sparse.topology import ClusterFacts, Placement, Topology
+from horovod_sparse.topology import ClusterFacts, Placement, RankAndSize, Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
@@ -58,10 +58,10 @@ class VariablesEngine:
         return {}
 
     def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[Part]:
         if topology is None and self._levels != "flat" and is_elastic():
-            topology = Topology.regular(place[1], 1)  # graphs are traced once, with two levels or one
+            topology = Topology.regular(ranks[1], 1)  # graphs are traced once, with two levels or one
 
         scale = None if self._arguments["op"] == "Average" else 1.0
         # a variable that stays dense is summed alone: Horovod joins the messages of a graph's operations
@@ -71,7 +71,7 @@ class VariablesEngine:
             for name in (spec.names if spec.dense else spec.names[:1])
         ]
         return [
-            Part(spec, facts, place, None if spec.whole else topology, label=self.label, scale=scale)
+            Part(spec, facts, ranks, None if spec.whole else topology, label=self.label, scale=scale)
             for spec in single
         ]
 

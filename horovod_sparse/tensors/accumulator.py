@@ -156,11 +156,11 @@ class TensorKernels(Kernels):
         self._pending = PendingCopy(report)
         return PendingReport(self._pending, step), report[2:3]
 
-    def with_lean(self, report: FoldReport, stood: Any, signs: Any, rule: FoldRule) -> FoldReport:
-        before, after, moment = (one.double() for one in stood)
+    def with_projection(self, report: FoldReport, samples: Any, signs: Any, rule: FoldRule) -> FoldReport:
+        before, after, moment = (one.double() for one in samples)
         along, factors = to_device(signs, self._device), rule.factors(self.dtype).tolist()
-        lean = gradients.signed_sum(before, after, moment, along, factors, torch)
-        return PendingReport(self._pending, report.step, PendingCopy(lean.view(1)))
+        projection = gradients.signed_sum(before, after, moment, along, factors, torch)
+        return PendingReport(self._pending, report.step, PendingCopy(projection.view(1)))
 
     def _on_device(self, factors: NDArray[Any]) -> Tensor:
         if not np.array_equal(self._factors[0], factors):
@@ -224,7 +224,7 @@ class TensorKernels(Kernels):
     def sample(self, values: Tensor, stride: int, offset: int) -> Values:
         return to_host(values[offset::stride].abs())
 
-    def places(self, indices: Any, *, keep: bool = False) -> Tensor:
+    def checked_indices(self, indices: Any, *, keep: bool = False) -> Tensor:
         return to_device(checked(indices, self.layout.num_elements), self._device)
 
     def from_host(self, values: Any) -> Tensor:

@@ -21,7 +21,7 @@ from horovod_sparse.feedback import MomentumCorrection, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.gradients import GradientBucket
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.collective_errors import Outcome, some_of, worst
 from horovod_sparse.training.compression import refuse_later_momentum
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
@@ -81,11 +81,11 @@ class GradientTraining(Training):
         _keep_out_of_graphs()
 
     def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[GradientBucket]:
         given = {"optimizer": self.optimizer}
         return [
-            GradientBucket(spec, facts, place, topology=None if spec.dense else topology, **given)
+            GradientBucket(spec, facts, ranks, topology=None if spec.dense else topology, **given)
             for spec in specs
         ]
 
@@ -190,10 +190,10 @@ class GradientTraining(Training):
                 part.check_kinds()
         self.under_way, self.is_synchronized, self.overflow, self.skipped = True, False, None, None
 
-    def _start(self, part: GradientBucket, *, refused: bool = False) -> None:
+    def _start(self, part: GradientBucket, *, cancels: bool = False) -> None:
         tells = self.compares_first or part.whole  # Horovod's sparse messages carry their step
         turn = f" of an {('even', 'odd')[self.step % 2]} step" if tells else ""
-        part.start(self.starter, self.loss_scale.value, turn, refused=refused)
+        part.start(self.starter, self.loss_scale.value, turn, cancels=cancels)
         self.num_started += 1
 
     # sums over ranks
@@ -205,7 +205,7 @@ class GradientTraining(Training):
         for them, or with `on_nonfinite="skip"`, gradients that are not finite raise nothing.
 
         Raises:
-            HorovodSparseError: what a step can be refused for: see `horovod_sparse.errors`.
+            HorovodSparseError: the errors for which ranks cancel a step; see `horovod_sparse.errors`.
         """
         if not self.under_way:
             self._begin()
@@ -221,7 +221,7 @@ class GradientTraining(Training):
                 self.agree()
             for part in self.parts:
                 if part.task is None:
-                    self._start(part, refused=bool(edited))
+                    self._start(part, cancels=bool(edited))
             failures = self._wait_for_failures()
             if self.compares_first and not failures and self.step >= self.drift.next_step:
                 self.compare_models()
@@ -238,7 +238,7 @@ class GradientTraining(Training):
             self.raise_explained(error)
             raise
         if failures := self.failures_of_all_shards(failures):
-            self._refuse(failures, edited)
+            self._cancel_and_raise(failures, edited)
             return
         reports = [part.apply() for part in self.parts]
         self.make_ready()
@@ -251,7 +251,7 @@ class GradientTraining(Training):
         self.starter.wait(tasks)
         return [task.error for task in tasks if task.error is not None]
 
-    def _refuse(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
+    def _cancel_and_raise(self, failures: Sequence[BaseException], edited: Sequence[str]) -> None:
         """Cancels the step on all ranks, and raises its error unless the step is skipped."""
         verdict = self.policy.judge(failures, scaled=self.loss_scale.scaler is not None)
         error, drop = verdict.error, verdict.drop

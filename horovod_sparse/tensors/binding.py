@@ -21,7 +21,7 @@ from horovod_sparse.feedback.feedbacks import Rule
 from horovod_sparse.tensors.layout import local, replicated_arrays
 from horovod_sparse.tensors.models import checked_entry
 from horovod_sparse.tensors.own_steps import StepBucket
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
@@ -269,12 +269,12 @@ class Binding(Steps):
             for name, into in zip(names, filled, strict=False):
                 for number, state in enumerate(states):
                     if name in state:
-                        into[slice(*part.places[number])] = part.flat(number, local(state[name]).cpu())
+                        into[slice(*part.spans[number])] = part.flat(number, local(state[name]).cpu())
             part.restart(Progress(steps, leans=tuple(leans)))  # clears what `states` may be views of
             self.step = max(self.step, steps // self.schedule.every)
             for moments in filled[1:]:
-                for number, place in enumerate(part.places):
-                    moments[slice(*place)] *= part.moment_ratio(number)
+                for number, span in enumerate(part.spans):
+                    moments[slice(*span)] *= part.moment_ratio(number)
             part.bucket.load(filled)
         self._agreed_under = None
         self._on_new_parts(self.parts)  # PyTorch has replaced the optimizer's state
@@ -323,9 +323,9 @@ class Binding(Steps):
             part.prepare(now, map(self._gradient_of, part.given))
 
     def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[StepBucket]:
-        return [StepBucket(spec, facts, place, self.schedule.moves_at_once, self.ages) for spec in specs]
+        return [StepBucket(spec, facts, ranks, self.schedule.moves_at_once, self.ages) for spec in specs]
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = self._gradients.get(parameter)

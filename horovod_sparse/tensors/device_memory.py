@@ -56,18 +56,18 @@ class DeviceMemory(GradientMemory):
     def write(
         self,
         gradients: Sequence[torch.Tensor],
-        places: Sequence[tuple[int, int]],
+        spans: Sequence[tuple[int, int]],
         indices: np.ndarray | None,
         values: Any,
         scale: float,
     ) -> int:
-        first, num_elements = gradients[0], places[-1][1]
+        first, num_elements = gradients[0], spans[-1][1]
         own = first if len(gradients) == 1 else first.new_empty(num_elements)
         if indices is not None:
             own.zero_()
         num_union = apply_scaled_sum(own, indices, values, scale)
         if own is not first:
-            torch._foreach_copy_(list(gradients), list(own.split([stop - start for start, stop in places])))
+            torch._foreach_copy_(list(gradients), list(own.split([stop - start for start, stop in spans])))
         return num_union
 
 

@@ -23,7 +23,7 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.tensors import layout
 from horovod_sparse.tensors.layout import flat, local
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
 from horovod_sparse.training.parts import BucketPart, host_accumulator
 
@@ -68,7 +68,7 @@ class GradientMemory:
     def write(
         self,
         gradients: Sequence[torch.Tensor],
-        places: Sequence[tuple[int, int]],
+        spans: Sequence[tuple[int, int]],
         indices: np.ndarray | None,
         values: Any,
         scale: float,
@@ -77,13 +77,13 @@ class GradientMemory:
 
         Args:
             gradients: one behind the other.
-            places: [start, stop) of each.
+            spans: [start, stop) of each.
             indices: of the values; None where they are those of all elements, in their order.
             values: of the sum.
             scale: a factor.
         """
         arrays = [host_view(gradient) for gradient in gradients]
-        return scatter.apply_scaled_sums(arrays, places, indices, values, scale)
+        return scatter.apply_scaled_sums(arrays, spans, indices, values, scale)
 
 
 HOST = GradientMemory()
@@ -118,7 +118,7 @@ class ParameterBucket(BucketPart):
         self,
         spec: PartSpec,
         facts: Facts,
-        place: tuple[int, int],
+        ranks: RankAndSize,
         *,
         memory: GradientMemory | None = None,
         topology: Topology | None = None,
@@ -131,12 +131,12 @@ class ParameterBucket(BucketPart):
         ]
         self.memory = memory or gradient_memory(self.device, spec.names[0])
         super().__init__(
-            *(spec, [one.shape for one in own], place, layout.dtype_name(own[0]) or "unknown"),
+            *(spec, [one.shape for one in own], ranks, layout.dtype_name(own[0]) or "unknown"),
             memory=self.memory.accumulator,
             topology=topology,
             **self.memory.summing,
         )
-        self.num_bytes = self.places[-1][1] * own[0].element_size()
+        self.num_bytes = self.spans[-1][1] * own[0].element_size()
 
     def shaped(self, number: int, values: np.ndarray) -> torch.Tensor:
         copy = torch.from_numpy(np.array(values))
@@ -161,9 +161,9 @@ class GradientBucket(ParameterBucket):
         num_missing: parameters whose gradient is not complete yet in this step.
         task: under way, None before `start`.
         scale: see `Bucket.step`.
-        carried: places and values of a sum that stands in the gradients beside what is to be exchanged: it
+        carried: indices and values of a sum that stands in the gradients beside what is to be exchanged: it
             was put there after a former pass, to which this one adds.
-        last_sum: places and values of the last sum, where `keeps_sum` asks for them.
+        last_sum: indices and values of the last sum, where `keeps_sum` asks for them.
     """
 
     tells_absent = keeps_sum = False
@@ -172,12 +172,12 @@ class GradientBucket(ParameterBucket):
         self,
         spec: PartSpec,
         facts: Facts,
-        place: tuple[int, int],
+        ranks: RankAndSize,
         *,
         topology: Topology | None = None,
         optimizer: Any = None,
     ) -> None:
-        super().__init__(spec, facts, place, topology=topology)
+        super().__init__(spec, facts, ranks, topology=topology)
         self.whole, self._optimizer, self._group = spec.whole, optimizer, facts[spec.names[0]][0].group
         #: True: a sum within a host needs all parameters' gradients
         self._all_get = topology is not None
@@ -198,7 +198,7 @@ class GradientBucket(ParameterBucket):
         return next(name for name, one in zip(self.names, self.given, strict=True) if one is parameter)
 
     def start(
-        self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, refused: bool = False
+        self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, cancels: bool = False
     ) -> None:
         """Takes the gradients and starts their exchange; `turn` makes its name differ from other steps'."""
         if self.streams is not None:
@@ -210,9 +210,9 @@ class GradientBucket(ParameterBucket):
         step = self.bucket.step(
             self.foldable(loss_scale),
             float(settings["lr"]) if "lr" in settings else None,
-            refused=refused,
+            cancels=cancels,
             scale=self.scale,
-            absent=[] if self.whole else [self.places[number] for number in self.absent],
+            absent=[] if self.whole else [self.spans[number] for number in self.absent],
         )
         if self.streams is not None:
             step = self.streams.run(step)
@@ -254,7 +254,7 @@ class GradientBucket(ParameterBucket):
         ]
 
     def _take_away(self, indices: np.ndarray, values: np.ndarray) -> None:
-        for one, (start, stop) in zip(self._flat, self.places, strict=True):
+        for one, (start, stop) in zip(self._flat, self.spans, strict=True):
             here = (start <= indices) & (indices < stop)
             where = torch.from_numpy(indices[here].astype(np.int64) - start).to(self.device)
             one.index_add_(0, where, torch.from_numpy(values[here]).to(self.device, self.kind), alpha=-1.0)
@@ -309,7 +309,7 @@ class GradientBucket(ParameterBucket):
             torch.empty(like.numel(), dtype=self.kind, device=self.device) if target is None else target
             for target, like in zip(targets, self.layouts, strict=True)
         ]
-        num_union = self.memory.write(new, self.places, indices, values, scale)
+        num_union = self.memory.write(new, self.spans, indices, values, scale)
         for number, (target, made) in enumerate(zip(targets, new, strict=True)):
             if target is None and number not in self.unused:
                 self._set_gradient(number, made)
@@ -343,11 +343,11 @@ class GradientBucket(ParameterBucket):
         if self.last_sum is None or not len(self.last_sum[0]):
             return None
         position = int(self.last_sum[0][0])
-        number = next(number for number, (_, stop) in enumerate(self.places) if position < stop)
+        number = next(number for number, (_, stop) in enumerate(self.spans) if position < stop)
         own = self._target(number)
         if own is None or own.device.type != "cpu":
             return None
-        return float(own[position - self.places[number][0]])
+        return float(own[position - self.spans[number][0]])
 
     def remember_sum(self) -> None:
         """Stores one element of the gradients after the sum, which `has_last_sum` compares."""

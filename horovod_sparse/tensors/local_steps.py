@@ -18,7 +18,7 @@ from horovod_sparse.tensors.gradients import HOST, ParameterBucket, host_view
 from horovod_sparse.tensors.layout import ReplicatedTensor, flat, local, view_into
 from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
 from horovod_sparse.tensors.own_steps import moved_parameters
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.collective_errors import some_of
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
 from horovod_sparse.training.local_steps import LocalTraining
@@ -47,7 +47,7 @@ class Displacement:
     """
 
     def __init__(self, part: LocalBucket, schedule: LocalSchedule) -> None:
-        self.bucket, self.places, self.schedule = part.bucket, part.places, schedule
+        self.bucket, self.spans, self.schedule = part.bucket, part.spans, schedule
         self._parameters, self._layouts, self._memory = part.given, part.layouts, part.memory
         self.task: Any = None
         first, n = local(part.given[0]), part.bucket.info.num_elements
@@ -108,7 +108,7 @@ class Displacement:
             self._view(into, number).copy_(local(parameter))
 
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
-        return view_into(flat, self.places[number][0], self._layouts[number])
+        return view_into(flat, self.spans[number][0], self._layouts[number])
 
     def take_as_common(self) -> None:
         """Copies this rank's parameters to `start`: all ranks have the same now."""
@@ -120,13 +120,13 @@ class Displacement:
     def displacement(self) -> Any:
         """Returns ``start - parameters``, as the accumulator folds it."""
         lines = [
-            self.sent[slice(*place)] if self.sent.numel() else flat(parameter, layout.stride())
-            for place, parameter, layout in zip(self.places, self._parameters, self._layouts, strict=True)
+            self.sent[slice(*span)] if self.sent.numel() else flat(parameter, layout.stride())
+            for span, parameter, layout in zip(self.spans, self._parameters, self._layouts, strict=True)
         ]
         # half types began from `start` rounded to their dtype: that rounding is no displacement
         pairs = [
-            (self.start[slice(*place)].to(line.dtype), line)
-            for place, line in zip(self.places, lines, strict=True)
+            (self.start[slice(*span)].to(line.dtype), line)
+            for span, line in zip(self.spans, lines, strict=True)
         ]
         if self._memory is HOST:
             common, own = ([host_view(one) for one in some] for some in zip(*pairs, strict=True))
@@ -190,8 +190,8 @@ class Displacement:
 class LocalBucket(ParameterBucket):
     """A bucket of parameters whose displacements are exchanged."""
 
-    def __init__(self, spec: PartSpec, facts: Facts, place: tuple[int, int], schedule: LocalSchedule) -> None:
-        super().__init__(spec, facts, place)
+    def __init__(self, spec: PartSpec, facts: Facts, ranks: RankAndSize, schedule: LocalSchedule) -> None:
+        super().__init__(spec, facts, ranks)
         self.moves = Displacement(self, schedule)
 
 
@@ -322,9 +322,9 @@ class LocalBinding(LocalTraining):
         return [_digest(one, False) for _, one in self.facts.values()]
 
     def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[LocalBucket]:
-        return [LocalBucket(spec, facts, place, self.schedule) for spec in specs]
+        return [LocalBucket(spec, facts, ranks, self.schedule) for spec in specs]
 
     def _take_loaded(self) -> None:
         before, self._before_load = self._before_load, None

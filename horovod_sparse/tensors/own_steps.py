@@ -14,22 +14,23 @@ from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.gradients import HOST, HOST_DEVICES, ParameterBucket, host_view
 from horovod_sparse.tensors.layout import flat, local, memory_strides, view_into
+from horovod_sparse.topology import RankAndSize
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.parts import Parameters, folded, scaled
 
 
-def moved_parameters(tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> HostParameters:
+def moved_parameters(tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> HostParameters:
     """Returns the `Parameters` of a bucket's tensors, which have one dtype and device."""
     first = local(tensors[0])
     plain = first.device.type in HOST_DEVICES and first.dtype in (torch.float32, torch.float64)
-    return (HostParameters if plain else TensorParameters)(tensors, places)
+    return (HostParameters if plain else TensorParameters)(tensors, spans)
 
 
 class HostParameters(Parameters):
     """Parameters of float32 or float64 in host memory, which compiled kernels change."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> None:
         for own in map(local, tensors):
             if own.numel() and own.stride() != memory_strides(own):
                 shape, strides = list(own.shape), list(own.stride())
@@ -37,7 +38,7 @@ class HostParameters(Parameters):
                     f"a parameter of shape {shape}, strides {strides}, has gaps in memory: "
                     "give tensor.contiguous()"
                 )
-        super().__init__(places)
+        super().__init__(spans)
         self._orders = [memory_strides(local(one)) for one in tensors]
         self.tensors, self.on_host = list(tensors), local(tensors[0]).device.type in HOST_DEVICES
         #: addresses and strides of the tensors whose arrays are cached
@@ -95,8 +96,8 @@ class TensorParameters(HostParameters):
         if total is not None and total.whole:
             values = scaled(total, scale)
             num_union = len(values)
-            for array, place in zip(arrays, self.places, strict=True):
-                _subtract(array, ..., values[slice(*place)])
+            for array, span in zip(arrays, self.spans, strict=True):
+                _subtract(array, ..., values[slice(*span)])
         elif total is not None:
             indices = scatter.checked(total.indices, int(self._stops[-1]))
             indices, values, _ = scatter.sum_duplicates(indices, scaled(total, scale))
@@ -144,9 +145,9 @@ class StepBucket(ParameterBucket, StepPart):
     """A `StepPart` whose parameters are PyTorch tensors."""
 
     def __init__(
-        self, spec: PartSpec, facts: Facts, place: tuple[int, int], moves_at_once: bool, ages: dict[str, int]
+        self, spec: PartSpec, facts: Facts, ranks: RankAndSize, moves_at_once: bool, ages: dict[str, int]
     ) -> None:
-        super().__init__(spec, facts, place)
+        super().__init__(spec, facts, ranks)
         #: of the optimizer
         self.group = facts[spec.names[0]][0].group
         #: number of gradients of each parameter, by name: a late parameter's moment has fewer
@@ -154,7 +155,7 @@ class StepBucket(ParameterBucket, StepPart):
         #: this pass's moments that `_raise_moment` changed, with copies of their old values
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
-        self.bind(moved_parameters(self.given, self.places), moves_at_once)
+        self.bind(moved_parameters(self.given, self.spans), moves_at_once)
 
     def gradient(self) -> Any:
         """Returns gradients (or whole steps) to fold, after correcting moments of parameters used late."""
@@ -236,13 +237,13 @@ class StepBucket(ParameterBucket, StepPart):
 
     def _flat_memory(self, number: int) -> list[torch.Tensor]:
         """Returns flat views of a parameter's residual and companions."""
-        where = slice(*self.places[number])
+        where = slice(*self.spans[number])
         return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]
 
     def parameter_view(self, number: int, memory: Any) -> torch.Tensor:
         """Returns a parameter's part of the bucket's residual, velocity or moment, as a view in its shape."""
         parameter: Any = self.given[number]
-        one = torch.as_tensor(memory)[slice(*self.places[number])]
+        one = torch.as_tensor(memory)[slice(*self.spans[number])]
         view = view_into(one, one.storage_offset(), local(parameter))
         if not hasattr(parameter, "device_mesh"):
             return view

@@ -70,21 +70,22 @@ class PendingReport(FoldReport):
     Args:
         pending: count and position of what is not finite, and both sums of squares.
         step: see `FoldReport`.
-        lean: see `FoldReport`; None for 0.
+        projection: see `FoldReport`; None for 0.
     """
 
     pending: PendingCopy
 
-    def __init__(self, pending: PendingCopy, step: int = 0, lean: PendingCopy | None = None) -> None:
-        self.__dict__.update(pending=pending, step=step, _lean=lean, _report=None)
+    def __init__(self, pending: PendingCopy, step: int = 0, projection: PendingCopy | None = None) -> None:
+        self.__dict__.update(pending=pending, step=step, _projection=projection, _report=None)
 
     def _wait_for_report(self) -> FoldReport:
         if self.__dict__["_report"] is None:
             count, first, square, carried = (float(number) for number in self.pending.arrays()[0])
-            copy: PendingCopy | None = self.__dict__["_lean"]
-            lean = 0.0 if copy is None else float(copy.arrays()[0][0])
+            copy: PendingCopy | None = self.__dict__["_projection"]
+            projection = 0.0 if copy is None else float(copy.arrays()[0][0])
             position = int(first) if count else -1
-            self.__dict__["_report"] = FoldReport(int(count), position, square, carried, self.step, lean)
+            found = int(count), position, square, carried, self.step, projection
+            self.__dict__["_report"] = FoldReport(*found)
         report: FoldReport = self.__dict__["_report"]
         return report
 
@@ -92,7 +93,7 @@ class PendingReport(FoldReport):
     first_nonfinite = _report_field("first_nonfinite")
     square_norm = _report_field("square_norm")
     carried_square_norm = _report_field("carried_square_norm")
-    lean = _report_field("lean")
+    projection = _report_field("projection")
 
 
 Result = TypeVar("Result")

@@ -43,13 +43,13 @@ class RankFacts:
     #: factor of weight decay, by part
     shrink: list[float] = field(default_factory=list)
     #: projections of gradients for `RankSimilarity`, by pass and part
-    leans: list[list[float]] = field(default_factory=list)
+    projections: list[list[float]] = field(default_factory=list)
     task: Any = None
     averaged: tuple[np.ndarray, Any] | None = None
 
     def share(self, number: int) -> Synchronization[list[Any]]:
         """Sends this rank's facts to all ranks; returns those of all ranks."""
-        facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.leans
+        facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.projections
         return shared_lines(facts)
 
 
@@ -61,13 +61,13 @@ def present_in(parts: Sequence[Any]) -> int:
 
 
 def read_facts(
-    parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, leans: Any
+    parts: Sequence[Any], marks: Any, finishing: Any, present: Any, shrink: Any, projections: Any
 ) -> tuple[list[dict[float, list[int]]], bool]:
     """Returns each part's weight decay (factor: parameters' numbers), and whether all ranks are finishing."""
     names = [name for part in parts for name in part.names]
     if bad := {rank: names[mark - 1] for rank, mark in enumerate(marks) if mark}:
         raise NonFiniteGradientError(next(iter(bad.values())), bad)
-    for of_ranks in zip(*leans, strict=False):  # a rank that has had fewer batches ends earlier
+    for of_ranks in zip(*projections, strict=False):  # a rank that has had fewer batches ends earlier
         for part, told in zip(parts, zip(*of_ranks, strict=True), strict=True):
             part.bucket.learn(np.array(told))
     somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0

@@ -334,7 +334,7 @@ class StepPart(BucketPart):
 
     def fold(self) -> BucketStep:
         """Folds this pass's gradients; residual and moments of absent parameters stay."""
-        absent = [self.places[number] for number in self.absent]
+        absent = [self.spans[number] for number in self.absent]
         return self.bucket.fold(self.gradient(), self.now.rate, absent=absent)
 
     def gradient(self) -> Any:
@@ -347,8 +347,8 @@ class StepPart(BucketPart):
         total = np.zeros(info.num_elements, info.value_dtype)
         for indices, values in moved:
             total[np.asarray(indices)] += np.asarray(values)
-        for number, (name, place) in enumerate(zip(self.names, self.places, strict=True)):
-            residuals[name] = residuals[name] + self.shaped(number, total[slice(*place)])
+        for number, (name, span) in enumerate(zip(self.names, self.spans, strict=True)):
+            residuals[name] = residuals[name] + self.shaped(number, total[slice(*span)])
 
     def abandon(self, *, drop: bool = False) -> None:
         """Rolls back a fold that moved no parameter: its steps stay in the residual unless `drop`."""

@@ -27,7 +27,7 @@ from horovod_sparse.feedback import Bucket, Feedback, Progress, Recipe
 from horovod_sparse.kernels.host import scatter, sparse_vectors
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.encoding import from_plain
 from horovod_sparse.training.engine import PartSpec
 
@@ -41,12 +41,12 @@ class Parameters:
     These are arrays of float32 or float64 on the host. Front ends derive from it where they are not.
 
     Args:
-        places: [start, stop) of each.
+        spans: [start, stop) of each.
         arrays: their memory, flat.
     """
 
-    def __init__(self, places: Sequence[tuple[int, int]], arrays: Sequence[Any] = ()) -> None:
-        self.places, self._stops = list(places), np.array([stop for _, stop in places])
+    def __init__(self, spans: Sequence[tuple[int, int]], arrays: Sequence[Any] = ()) -> None:
+        self.spans, self._stops = list(spans), np.array([stop for _, stop in spans])
         self._memory = list(arrays)
 
     def arrays(self) -> list[Any]:
@@ -59,7 +59,7 @@ class Parameters:
     def _by_parameter(self, indices: Indices) -> Iterator[tuple[Any, slice, Indices]]:
         """Yields each parameter with some of the indices: array, slice of the indices, and positions."""
         cuts = itertools.pairwise([0, *np.searchsorted(indices, self._stops).tolist()])
-        for array, (first, _), (start, stop) in zip(self.arrays(), self.places, cuts, strict=True):
+        for array, (first, _), (start, stop) in zip(self.arrays(), self.spans, cuts, strict=True):
             if start < stop:
                 yield array, slice(start, stop), indices[start:stop] - np.int32(first)
 
@@ -90,7 +90,7 @@ class Parameters:
         factor_of = {number: factor for factor, numbers in (shrunk or {}).items() for number in numbers}
         placed = [
             (array, start, factor_of.get(number, 1.0))
-            for number, (array, (start, _)) in enumerate(zip(self.arrays(), self.places, strict=True))
+            for number, (array, (start, _)) in enumerate(zip(self.arrays(), self.spans, strict=True))
         ]
         if total is None or not total.whole:
             given = None if total is None else (total.indices, scaled(total, scale))
@@ -98,8 +98,8 @@ class Parameters:
         else:
             sparse_vectors.replace(placed, undone)
             values, plain = scaled(total, scale), [(array, start, 1.0) for array, start, _ in placed]
-            for (array, *_), place in zip(placed, self.places, strict=True):
-                array -= values[slice(*place)]
+            for (array, *_), span in zip(placed, self.spans, strict=True):
+                array -= values[slice(*span)]
             replaced = len(values), sparse_vectors.replace(plain, again=again)[1]
         self.after_write()
         return replaced
@@ -137,7 +137,7 @@ class BucketPart:
     Args:
         spec: which, and how.
         shapes: of the parameters, in their order.
-        place: rank and number of ranks.
+        ranks: this rank, and the number of ranks.
         dtype: name of the type of gradients.
         memory: makes the bucket's accumulator.
         topology: gradients are summed within hosts first; None where they are not.
@@ -146,14 +146,14 @@ class BucketPart:
     Attributes:
         dense: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has no
             sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
-        places: [start, stop) of every parameter.
+        spans: [start, stop) of every parameter.
     """
 
     def __init__(
         self,
         spec: PartSpec,
         shapes: Iterable[Sequence[int]],
-        place: tuple[int, int],
+        ranks: RankAndSize,
         dtype: str,
         *,
         memory: Callable[..., Accumulator] | None = None,
@@ -163,9 +163,9 @@ class BucketPart:
         self.name, self.names, self.dense, recipe = spec.label, tuple(spec.names), spec.dense, spec.recipe
         self.shapes, memory = [tuple(shape) for shape in shapes], memory or host_accumulator
         stops = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
-        self.places: list[tuple[int, int]] = list(zip([0, *stops[:-1]], stops, strict=True))
-        info = BucketInfo(spec.title, stops[-1], *place, dtype, spec.number)
-        members = dict(zip(self.names, self.places, strict=True))
+        self.spans: list[tuple[int, int]] = list(zip([0, *stops[:-1]], stops, strict=True))
+        info = BucketInfo(spec.title, stops[-1], *ranks, dtype, spec.number)
+        members = dict(zip(self.names, self.spans, strict=True))
         if topology is None:
             self.bucket = Bucket(info, recipe, memory(info, recipe, whole=spec.whole), members)
         else:
@@ -194,8 +194,8 @@ class BucketPart:
 
     def by_name(self, values: np.ndarray) -> dict[str, Any]:
         """Returns a copy of all n elements as a dict of arrays in the parameters' shapes."""
-        named = enumerate(zip(self.names, self.places, strict=True))
-        return {name: self.shaped(number, values[slice(*place)]) for number, (name, place) in named}
+        named = enumerate(zip(self.names, self.spans, strict=True))
+        return {name: self.shaped(number, values[slice(*span)]) for number, (name, span) in named}
 
 
 def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -> Accumulator:
@@ -260,13 +260,13 @@ def _part_arrays(
     """Returns a part's residual and companions, [n] each, from dicts by parameter."""
     filled = part.blank()
     for by_name, into in zip(arrays, filled, strict=False):
-        for number, (name, place) in enumerate(zip(part.names, part.places, strict=True)):
+        for number, (name, span) in enumerate(zip(part.names, part.spans, strict=True)):
             if name in by_name:
-                into[slice(*place)] = part.flat(number, by_name[name])
+                into[slice(*span)] = part.flat(number, by_name[name])
                 if by_name is not arrays[0] and name in progress:
                     before, bucket = progress[name], part.bucket  # which may be of another age
                     age = before.age if before.summed == bucket.num_summed else 0
-                    into[slice(*place)] *= bucket.feedback.moment_factor(age, bucket.progress.age)
+                    into[slice(*span)] *= bucket.feedback.moment_factor(age, bucket.progress.age)
     return filled
 
 

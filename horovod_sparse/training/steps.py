@@ -171,7 +171,7 @@ class Steps(Training):
         for part in self.parts if not bad else ():
             at = part.bucket.accumulator.report.first_nonfinite
             if at >= 0 and not bad:
-                bad = 1 + first + next(number for number, (_, stop) in enumerate(part.places) if at < stop)
+                bad = 1 + first + next(number for number, (_, stop) in enumerate(part.spans) if at < stop)
             first += len(part.names)
         for part, report in zip(self.parts, reports, strict=False):
             if bad:
@@ -187,7 +187,7 @@ class Steps(Training):
             facts.present |= present_in(self.parts)
             before = facts.shrink or [1.0] * len(self.parts)
             facts.shrink = [old * part.now.shrink for old, part in zip(before, self.parts, strict=True)]
-            facts.leans.append([part.bucket.accumulator.report.lean for part in self.parts])
+            facts.projections.append([part.bucket.accumulator.report.projection for part in self.parts])
         self.taken += 1
         if self.taken >= self.schedule.every:
             self._begin_exchange()
@@ -291,9 +291,10 @@ class Steps(Training):
             more["passes"] = self._to_resume
         elif self.schedule.moves_at_once and self.parts:
             array, known = self.engine.to_array, [*self._in_flight, self._facts]
+            sent = [one.averaged and array(one.averaged[0]) for one in known]
             facts = [
-                [one.bad, hex(one.present), one.shrink, one.leans, one.averaged and array(one.averaged[0])]
-                for one in known
+                [one.bad, hex(one.present), one.shrink, one.projections, averaged]
+                for one, averaged in zip(known, sent, strict=True)
             ]
             moves = [part.moves.save(array) for part in self.parts]
             more["passes"] = {"taken": self.taken, "begun": self._num_begun, "facts": facts, "moves": moves}
@@ -339,8 +340,8 @@ class Steps(Training):
                     part.moves.add_to_residual(one, share - (number == 0))
             return
         known = []
-        for bad, bits, shrink, leans, own in passes["facts"]:
-            known.append(RankFacts(bad, False, int(bits, 16), shrink, leans))
+        for bad, bits, shrink, projections, own in passes["facts"]:
+            known.append(RankFacts(bad, False, int(bits, 16), shrink, projections))
             known[-1].averaged = None if own is None else (np.asarray(own), None)
         self._num_begun = passes["begun"] - len(known) + 1
         for self._facts in known[:-1]:

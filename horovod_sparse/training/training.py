@@ -19,7 +19,7 @@ from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans import ParameterFacts, Plan, fixed_bytes
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.topology import Topology, own_place
+from horovod_sparse.topology import RankAndSize, Topology, own_position
 from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import NonFinitePolicy
 from horovod_sparse.training.encoding import shared_digest, to_plain
@@ -169,14 +169,14 @@ class Training:
         return self.make_parts(specs, facts, self.made_for, self.topology)
 
     def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[Any]:
         """Returns new parts with residuals of zeros, for a rank and number of ranks.
 
         By default the engine makes them, by a method of this name.
         """
         engine: Any = self.engine
-        made: list[Any] = engine.make_parts(specs, facts, place, topology)
+        made: list[Any] = engine.make_parts(specs, facts, ranks, topology)
         return made
 
     def _progress(self) -> Mapping[str, Progress]:
@@ -257,8 +257,8 @@ class Training:
         yield from agreement.compared(self.declared(), self.parameters)
         yield from self._compare_plans()
         if self.settings.levels == "host":
-            before, place = self.topology, own_place(self.engine.placement())
-            topology = Topology.of((yield from shared_lines(place))) if self.size > 1 else None
+            before, position = self.topology, own_position(self.engine.placement())
+            topology = Topology.of((yield from shared_lines(position))) if self.size > 1 else None
             self._set_topology(topology)
             # a rank whose number has changed has parts for its old number: then all ranks reset their states
             if topology != before and self.made_for == self.rank_and_size:
@@ -273,7 +273,7 @@ class Training:
             self.plan,
             label=self._own_label,
             progress={name: to_plain(one) for name, one in self._progress().items()},
-            column=0 if self.topology is None else self.topology.place(self.rank)[1],
+            column=0 if self.topology is None else self.topology.position(self.rank)[1],
             loose=self._loose is not None,
             fresh=self._is_fresh,
             again=agreement.started_again(self.engine.placement().world_rank),

@@ -7,7 +7,7 @@ Layout, in 32-bit words::
     2  nonfinite  1 + position of the first NaN or Inf in this rank's gradient, 0 if there is none
     3  norm       float32 bits of the L2 norm of the residual that this rank began the step with
     4  step       number of synchronizations that this rank has done, modulo 2^24
-    5  lean       float32 bits of how far this rank's gradient leans along a direction that ranks share
+    5  projection float32 bits of how far this rank's gradient leans along a direction that ranks share
     6  indices    count words, ascending
     .  values     count words (float32) or 2 * count words (float64), or none
     .  padding    zeros up to the room that the format asks for (`WireFormat.padded`)
@@ -26,8 +26,8 @@ So a rank that expects another format, or another bucket, raises instead of deco
 The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
 no second exchange of sizes. Words 2 to 5, a note (`Notes`), save a collective of their own. With a mark of
 NaN or Inf all ranks give the step up; the mean of the norms is the global error of ExDyna, Eq. (1); numbers
-of steps tell ranks that have come apart, and leans how alike gradients are. Rounds without such headers carry
-notes, too.
+of steps tell ranks that have come apart, and projections how alike gradients are. Rounds without such headers
+carry notes, too.
 """
 
 from __future__ import annotations
@@ -202,25 +202,26 @@ def _name_of(dtype: Any) -> str:
 
 @dataclass(frozen=True)
 class Notes:
-    """The reports of all ranks about a step: NaN or Inf, residual norm, number of steps, `lean`.
+    """The reports of all ranks about a step: NaN or Inf, residual norm, number of steps, `projection`.
 
     Attributes:
         first_nonfinite: rank -> position of its first NaN or Inf, for ranks that have one.
         norms: float64 [P], L2 norm of the residual that every rank began the step with, float32 on the way;
             None where the messages carried no notes.
         steps: int64 [P], synchronizations that every rank has done, modulo 2^24.
-        leans: float64 [P], `FoldReport.lean` of every rank, float32 on the way.
+        projections: float64 [P], `FoldReport.projection` of every rank, float32 on the way.
 
     Example:
-        >>> reports = [FoldReport(carried_square_norm=4.0, step=35, lean=-1.5), FoldReport(first_nonfinite=7)]
-        >>> Notes.of(np.stack([note(report) for report in reports]))
-        Notes(first_nonfinite={1: 7}, norms=array([2., 0.]), steps=array([35,  0]), leans=array([-1.5,  0. ]))
+        >>> reports = [FoldReport(carried_square_norm=4.0, projection=-1.5), FoldReport(first_nonfinite=7)]
+        >>> notes = Notes.of(np.stack([note(report) for report in reports]))
+        >>> notes.first_nonfinite, notes.norms, notes.projections
+        ({1: 7}, array([2., 0.]), array([-1.5,  0. ]))
     """
 
     first_nonfinite: dict[int, int] = field(default_factory=dict)
     norms: NDArray[np.float64] | None = None
     steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    leans: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    projections: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
     def of(cls, notes: NDArray[np.int32]) -> Notes:
@@ -234,8 +235,8 @@ class Notes:
 def note(report: FoldReport) -> NDArray[np.int32]:
     """Encodes a fold's report as four words: words 2 to 5 of a message's header."""
     words = np.array([report.first_nonfinite + 1, 0, report.step % _STEPS, 0], np.int32)
-    norm, lean = math.sqrt(report.carried_square_norm), max(-_LARGEST, report.lean)
-    words.view(np.float32)[1::2] = min(norm, _LARGEST), min(lean, _LARGEST)
+    norm, projection = math.sqrt(report.carried_square_norm), max(-_LARGEST, report.projection)
+    words.view(np.float32)[1::2] = min(norm, _LARGEST), min(projection, _LARGEST)
     return words
 
 

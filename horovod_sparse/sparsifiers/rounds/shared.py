@@ -74,15 +74,15 @@ def _allreduce(
     if report is not None:  # this rank's column; summed up, those of all ranks
         columns = buffer[padded:].reshape(_NUMBERS_PER_RANK, info.size)
         own = note(report)
-        norm, lean = own.view(np.float32)[1::2]
-        columns[:, info.rank] = *divmod(own[0], _HALF), norm, own[2], lean
+        norm, projection = own.view(np.float32)[1::2]
+        columns[:, info.rank] = *divmod(own[0], _HALF), norm, own[2], projection
     summed = yield AllReduce(buffer)
     if report is None:
         return summed[:k], Notes()
-    high, low, norms, steps, leans = summed[padded:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
+    high, low, norms, steps, projections = summed[padded:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
     notes = np.empty((info.size, _HEALTH_WORDS), np.int32)
     notes[:, ::2] = np.stack([high * _HALF + low, steps], 1)
-    notes.view(np.float32)[:, 1::2] = np.stack([norms, leans], 1)
+    notes.view(np.float32)[:, 1::2] = np.stack([norms, projections], 1)
     return summed[:k], Notes.of(notes)
 
 

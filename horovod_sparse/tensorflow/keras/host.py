@@ -88,8 +88,8 @@ def _carry_out(task: Task, coroutine: Synchronization[Any], ended: threading.Con
 class HostVariables(Parameters):
     """Holds copies of variables' values during a pass; outside of a pass reads the variables."""
 
-    def __init__(self, variables: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
-        super().__init__(places)
+    def __init__(self, variables: Sequence[Any], spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__(spans)
         self._variables, dtype = list(variables), np.dtype(variables[0].dtype.as_numpy_dtype)
         self._copies = ReusedArrays([tuple(one.shape) for one in variables], dtype)
         self._values: list[np.ndarray] = []

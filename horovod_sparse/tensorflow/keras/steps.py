@@ -23,7 +23,7 @@ from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, by_na
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.topology import Topology
+from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.agreement import ReplicatedArray
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
@@ -35,12 +35,12 @@ from horovod_sparse.training.steps import Steps
 class _Part(StepPart):
     """A bucket of variables that own steps move."""
 
-    def __init__(self, moves_at_once: bool, spec: PartSpec, facts: Facts, place: tuple[int, int]) -> None:
+    def __init__(self, moves_at_once: bool, spec: PartSpec, facts: Facts, ranks: RankAndSize) -> None:
         variables, dtype = [facts[name][1] for name in spec.names], facts[spec.names[0]][0].dtype
-        super().__init__(spec, [variable.shape for variable in variables], place, dtype)
+        super().__init__(spec, [variable.shape for variable in variables], ranks, dtype)
         self.decays = bool(facts[spec.names[0]][0].group)
         self.num_bytes = self.bucket.info.num_elements * variables[0].dtype.size
-        self.variables = HostVariables(variables, self.places)
+        self.variables = HostVariables(variables, self.spans)
         self.bind(self.variables, moves_at_once)
 
 
@@ -53,9 +53,9 @@ class _Engine(VariablesEngine):
         self.watch, self._moves_at_once = Watch(seconds, process_set), moves_at_once
 
     def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, place: tuple[int, int], topology: Topology | None
+        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[Any]:
-        return [_Part(self._moves_at_once, spec, facts, place) for spec in specs]
+        return [_Part(self._moves_at_once, spec, facts, ranks) for spec in specs]
 
 
 class KerasSteps(Steps):

@@ -40,7 +40,7 @@ def test_dense_parameters_send_what_was_held_back_and_name_what_is_bad(memory):
         with pytest.raises(errors.NonFiniteGradientError, match=f"rank 1: {name}"):
             step(element)
     with pytest.raises(errors.EditedGradientError):
-        step(refused=True)
+        step(cancels=True)
 
 
 def parameters(dtype=torch.float32):
@@ -53,7 +53,7 @@ def parameters(dtype=torch.float32):
 def filled(made):
     facts = {str(number): (ParameterFacts(str(number), 1), one) for number, one in enumerate(made)}
     gradient = GradientBucket(PartSpec("w", tuple(facts), recipe("topk")), facts, (0, 1))
-    for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.places, strict=True):
+    for parameter, like, (start, stop) in zip(made, gradient.layouts, gradient.spans, strict=True):
         values = torch.arange(start, stop).to(parameter.dtype)
         parameter.grad = view_into(values, 0, like).clone(memory_format=torch.preserve_format)
     return gradient
@@ -77,13 +77,13 @@ def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, mo
     assert gradient.scatter(indices, np.arange(1.0, 8.0).astype(kind), scale) == 6
     expected = np.zeros(gradient.bucket.info.num_elements)
     np.add.at(expected, indices, np.arange(1.0, 8.0) * scale)
-    for parameter, old, (start, stop) in zip(made, before, gradient.places, strict=True):
+    for parameter, old, (start, stop) in zip(made, before, gradient.spans, strict=True):
         assert parameter.grad is old
         found = parameter.grad.as_strided((stop - start,), (1,)).double().numpy()
         np.testing.assert_array_equal(found, expected[start:stop])
     whole = np.arange(expected.size, dtype=kind)  # a sum of all elements
     assert gradient.scatter(None, whole, scale) == whole.size
-    for parameter, (start, stop) in zip(made, gradient.places, strict=True):
+    for parameter, (start, stop) in zip(made, gradient.spans, strict=True):
         found = parameter.grad.as_strided((stop - start,), (1,)).double().numpy()
         np.testing.assert_array_equal(found, (whole * scale)[start:stop])
 

@@ -122,8 +122,8 @@ def test_learning_how_alike_gradients_are_never_waits(monkeypatch):
         alike.fold(host, gradient.copy(), rule, step)
         alike.fold(device, torch.from_numpy(gradient.copy()), rule, step)
         assert not waits
-        assert device.report.lean == pytest.approx(host.report.lean, rel=1e-5)
-        assert host.report.lean != 0.0
+        assert device.report.projection == pytest.approx(host.report.projection, rel=1e-5)
+        assert host.report.projection != 0.0
         assert len(waits) == 2, "its two copies, once"
         device.report.first_nonfinite  # noqa: B018
         assert len(waits) == 2

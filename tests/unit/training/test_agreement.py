@@ -14,7 +14,7 @@ from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.tensors.layout import device_word_sums, replicated_arrays
-from horovod_sparse.topology import RANKS_VARIABLE, Placement, own_place
+from horovod_sparse.topology import RANKS_VARIABLE, Placement, own_position
 from horovod_sparse.training.agreement import (
     COLUMNS,
     PROTOCOL,
@@ -147,11 +147,11 @@ def test_ranks_of_unequal_hosts_find_their_own_host(where: str, monkeypatch) -> 
     found = []
     for rank, host in enumerate("aabbb"):
         monkeypatch.setenv("HOROVOD_HOSTNAME", host)
-        found.append(own_place(ranks_of([2, 3], rank, where)))
+        found.append(own_position(ranks_of([2, 3], rank, where)))
     assert [place for _, place in found] == [0, 1, 0, 1, 2]
     assert len({name for name, _ in found[:2]}) == len({name for name, _ in found[2:]}) == 1
     assert found[0][0] != found[4][0]
-    alike = [own_place(ranks_of([2, 2], rank, where)) for rank in range(4)]
+    alike = [own_position(ranks_of([2, 2], rank, where)) for rank in range(4)]
     assert alike == [("host 0", 0), ("host 0", 1), ("host 1", 0), ("host 1", 1)]
 
 

@@ -35,7 +35,7 @@ def packed(format, n, dtype, counts, seed=0):
     messages = []
     for rank, (indices, values) in enumerate(selections):
         report = FoldReport(
-            first_nonfinite=min(rank, n) - 1, carried_square_norm=float(rank) ** 2, step=5 + rank, lean=-rank
+            first_nonfinite=min(rank, n) - 1, carried_square_norm=rank**2.0, step=5 + rank, projection=-rank
         )
         messages.append(pack(indices, values, report, format=format, num_elements=n))
     return messages, selections
@@ -73,11 +73,11 @@ def test_messages_are_unpacked_as_they_were_packed(format, n, counts, quantum, d
     assert notes.first_nonfinite == {rank: min(rank, n) - 1 for rank in ranks if rank}
     assert notes.norms is not None and notes.norms.tolist() == list(ranks)
     assert notes.steps.tolist() == [5 + rank for rank in ranks]
-    assert notes.leans.tolist() == [-rank for rank in ranks]
+    assert notes.projections.tolist() == [-rank for rank in ranks]
 
 
 def test_the_words_of_a_message_are_those_worked_out_by_hand():
-    # float16 and gaps, n = 16: minus the length, count, health 0, norm 2.0, step 35, lean -1.5, tag, then the
+    # float16 and gaps, n = 16: minus the length, count, health 0, norm 2, step 35, projection -1.5, tag, then
     # two words of 5, 6 and 13, then 1.0 = 0x3C00 and -2.0 = 0xC000 in a word, 0.5 = 0x3800.
     # Gaps: (16 - 1) // 7 = 2 needs two bits, so l = 2: lower bits 01, 10, 01 from the lowest on, then upper
     # parts 1, 1, 3 as bits 1 + 0, 1 + 1, 3 + 2.
@@ -85,7 +85,7 @@ def test_the_words_of_a_message_are_those_worked_out_by_hand():
     message = pack(
         np.array([5, 6, 13], np.int32),
         np.array([1.0, -2.0, 0.5], np.float32),
-        FoldReport(carried_square_norm=4.0, step=35, lean=-1.5),
+        FoldReport(carried_square_norm=4.0, step=35, projection=-1.5),
         format=WireFormat("float16", "gaps"),
         num_elements=16,
     )
