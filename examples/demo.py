@@ -136,7 +136,7 @@ class Training:
         self.net = GPT(4, 128, 4, LENGTH)
         # over Gloo PowerSGD's collectives of several buckets get out of order
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=25 if name == POWER else None)
-        groups = parameter_groups(self.net, 0.1)
+        groups = parameter_groups(self.net.parameters(), 0.1)
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
         self.sync = attach(name, self.model, self.optimizer)
         train, test = source_text.load()

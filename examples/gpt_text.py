@@ -103,7 +103,7 @@ def main() -> None:
         compression += f"{',' if ':' in compression else ':'}schedule=exponential(steps={args.warmup_steps})"
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(
-            parameter_groups(model, args.weight_decay), lr=args.learning_rate, betas=(0.9, 0.95)
+            parameter_groups(model.parameters(), args.weight_decay), lr=args.learning_rate, betas=(0.9, 0.95)
         ),
         named_parameters=model.named_parameters(),
         compression=compression,

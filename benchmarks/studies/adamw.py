@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpt import parameter_groups
 
 from benchmarks.studies.baselines import BASELINES
 from benchmarks.studies.study import Result, Study, at_best_rate, behind, markdown, parsed
@@ -91,7 +92,7 @@ def trained(task: Task, method: Method, setting: dict[str, Any], rate: float, se
 
     def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         if baseline is not None and baseline.is_step:  # plain SGD applies a direction, with the same decay
-            return torch.optim.SGD(groups(parameters, setting), lr=rate)
+            return torch.optim.SGD(parameter_groups(parameters, setting["weight_decay"]), lr=rate)
         if "rmsprop" in method.text:  # which has no decay apart
             return torch.optim.RMSprop(parameters, lr=rate, alpha=setting["beta2"])
         return adamw(parameters, rate, setting)
@@ -121,15 +122,8 @@ def adamw(
     parameters: Sequence[torch.nn.Parameter], rate: float, setting: Mapping[str, Any]
 ) -> torch.optim.AdamW:
     """AdamW as a user would make it."""
-    return torch.optim.AdamW(groups(parameters, setting), lr=rate, betas=(0.9, setting["beta2"]))
-
-
-def groups(parameters: Sequence[torch.nn.Parameter], setting: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Matrices decay, biases and norms do not."""
-    return [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": setting["weight_decay"]},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(parameters, setting["weight_decay"])
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, setting["beta2"]))
 
 
 def clip(gradient: torch.Tensor, norm: float) -> None:

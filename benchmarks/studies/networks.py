@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from gpt import parameter_groups
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.torch as hvd
 from benchmarks.common.hosts import cluster_for
-from benchmarks.studies.adamw import groups, rate_at
+from benchmarks.studies.adamw import rate_at
 from benchmarks.studies.passes import SETTING
 from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import Task, gpt_task
@@ -92,7 +93,7 @@ def _training(name: str, num_steps: int, rates: Iterable[float]) -> Generator[fl
     # over Gloo PowerSGD's collectives of several buckets get out of order
     bucket = 1024 if "PowerSGD" in name else None
     model = DistributedDataParallel(net, bucket_cap_mb=bucket, init_sync=False)
-    parts = groups(list(net.parameters()), SETTING)
+    parts = parameter_groups(net.parameters(), SETTING["weight_decay"])
     optimizer = torch.optim.AdamW(parts, betas=(0.9, SETTING["beta2"]), fused=True)
     model.require_backward_grad_sync = name != ALONE
     sync = None if name == ALONE else _synchronized(name, model, optimizer)

@@ -32,10 +32,11 @@ SEEDS, LAST, SCORE = (0, 1, 2), 0.1, "training"
 CELLS = [("gpt", 2), ("gpt", 4), ("gpt", 8), ("cnn", 2), ("resnet", 2)]
 SETTING = {"warmup": 0.1, "weight_decay": 0.1, "clip_norm": 1.0, "beta2": 0.99}
 #: task -> steps and rates that dense training tries; a best rate at an edge is none
-TASKS = {
+TASKS: dict[str, tuple[int, tuple[float, ...]]] = {
     "gpt": (600, (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)),
     "cnn": (300, (0.01, 0.03, 0.1, 0.3)),
     "resnet": (300, (0.01, 0.03, 0.1, 0.3, 1.0)),
+    "resnet18": (120, ()),
 }
 #: method -> compression, and arguments of `attach` or, with an outer step, of `LocalSteps`
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +54,7 @@ DENSITIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _network(task: str) -> Task:
-    """A task; images of digits are 14 x 14 for the ResNet."""
+    """A task; images of digits are 14 x 14 for ResNet-20."""
     if task == "gpt":
         return gpt_task(layers=2, width=64, batch_size=8, length=64)
 
@@ -67,11 +68,11 @@ def _network(task: str) -> Task:
     class ResNet(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = resnet("resnet20", 10)
+            self.body = resnet("resnet18" if task == "resnet18" else "resnet20", 10)
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            small = nn.functional.avg_pool2d(images.unsqueeze(1), 2)
-            return self.body(small.expand(-1, 3, -1, -1))
+            scaled = nn.functional.avg_pool2d(images.unsqueeze(1), 1 if task == "resnet18" else 2)
+            return self.body(scaled.expand(-1, 3, -1, -1))
 
     return replace(digits_task(batch_size=16), make_model=cnn if task == "cnn" else ResNet)
 
@@ -84,11 +85,10 @@ def train(task_name: str, method: str, rate: float, seed: int) -> Result:
     make = partial(adamw, rate=rate, setting=setting) if is_gpt else momentum
     clip_norm = SETTING["clip_norm"] if is_gpt else math.inf
     found = trained(_network(task_name), make, text, options, {**setting, "clip_norm": clip_norm}, rate, seed)
-    if found is None:
-        return {"diverged": True}
-    unit = math.log(2) if is_gpt else 1.0
-    told = {"training": found["training"] / unit, "test": found["test"]}
-    return {name: round(value, 4) for name, value in told.items()} | {"num_elements": found["num_elements"]}
+    if "diverged" in found:
+        return found
+    training = found["training"] / (math.log(2) if is_gpt else 1.0)
+    return {SCORE: round(training, 4), "test": round(found["test"], 4), "num_elements": found["num_elements"]}
 
 
 def trained(
@@ -101,8 +101,8 @@ def trained(
     seed: int,
     device: str = "cpu",
     after_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None,
-) -> Result | None:
-    """Trains on this rank, and returns means over ranks; None if the loss became infinite."""
+) -> Result:
+    """Trains on this rank, and returns means over ranks; `diverged` if the loss became infinite."""
     torch.manual_seed(seed)
     net, num_steps, losses = task.make_model().to(device), setting["num_steps"], []
     model = DistributedDataParallel(net)
@@ -125,7 +125,7 @@ def trained(
         after_step(step, optimizer)
         losses.append(float(loss.detach()))
         if not math.isfinite(losses[-1]):
-            return None
+            return {"diverged": True}
     count = sum(parameter.numel() for parameter in trains)
     sent = 4.0 * count
     if sync is not None:
@@ -135,12 +135,17 @@ def trained(
     told = torch.tensor([last, *task.test(net, rank, size)], dtype=torch.float64)
     dist.all_reduce(told)
     training, test = float(told[0]) / size, float(told[1] / told[2])
-    return {"training": training, "test": test, "num_elements": count, "bytes_per_step": round(sent)}
+    return {SCORE: training, "test": test, "num_elements": count, "bytes_per_step": round(sent)}
 
 
 def row(task: str, size: int, method: str) -> str:
     """A training but for rate and seed."""
     return f"{task}, P={size}/{method}"
+
+
+#: rows that are measured at their own best rate -> its first guess, and number of seeds
+OWN = {row("gpt", 4, method): (3e-3, len(SEEDS)) for method in METHODS}
+OWN |= {row("resnet18", 2, method): (0.1, 1) for method in list(METHODS)[:3]}
 
 
 def best_rate(runs: Result, name: str, rates: Sequence[float] = ()) -> list[float]:
@@ -151,7 +156,7 @@ def best_rate(runs: Result, name: str, rates: Sequence[float] = ()) -> list[floa
 
 
 def names() -> list[str]:
-    """Rates of dense trainings; then all methods at dense's best; then, at P = 4, at the best of each."""
+    """Rates of dense trainings; then all methods at dense's best; then `OWN`, at the best of each."""
     runs, found = load(STUDY.file).get("runs", {}), list[str]()
     for task, size in CELLS:
         found += [f"{row(task, size, 'dense')}/rate {rate:g}/seed 0" for rate in TASKS[task][1]]
@@ -159,11 +164,10 @@ def names() -> list[str]:
         for rate in best_rate(runs, row(task, size, "dense"), TASKS[task][1]):
             methods = list(METHODS)[:5] if task == "gpt" else ["dense", *DENSITIES, "1 %, delay=1"]
             found += [f"{row(task, size, method)}/rate {rate:g}/seed {seed}" for method in methods]
-    for method in METHODS:
-        own = row("gpt", 4, method)
-        for guess in best_rate(runs, row("gpt", 4, "dense"), TASKS["gpt"][1]):
-            found += around(runs, own, guess, SCORE)
-        found += [f"{own}/rate {rate:g}/seed {seed}" for rate in best_rate(runs, own) for seed in SEEDS]
+    for own, (guess, num_seeds) in OWN.items():
+        found += around(runs, own, guess, SCORE)
+        for rate in best_rate(runs, own):
+            found += [f"{own}/rate {rate:g}/seed {seed}" for seed in range(num_seeds)]
     return list(dict.fromkeys([*runs, *found]))
 
 
@@ -198,8 +202,7 @@ def table(result: Result) -> str:
         for name in (row(task, size, method) for method in dict.fromkeys((*METHODS, *DENSITIES)))
         if f"{name}/rate {rate:g}/seed 0" in runs
     ]
-    own_rows = [row("gpt", 4, method) for method in METHODS]
-    own = [line(name, rate) for name in own_rows for rate in best_rate(runs, name)]
+    own = [line(name, rate) for name in OWN for rate in best_rate(runs, name)]
     head = ["training, ranks", "method", "rate", "loss, training", "spread", "test", "seeds"]
     return f"{markdown(head, at_dense)}\n\nEach at its own best rate:\n\n{markdown(head, own)}"
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.studies import adamw, passes
 from benchmarks.studies.study import Result, Study, around, launched, load, markdown, parsed, save
-from benchmarks.studies.tasks import Task, gpt_task
+from benchmarks.studies.tasks import Task, adapters_task, gpt_task
 
 SETTING = {name: adamw.SETTING[name] for name in ("warmup", "weight_decay", "clip_norm", "beta2")}
 SCORES, SIMULATED = ("training_bits", "bits"), "GPT 0.12 M"
@@ -45,6 +45,9 @@ CELLS = {
     "GPT 124 M": Cell(
         10_000, 6e-4, {"layers": 12, "width": 768, "heads": 12, "length": 1024, "batch_size": 12}
     ),
+    "adapters": Cell(
+        300, 1e-2, {"layers": 4, "width": 96, "length": 64, "batch_size": 8, "base_steps": 300}, (2,)
+    ),
     "GPT tiny": Cell(20, 6e-4, {"layers": 2, "width": 64, "length": 16, "batch_size": 2}),
     # 16 sequences in all
     SIMULATED: Cell(400, 6e-3, {"layers": 2, "width": 64, "length": 64}, (2, 4, 8, 16)),
@@ -65,16 +68,9 @@ def task_of(cell: str, tokens: Path | None) -> Task:
     """A cell's model and text: the standard library's, or `tokens`."""
     shape = CELLS[cell].shape
     if tokens is None:
-        return gpt_task(**shape)
+        return adapters_task(**shape) if cell == "adapters" else gpt_task(**shape)
     train, test = (np.memmap(tokens / f"{part}.bin", np.uint16, "r") for part in ("train", "val"))
     return gpt_task(**shape, text=(train, test), vocabulary=50_304)
-
-
-def average(optimizer: torch.optim.Optimizer) -> None:
-    """Gives all ranks the mean of their second moments."""
-    for state in optimizer.state.values():
-        dist.all_reduce(state["exp_avg_sq"])
-        state["exp_avg_sq"] /= dist.get_world_size()
 
 
 def rows() -> list[str]:
@@ -112,18 +108,19 @@ def measure(name: str, tokens: Path | None = None) -> Result:
         return dict(launched([*command, "--only", name], timeout_s=7200)["runs"][name])
     text, options, averages = METHODS[method]
     make = partial(adamw.adamw, rate=0.0, setting=SETTING)
-    now_and_then = max(1, CELLS[cell].steps // 100)
 
     def after_step(step: int, optimizer: torch.optim.Optimizer) -> None:
-        if averages and step % now_and_then == 0:
-            average(optimizer)
+        if averages and step % max(1, CELLS[cell].steps // 100) == 0:
+            for state in optimizer.state.values():
+                dist.all_reduce(state["exp_avg_sq"])
+                state["exp_avg_sq"] /= size
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = passes.trained(
         task_of(cell, tokens), make, text, options, setting, rate, seed, device=device, after_step=after_step
     )
-    if found is None:
-        return dict.fromkeys(SCORES, math.inf)
+    if "diverged" in found:
+        return found
     return {
         SCORES[0]: round(found.pop("training") / math.log(2), 4),
         SCORES[1]: round(found.pop("test"), 4),
@@ -132,20 +129,17 @@ def measure(name: str, tokens: Path | None = None) -> Result:
 
 
 def table(result: Result) -> str:
-    """Each method at its own best rate, on real ranks at all rates, beside dense training at its best."""
+    """Each method at its own best rate, beside dense training at its best."""
     runs, lines = result.get("runs", {}), []
     measured = dict.fromkeys(parsed(name)[0] for name in runs)
     for row in [row for row in dict.fromkeys([*rows(), *measured]) if row in measured]:
         dense = runs.get(around(runs, f"{row.partition('/')[0]}/dense", math.nan)[0], {})
-        best, *beside = around(runs, row, math.nan)
-        for name in [name for name in runs if parsed(name)[0] == row]:
-            if name != best and row.startswith(SIMULATED):
-                continue
-            is_edge = name == best and not all(one in runs for one in beside)
-            run, rate = runs[name], f"{parsed(name)[1]:g}{' (edge)' if is_edge else ''}"
-            told = [f"{run[score]:.3f} ({run[score] - dense.get(score, math.nan):+.3f})" for score in SCORES]
-            fewer = 4 * run.get("num_elements", math.nan) / run.get("bytes_per_step", math.nan)
-            lines.append([*row.split("/"), rate, *told, f"{fewer:,.0f}x"])
+        name, *beside = around(runs, row, math.nan)
+        run, is_edge = runs[name], not all(one in runs for one in beside)
+        told = [f"{run[score]:.3f} ({run[score] - dense.get(score, math.nan):+.3f})" for score in SCORES]
+        fewer = 4 * run["num_elements"] / run["bytes_per_step"]
+        rate = f"{parsed(name)[1]:g}{' (edge)' if is_edge else ''}"
+        lines.append([*row.split("/"), rate, *told, f"{fewer:,.0f}x"])
     head = ["training", "method", "rate", "bits, training (to dense)", "held-out (to dense)", "fewer bytes"]
     return markdown(head, lines)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import digits
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from gpt import GPT, VOCABULARY
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
-__all__ = ["DigitNet", "Task", "digits_task", "gpt_task", "text_task"]
+__all__ = ["DigitNet", "Task", "adapters_task", "digits_task", "gpt_task", "text_task"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 #: tokens to train on, and to test with
@@ -74,12 +76,21 @@ class TextNet(nn.Module):
         return self.dense(self.lstm(self.embedding(tokens))[0])
 
 
+class Adapter(nn.Module):
+    """Adds a trained product of two matrices of rank 4, which begins at 0, to a frozen weight (LoRA)."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        height, width = weight.shape
+        self.up = nn.Parameter(torch.zeros(height, 4))
+        self.down = nn.Parameter(torch.randn(4, width) / math.sqrt(width))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.up @ self.down
+
+
 def digits_task(width: int = 1920, batch_size: int = 16) -> Task:
     """A CNN on handwritten digits: 1.0 million parameters at the default width."""
-    return _digits(lambda: DigitNet(width), batch_size)
-
-
-def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:
     train, test = digits.load()
 
     def batches(rank: int, size: int, num_steps: int, seed: int) -> Iterator[Batch]:
@@ -101,7 +112,7 @@ def _digits(make_model: Callable[[], nn.Module], batch_size: int) -> Task:
         return sum(found), len(own[1])
 
     return Task(
-        make_model,
+        lambda: DigitNet(width),
         batches,
         lambda model, inputs, answers: functional.cross_entropy(model(inputs), answers),
         right,
@@ -128,6 +139,27 @@ def gpt_task(
     """The GPT of examples/gpt_text.py on the same text: 0.48 million parameters at the default width."""
     text = text or source_text.load(num_bytes)
     return _text(lambda: GPT(layers, width, heads, length, vocabulary), batch_size, length, num_test, text)
+
+
+def adapters_task(base_steps: int, **shape: Any) -> Task:
+    """Adapters of a frozen GPT, which was trained on the first half of the text; they train on the second."""
+    train, test = source_text.load()
+    cut = len(train) // 2
+    base = gpt_task(text=(train[:cut], test), **shape)
+
+    def make_model() -> nn.Module:
+        net = base.make_model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+        for batch in base.batches(0, 1, base_steps, 0):
+            optimizer.zero_grad()
+            base.loss(net, *batch).backward()
+            optimizer.step()
+        net.requires_grad_(False)
+        for layer in [part for part in net.modules() if isinstance(part, nn.Linear)]:
+            parametrize.register_parametrization(layer, "weight", Adapter(layer.weight))
+        return net
+
+    return replace(gpt_task(text=(train[cut:], test), **shape), make_model=make_model)
 
 
 def _text(
