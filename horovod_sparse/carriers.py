@@ -110,13 +110,13 @@ def as_alltoall(request: Exchange, size: int) -> list[np.ndarray]:
 
 
 def inbox(request: Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """Returns, of all ranks' messages, those of an exchange's sources; raises if another is not empty."""
+    """Returns the messages of an exchange's sources, out of all ranks'; raises if another is not empty."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return checked_sources(came, request.sources, whose)
 
 
 def checked_sources(messages: dict[int, Words], sources: Collection[int], whose: str) -> dict[int, Words]:
-    """Returns the messages, or raises if a rank outside `sources` sent one; `whose` names the exchange."""
+    """Returns the messages; raises an error that begins with `whose` if a rank outside `sources` sent one."""
     if strangers := sorted(messages.keys() - set(sources)):
         raise CollectiveMismatchError(
             f"{whose} expected messages from ranks {sorted(sources)}, but ranks {strangers} sent some, too"

@@ -107,7 +107,7 @@ class Accumulator:
         return self._kernels.float_of(self._norm)
 
     def fold(self, gradient: Any, rule: FoldRule = _PLAIN) -> FoldReport:
-        """Computes decay * values + gradient in place, and block maxima: the one pass over n elements.
+        """Called once a step: computes values = decay * values + gradient, and the blocks' maxima.
 
         Args:
             gradient: n elements in any shape, where the memory is, of a type that accumulates in its own;
@@ -140,7 +140,7 @@ class Accumulator:
         return self.report
 
     def fold_with_projection(self, gradient: Any, rule: FoldRule, indices: Indices, signs: Values) -> None:
-        """Folds with a moment, and puts the gradient's projection on `signs` at `indices` into the report."""
+        """Folds, and reports the gradient's dot product with `signs` at `indices`, for `RankSimilarity`."""
         self._apply_quantized()
         where = self._kernels.checked_indices(indices)
         before = self._kernels.take(self._values, where)
@@ -149,7 +149,7 @@ class Accumulator:
         self.report = self._kernels.with_projection(self.report, samples, signs, rule)
 
     def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
-        """Sets spans of elements to 0 before a fold, so that none is selected; `show` restores them."""
+        """Sets the spans of parameters without a gradient to 0 before a fold; returns what they held."""
         arrays = self.memory()
         hidden = [(slice(*span), [array[slice(*span)] * 1.0 for array in arrays]) for span in spans]
         for where, _ in hidden:
@@ -158,7 +158,7 @@ class Accumulator:
         return hidden
 
     def show(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
-        """Restores the spans that `hide` returned; multiplies their companions by a factor."""
+        """Restores what `hide` returned, after the step; multiplies the companions there by a factor."""
         for where, (values, *companions) in hidden:
             self._norm = self._kernels.updated_norm(self._norm, self._values[where], values)
             self._values[where] = values
@@ -173,7 +173,7 @@ class Accumulator:
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 
     def _bounds(self, *, exact: bool = False) -> Memory:
-        """Returns upper bounds of block maxima: after a fold, or with `exact`, the maxima themselves."""
+        """Returns upper bounds of the block maxima; the exact maxima right after a fold, or with `exact`."""
         if not self._maxima_known:
             self._kernels.scan_maxima(self._values, self._maxima)
             self._maxima_known = True
@@ -184,7 +184,7 @@ class Accumulator:
         return self._maxima
 
     def _apply_quantized(self) -> None:
-        """Makes the result of `quantize` final; `abandon` can then not undo it."""
+        """Replaces the values by the rounding errors of `quantize`; `abandon` cannot undo it later."""
         if self._rest is not None:
             self._values[...] = self._rest
             self._rest = None
@@ -266,11 +266,11 @@ class Accumulator:
             self._kernels.put(self._values, where, left)
             for companion in self._journal.arrays[1:]:
                 self._kernels.zero(companion, where)
-            self._note_growth(olds[0], left)
+            self._update_norm(olds[0], left)
         return rounded
 
     def clear(self, indices: Indices) -> None:
-        """Sets the values at these indices to 0, and the companions if the fold's rule says masking."""
+        """Sets the values at sent indices to 0, and the companions there if the fold's rule has `masking`."""
         where, olds = self._remember_values(indices)
         self._clear(where, olds[0])
 
@@ -297,14 +297,14 @@ class Accumulator:
         where, new = self._checked_values(indices, values)
         olds = self._journal.remember(where)
         self._kernels.add(self._values, where, olds[0], new)
-        self._note_growth(olds[0], self._kernels.take(self._values, where))
+        self._update_norm(olds[0], self._kernels.take(self._values, where))
 
     def put(self, indices: Indices, values: Values) -> None:
         """Writes finite values at these unique indices; companions do not change."""
         where, new = self._checked_values(indices, values)
         olds = self._journal.remember(where)
         self._kernels.put(self._values, where, new)
-        self._note_growth(olds[0], new)
+        self._update_norm(olds[0], new)
 
     def _checked_values(self, indices: Indices, values: Values) -> tuple[Memory, Memory]:
         self._apply_quantized()
@@ -313,12 +313,12 @@ class Accumulator:
             raise ArgumentError("values", np.size(values), f"one for each of the {len(where)} indices")
         return where, self._kernels.from_host(values)
 
-    def _note_growth(self, old: Memory, new: Memory) -> None:
+    def _update_norm(self, old: Memory, new: Memory) -> None:
         self._norm = self._kernels.updated_norm(self._norm, old, new)
         self._has_grown = True
 
     def mask(self, indices: Indices) -> None:
-        """Sets the companions (not the values) at these indices to 0, if the fold's rule says masking."""
+        """Sets the companions at sent indices to 0 if the fold's rule has `masking`; values stay."""
         _, *companions = self._journal.arrays
         if companions:
             where = self._kernels.checked_indices(indices, keep=True)
@@ -327,7 +327,7 @@ class Accumulator:
                 self._kernels.zero(companion, where)
 
     def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> None:
-        """Encodes all values in a few bits each as `words`, and keeps the rounding errors as values.
+        """Writes all values to `words` in a few bits each; the rounding errors become the values.
 
         The last change of a step: `abandon` takes no copy, since the values stay until they are needed. `key`
         are 64 bits, of the random numbers by which values are rounded; `words` are overwritten.
@@ -336,7 +336,7 @@ class Accumulator:
         self._replace(self._kernels.quantize(self._values, code, key, words))
 
     def subtract(self, sent: Values) -> None:
-        """Subtracts `sent` from the values before `quantize`, instead of what the codes stand for."""
+        """After `quantize`: makes the former values minus `sent` the values, not the rounding errors."""
         self._replace(self._values - self._kernels.from_host(sent))
 
     def _replace(self, rest: Memory) -> None:
@@ -381,7 +381,7 @@ class Accumulator:
             self._kernels.assign(companion, values)
 
     def memory(self) -> tuple[Memory, ...]:
-        """Returns the values' and companions' own memory; whoever changes it calls `assign` afterwards."""
+        """Returns values and companions themselves; a caller that changes them calls `assign` afterwards."""
         self._apply_quantized()
         return (self._values, *self.companions)
 

@@ -249,7 +249,7 @@ def signed_sum(before: Any, after: Any, moment: Any, signs: Any, factors: Any, l
 
 
 def _subtract_folded(values: Any, step: Any, library: Any) -> None:
-    """Subtracts a step, but not at elements whose sum was not finite, to which no fold added it."""
+    """Subtracts a folded step, except where the sum was not finite, since the fold left it out there."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
         # where this overflows, the fold's sum may have overflowed too, and nothing was added

@@ -118,7 +118,7 @@ class Candidates:
         return out[:k], found[:k].view(self._dtype)
 
     def learn(self, k: int, smallest: Any) -> None:
-        """Sets the bound for the next fold by this fold's k-th largest; only the first call has an effect."""
+        """Sets the next fold's bound from the k-th largest now; only the first call after a fold counts."""
         if not self._fresh:
             return
         self._fresh = False

@@ -1,4 +1,4 @@
-"""A gradient that is summed whole, in an accumulator's place: it keeps no residual."""
+"""A gradient of which all elements are sent, so that no residual remains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEALTH_NUMBERS, DIGIT_BITS = 3, 11
 
 
 class WholeGradient(Accumulator):
-    """Takes an accumulator's place for `Dense`: holds one step's gradient, and no residual.
+    """Replaces the accumulator of a bucket with `Dense`: holds one step's gradient, and no residual.
 
     An error feedback that has kept something (the parameters were sparse before) adds it to the next
     gradient. The gradient of a step that is abandoned is dropped, as Horovod would.

@@ -84,7 +84,7 @@ def rows_of(case: Case) -> list[Row]:
 
 
 def recommended_row(case: Case, rows: list[Row]) -> Row:
-    """Returns the row that is first at a loss; of rows within 5 % of one another the earliest."""
+    """Returns the row that trains to a given loss soonest; a later row must be 5 % faster."""
     best, least = rows[0], case.step_seconds + rows[0].added_seconds
     for row in rows[1:]:
         seconds = row.steps * (case.step_seconds + row.added_seconds)

@@ -124,7 +124,7 @@ class Carrier:
 
     def _reduce(self, buffer: Any) -> Any:
         # sums of them are exact in float32, or in float16
-        word = self._word() % (_NUM_SUMMED if buffer.itemsize > 2 else max(1, 2048 // self.size))
+        word = self._name_hash() % (_NUM_SUMMED if buffer.itemsize > 2 else max(1, 2048 // self.size))
         if isinstance(buffer, torch.Tensor):
             flat = buffer.detach().cpu()
             total = torch.cat([flat, flat.new_full((1,), word)])
@@ -132,15 +132,15 @@ class Carrier:
             total = torch.from_numpy(np.append(buffer, buffer.dtype.type(word)))
         self._host.allreduce(total).wait()
         if total[-1] != word * self.size:
-            raise self._out_of_step("other ranks", None)
+            raise self._mismatch_error("other ranks", None)
         return total[:-1].to(buffer.device) if isinstance(buffer, torch.Tensor) else total[:-1].numpy()
 
-    def _word(self) -> int:
+    def _name_hash(self) -> int:
         word = zlib.crc32(self.name.encode()) & 0x7FFFFFFF
         self._names[word] = self.name
         return word
 
-    def _out_of_step(self, who: str, word: int | None) -> errors.CollectiveMismatchError:
+    def _mismatch_error(self, who: str, word: int | None) -> errors.CollectiveMismatchError:
         theirs = "something else" if word is None else self._names.get(word, "something unknown here")
         return errors.CollectiveMismatchError(
             f"ranks are out of step: this one is at {self.name or 'a request'}, {who} at {theirs}. All ranks "
@@ -149,7 +149,7 @@ class Carrier:
 
     def _exchange(self, sends: Mapping[int, np.ndarray], sources: Iterable[int]) -> dict[int, np.ndarray]:
         """Sends messages to some ranks, and returns those of `sources`; their lengths may differ."""
-        coming, own = [], self._word()
+        coming, own = [], self._name_hash()
         for rank in sources:
             if rank != self.rank:
                 channel = self._from[rank]
@@ -166,7 +166,7 @@ class Carrier:
                 work.wait()
             length, word, room = int(head[0]), int(head[1]), head.numel() - _HEADER
             if word != own:
-                raise self._out_of_step(f"rank {rank}", word)
+                raise self._mismatch_error(f"rank {rank}", word)
             self._from[rank].expect_after(length)
             if length <= room:
                 messages[rank] = head[_HEADER : _HEADER + length]
@@ -187,7 +187,7 @@ class Carrier:
         tag, room, whole = channel.next_tag(), channel.room, readable_tensor(words)
         channel.expect_after(words.size)
         head = torch.empty(_HEADER + min(words.size, room), dtype=torch.int32)
-        head[0], head[1] = words.size, self._word()
+        head[0], head[1] = words.size, self._name_hash()
         head[_HEADER:] = whole[:room]
         parts = [(head, self._host.send([head], rank, tag))]
         if words.size > room:

@@ -80,7 +80,7 @@ def sending_errors(model: Any, given: Any) -> Iterator[None]:
         _errors_of(group).withdraw_error()
 
 
-def say_attached(group: dist.ProcessGroup | None) -> None:
+def publish_attach(group: dist.ProcessGroup | None) -> None:
     """Publishes that this rank has called `attach` once more."""
     if dist.is_initialized():
         group = group or dist.group.WORLD
@@ -148,7 +148,7 @@ class DistributedEngine:
         #: made with the first step
         self.communicator: Communicator | None = None
         self._deadline_seconds = deadline_seconds
-        say_attached(group)
+        publish_attach(group)
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -264,7 +264,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             self.load_state_dict(saved[ENTRY])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's residuals and states, as tensors, numbers and strings.
+        """Returns this rank's checkpoint entry: residuals and states, as tensors, numbers and strings.
 
         The entry is that of an optimizer of `horovod_sparse.torch` (``state_dict()["horovod_sparse"]``): each
         loads the other's, if parameters have the same names.

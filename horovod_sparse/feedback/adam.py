@@ -68,7 +68,7 @@ class Normalizing(Rule):
         }
 
     def with_settings(self, **settings: float) -> Any:
-        """Returns the rule with these optimizer settings in place of those of its own that are None."""
+        """Returns a copy of the rule; its arguments that are None get these settings of the optimizer."""
         found: dict[str, Any] = {
             name: value for name, value in settings.items() if getattr(self, name) is None
         }
@@ -204,7 +204,7 @@ class RankSimilarity:
         accumulator.fold_with_projection(gradient, rule, indices, signs)
 
     def next_leans(self, leans: tuple[float, float], projections: np.ndarray) -> tuple[float, float]:
-        """Returns the running means of two squares, given the P projections that ranks sent in a step."""
+        """Returns the next `Progress.leans` (two running means) from a step's projections, one per rank."""
         squares = float(projections.mean()) ** 2, float(np.square(projections).mean())
         # before the first estimate, steps are as long as one rank's
         known = leans if any(leans) else (squares[1], squares[1])

@@ -31,7 +31,7 @@ LARGEST_GROWTH = 10.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Step, learning rates and the residual's scale: what is kept when a bucket is replaced by another.
+    """A bucket's step, learning rates and residual scale, which the buckets of a new plan take over.
 
     It goes on where a sparsifier's state has to start anew: in other buckets, at another number of ranks.
 
@@ -251,7 +251,7 @@ class Bucket:
         self.learn(sum_.notes.projections)
         overflow = self.received(sum_, report, scale)
         if sum_.notes.first_nonfinite or overflow is not None:
-            self._take_back()
+            self._undo_step()
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
         return sum_, overflow
@@ -274,7 +274,7 @@ class Bucket:
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """Raises on all ranks if they are not at the same step; every message carries its rank's step."""
         if (steps != steps[:1]).any():
-            self._take_back()
+            self._undo_step()
             numbers = np.arange(len(steps)) if ranks is None else np.array(ranks)
             at = {int(step): numbers[steps == step].tolist() for step in steps}
             groups = ", ".join(f"ranks {where} at {step}" for step, where in at.items())
@@ -284,7 +284,7 @@ class Bucket:
             )
 
     def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
-        """Raises on overflow, or if `marks` has a rank's position of NaN or Inf (n: it refuses the step)."""
+        """Raises if the sum overflows, or if `marks` has {rank: position of NaN or Inf; n: it cancels}."""
         name, cancelled = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == cancelled]:
             raise errors.EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
@@ -319,24 +319,24 @@ class Bucket:
         The gradient stays folded in, unless it is dropped. The learning rate that the residual was scaled to
         stays.
         """
-        self._take_back()
+        self._undo_step()
         if drop and self._gradient is not None:
             self.accumulator.drop(self._gradient)
             self._gradient = None
-        self._show_absent()
+        self._restore_absent()
 
-    def _take_back(self) -> None:
+    def _undo_step(self) -> None:
         if self._before is not None:
             self.accumulator.abandon()
             (self.state, self._progress), self._before = self._before, None
 
-    def _show_absent(self) -> None:
+    def _restore_absent(self) -> None:
         if self._hidden is not None:
             (age, hidden), self._hidden = self._hidden, None
             self.accumulator.show(hidden, self.feedback.moment_factor(age, self.progress.age) or 1.0)
 
     def skip(self) -> None:
-        """Counts a step in which this bucket has no gradient: it folds and selects nothing."""
+        """Counts a step in which this bucket has no gradient, and neither folds nor selects."""
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
         self._progress = dataclasses.replace(self._progress, since=self._progress.since + 1)
         self._gradient = self._before = None
@@ -345,7 +345,7 @@ class Bucket:
         """Commits the last step, which can then not be rolled back any more."""
         self._gradient = self._before = None
         self.accumulator.accept()
-        self._show_absent()
+        self._restore_absent()
 
     def member_at(self, position: int) -> str:
         """Returns the name of the parameter to which an element of the bucket belongs."""

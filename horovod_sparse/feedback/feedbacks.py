@@ -253,7 +253,7 @@ class Rule(Feedback):
         return self
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
-        """Returns a parameter group's `OwnStep`, by PyTorch's present settings.
+        """Returns the `OwnStep` of a PyTorch parameter group for one pass, by its present settings.
 
         Args:
             kind: name of PyTorch's optimizer.

@@ -176,11 +176,11 @@ class TwoLevelBucket(Bucket):
         try:
             (whole, marks, overflow), facts = self._join_shards(gathered), sum_.facts
         except HorovodSparseError as error:
-            self._take_back()
+            self._undo_step()
             raise failure or error from None
         sum_, sum_.facts = whole, facts
         if marks or overflow is not None:
-            self._take_back()
+            self._undo_step()
         own = list(self.topology.hosts[self.host])
         report.bucket, report.num_elements = self.whole.name, self.whole.num_elements
         report.num_target = min(report.num_target * self.topology.per_host, report.num_elements)

@@ -75,7 +75,7 @@ class Stopwatch:
     generator: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(0))
 
     def align_ranks(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
-        """Lets all ranks continue together, after a random part of Horovod's cycle."""
+        """Waits until all ranks are here, and for a random part of Horovod's cycle, before a measurement."""
         if self.where.size > 1:
             if collectives.AllReduce not in measured:
                 yield collectives.AllReduce(np.zeros(1, np.float32))

@@ -48,7 +48,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         return self._keeper.synchronizer
 
     def serve(self, optimizer: Any = None, recipe: Recipe | None = None) -> None:
-        """Reserves this compressor for one optimizer, or for tapes; raises if another one has it.
+        """Reserves this compressor for `optimizer` (None: for tapes); raises if it serves another one.
 
         They would share residuals and steps.
         """

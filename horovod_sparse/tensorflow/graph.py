@@ -34,7 +34,7 @@ def refuse_graphs() -> None:
 
 
 def run_independently(operation: Any, kind: str) -> None:
-    """Removes `operation`, or its input of type `kind`, from `tf.function`'s order of side effects."""
+    """Exempts `operation`, or its input of type `kind`, from the order of a graph's side effects."""
     order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if order is not None:
         while operation.type != kind:

@@ -85,7 +85,7 @@ class Part(common.BucketPart):
             self.abandon()
 
     def take_back(self, names: Collection[str]) -> None:
-        """Returns these variables' last sum, which no rank applies, to the residuals in equal shares."""
+        """Adds these variables' last sum to the residuals in equal shares, when no rank applies it."""
         # ranks that hold the same elements; with two levels those of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
         first, last = self.bucket.shard

@@ -35,7 +35,7 @@ def reduced_once(
     gradients: Sequence[Any],
     variables: Sequence[Any],
 ) -> list[Any]:
-    """Calls `reduce` with one gradient per variable, even if a variable is listed twice."""
+    """Calls `reduce` with each variable once, and returns a gradient for every entry of `variables`."""
     first: dict[Any, int] = {}
     for i, variable in enumerate(variables):
         first.setdefault(variable.ref(), i)

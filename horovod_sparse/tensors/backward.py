@@ -311,7 +311,7 @@ class GradientTraining(Training):
         self.under_way, self._deferred_parts, self.num_started = False, [], 0
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Returns this rank's entry of tensors, numbers and strings, which ``weights_only=True`` accepts."""
+        """Returns this rank's checkpoint entry, which ``torch.load(weights_only=True)`` can load."""
         if any(part.task is not None for part in self.parts):  # passes may be accumulated
             raise errors.UnsupportedError(
                 "save between steps: call optimizer.step() or optimizer.synchronize() before"

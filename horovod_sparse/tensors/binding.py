@@ -39,12 +39,12 @@ _MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
 def _with_moments(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
-    """Returns copies of the optimizer's states that hold a second moment, velocity or residual."""
+    """Returns copies of those of the optimizer's states that hold a second moment, velocity or residual."""
     return {one: dict(state) for one, state in states.items() if set(state) & {*_MOMENTS, RESIDUAL}}
 
 
 def without_own(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Returns copies of the optimizer's states without residuals, which the exact entry contains."""
+    """Returns copies of the optimizer's states without this package's keys (residual, `leans`)."""
     own = RESIDUAL, LEANS
     return {
         key: {name: one for name, one in state.items() if name not in own} for key, state in states.items()
@@ -61,7 +61,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 class Binding(Steps):
-    """Makes an optimizer's `step()` run a pass; `attach` and `DistributedOptimizer` make it.
+    """Makes an optimizer's `step()` run a pass of own steps; base of what `attach` returns for `best`.
 
     Attributes:
         optimizer: the user's own.
@@ -186,7 +186,7 @@ class Binding(Steps):
     # the optimizer's own state
 
     def _on_new_parts(self, parts: Sequence[StepBucket]) -> None:
-        """Puts views of residual and moments into the optimizer's state, for new parts."""
+        """Puts views of the new parts' residuals and moments into the optimizer's state."""
         for part in parts:
             memory = part.bucket.accumulator.memory()
             names = RESIDUAL, self._rule.moment
@@ -204,7 +204,7 @@ class Binding(Steps):
                 self.optimizer.state[one].update(progress)
 
     def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
-        """Hook of the optimizer's `state_dict`: puts its states into PyTorch's own form."""
+        """Hook after `optimizer.state_dict()`: converts the states to the form that PyTorch's step uses."""
         order = [number for group in saved["param_groups"] for number in group["params"]]
         moved = dict(zip(self._trained(), order, strict=True))
         saved["state"] = self._standalone_states(saved["state"], moved)
@@ -239,7 +239,7 @@ class Binding(Steps):
         self._uncast = saved
 
     def _after_loading(self, _: Any) -> None:
-        """Hook after the optimizer loaded a state: reads second moments and residuals from it."""
+        """Hook after `optimizer.load_state_dict()`: reads moments and residuals from what was loaded."""
         saved, self._uncast = self._uncast, {}
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         of_parameter = dict(zip(self._trained(), numbers, strict=True))
@@ -282,7 +282,7 @@ class Binding(Steps):
     # this rank's exact state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's exact checkpoint entry, at any time between two steps.
+        """Returns this rank's checkpoint entry, from which it resumes bit for bit; between any two steps.
 
         It holds residuals, moments, sparsifiers' states, and the rank's own moves with what is in flight.
         Save the model's parameters of this very rank beside it.

@@ -247,13 +247,13 @@ class GradientBucket(ParameterBucket):
                 own = self._local_gradient(gradient)
                 self._flat.append(_flat_view(own.to_dense() if own.is_sparse else own, like))
         if self.carried is not None:
-            self._take_away(*self.carried)
+            self._subtract_carried(*self.carried)
         self._taken = [
             (gradient, -1 if gradient is None else gradient._version, _sampled_bits(one))
             for gradient, one in zip(gradients, self._flat, strict=True)
         ]
 
-    def _take_away(self, indices: np.ndarray, values: np.ndarray) -> None:
+    def _subtract_carried(self, indices: np.ndarray, values: np.ndarray) -> None:
         for one, (start, stop) in zip(self._flat, self.spans, strict=True):
             here = (start <= indices) & (indices < stop)
             where = torch.from_numpy(indices[here].astype(np.int64) - start).to(self.device)
@@ -350,11 +350,11 @@ class GradientBucket(ParameterBucket):
         return float(own[position - self.spans[number][0]])
 
     def remember_sum(self) -> None:
-        """Stores one element of the gradients after the sum, which `has_last_sum` compares."""
+        """Called after `apply`: stores one element of the summed gradients, for `has_last_sum` to compare."""
         self._remembered = self._first_of_sum()
 
     def has_last_sum(self) -> bool:
-        """True if the element stored by `remember_sum` has not changed since."""
+        """True if the gradients still contain the last sum: the element of `remember_sum` is unchanged."""
         return self._first_of_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:

@@ -31,7 +31,7 @@ _have_local_steps: Any = WeakTensorKeyDictionary()
 
 
 class Displacement:
-    """Measures the displacement of a bucket's parameters from the common ones; a pass has `OwnMoves` instead.
+    """A bucket's common parameters and its displacement from them: for local steps, in `OwnMoves`' role.
 
     Half types are kept in float32: a round often moves a parameter by less than their rounding.
 
@@ -73,12 +73,12 @@ class Displacement:
         self.task = starter.start(name, self.bucket.synchronize(report))
 
     def received(self, scale: float) -> SparseSum:
-        """Returns the exchange's sum; raises its error, on all ranks alike."""
+        """Returns the sum of all ranks' displacements; raises the exchange's error on all ranks alike."""
         total: SparseSum = self.task.value()
         return total
 
     def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
-        """Applies the outer step by a sum over ranks; returns the size of the union."""
+        """Moves `start` by the mean displacement, and the parameters to `start`; returns the union's size."""
         self.task, outer = None, self.schedule.outer
         total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
         if outer.momentum:  # all is sent
@@ -111,7 +111,7 @@ class Displacement:
         return view_into(flat, self.spans[number][0], self._layouts[number])
 
     def take_as_common(self) -> None:
-        """Copies this rank's parameters to `start`: all ranks have the same now."""
+        """Copies the parameters to `start`, when they are equal on all ranks (at the begin, after a load)."""
         self._gather(self.start)
         self.velocity.zero_()
         self.record_sent()
@@ -143,7 +143,7 @@ class Displacement:
 
     @torch.no_grad()
     def return_to_start(self) -> None:
-        """Puts the parameters to `start`, plus what this rank has learned since the exchange began.
+        """Sets the parameters to `start` plus the steps that this rank made since the exchange began.
 
         A NaN of that time stays: all ranks hear of it in the next exchange.
         """
@@ -207,7 +207,7 @@ def _digest(tensor: torch.Tensor, by_version: bool) -> bytes:
 
 
 class LocalBinding(LocalTraining):
-    """Binds one optimizer's steps to local steps; see `LocalSteps` of the front ends."""
+    """Hooks local steps to one optimizer; base of `LocalSteps` in both front ends."""
 
     def __init__(
         self,
@@ -251,21 +251,21 @@ class LocalBinding(LocalTraining):
 
     def before_step(self) -> None:
         self.agree()
-        self._take_loaded()
+        self._adopt_loaded()
         self._is_restored = False
 
     def agree(self) -> None:
         is_due = not (self._has_begun and self.is_agreed)
         super().agree()
         if is_due:
-            self._note_unexchanged()
+            self._remember_unexchanged()
 
-    def _note_unexchanged(self) -> None:
+    def _remember_unexchanged(self) -> None:
         others = [(name, one, not one.requires_grad) for name, one in _unexchanged_in(self._model)]
         self._known = {name: (frozen, _digest(one, frozen)) for name, one, frozen in others}
 
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
-        self._take_loaded()
+        self._adopt_loaded()
         known = {id(parameter) for _, parameter in self.facts.values()}
         if new := [list(one.shape) for one in self._trained() if id(one) not in known]:
             raise UnsupportedError(
@@ -303,8 +303,8 @@ class LocalBinding(LocalTraining):
         super().finish()
 
     @torch.no_grad()
-    def _heal(self) -> None:
-        """Clears the optimizer's moments that are NaN or Inf, since no later step would be finite."""
+    def _clear_nonfinite_state(self) -> None:
+        """Sets NaN and Inf in the optimizer's moments to 0, after a step that failed."""
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -313,7 +313,7 @@ class LocalBinding(LocalTraining):
     # checkpoints
 
     def before_load(self) -> None:
-        """Notes the parameters before the model loads a state, to find out whether it changed them."""
+        """Called before the model loads a state: hashes its parameters, to notice whether they change."""
         if self._has_begun and not self._is_restored and self._before_load is None:
             self._land(0)
             self._before_load = self._digests()
@@ -326,11 +326,11 @@ class LocalBinding(LocalTraining):
     ) -> list[LocalBucket]:
         return [LocalBucket(spec, facts, ranks, self.schedule) for spec in specs]
 
-    def _take_loaded(self) -> None:
+    def _adopt_loaded(self) -> None:
         before, self._before_load = self._before_load, None
         if before is not None and before != self._digests():  # not lent for an evaluation
             self.replace_common()
-            self._note_unexchanged()
+            self._remember_unexchanged()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's checkpoint entry: common parameters, residuals, steps since the last exchange.
@@ -339,7 +339,7 @@ class LocalBinding(LocalTraining):
         within a round. All save between the same two steps, and this first: with a delay it waits for the
         exchange in flight, which moves parameters.
         """
-        self._take_loaded()
+        self._adopt_loaded()
         return self.save()
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:

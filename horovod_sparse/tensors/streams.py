@@ -100,7 +100,7 @@ Result = TypeVar("Result")
 
 
 class CudaStreams:
-    """Orders the work on one bucket over several CUDA streams."""
+    """Makes one bucket's work, which runs on several CUDA streams, wait for what it reads."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
@@ -122,16 +122,16 @@ class CudaStreams:
         self._writers.clear()
 
     def run(self, coroutine: Synchronization[Result]) -> Synchronization[Result]:
-        """Returns the coroutine so that its work runs on the current stream, after the noted gradients."""
+        """Wraps a coroutine, so that all its work runs on the present stream, after the noted gradients."""
         self.wait_for_writers()
         self._home = self._cuda.current_stream(self._device)
-        return self._at_home(self._home, coroutine)
+        return self._on_stream(self._home, coroutine)
 
-    def _at_home(self, home: Any, coroutine: Synchronization[Result]) -> Generator[Any, Any, Result]:
+    def _on_stream(self, stream: Any, coroutine: Synchronization[Result]) -> Generator[Any, Any, Result]:
         answer: Any = None
         try:
             while True:
-                with self._cuda.stream(home):
+                with self._cuda.stream(stream):
                     try:
                         request = coroutine.send(answer)
                     except StopIteration as stop:

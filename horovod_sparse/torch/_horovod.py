@@ -1,7 +1,7 @@
 """Horovod's PyTorch binding: how to get it where it is missing, which start it is, and its private names.
 
 Horovod's optimizers begin to hear of gradients in `_register_hooks`, once their arguments are checked: those
-with a sparsifier are adopted there (`adopting`). A parameter is synchronized by the optimizer that was made
+with a sparsifier are adopted there (`pass_new_optimizers_to`). A parameter is synchronized by the optimizer that was made
 for it last, ours or Horovod's (`claim`). Every ``hvd.init()`` makes a new table of handles, which Horovod
 0.28.1 keeps in Python, so the table itself tells one start from another.
 
@@ -37,7 +37,7 @@ _holders: tuple[Any, dict[int, list[torch.Tensor]]] = (None, {})
 present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_handle_map")
 
 
-def adopting(adopt: Callable[[Any], bool]) -> None:
+def pass_new_optimizers_to(adopt: Callable[[Any], bool]) -> None:
     """Makes Horovod pass each new optimizer to `adopt`, which returns False to leave it to Horovod."""
     for kind in (HorovodOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
 
@@ -48,8 +48,8 @@ def adopting(adopt: Callable[[Any], bool]) -> None:
         kind._register_hooks = register_or_adopt
 
 
-def holder_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that keeps another one alive as its gradient, without a Python reference."""
+def tensor_holding(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a new tensor with `tensor` as its `.grad`, which keeps it alive without a Python reference."""
     while True:
         holder = tensor.new_empty(()).expand(tensor.shape)
         try:
@@ -63,13 +63,13 @@ def holder_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_tensors(handle: int) -> int:
-    """Keeps the tensors of a collective that was just started alive; returns its handle."""
+    """Keeps a started collective's tensors alive until `wait_for_result`; returns the handle."""
     global _holders
     start = present_start()
     if _holders[0] is not start:
         _holders = start, {}
     under_way = _pytree.tree_leaves(start[handle])
-    _holders[1][handle] = [holder_of(one) for one in under_way if isinstance(one, torch.Tensor)]
+    _holders[1][handle] = [tensor_holding(one) for one in under_way if isinstance(one, torch.Tensor)]
     return handle
 
 

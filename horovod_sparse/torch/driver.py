@@ -166,7 +166,7 @@ class HorovodDriver(Driver):
         self._topology = topology
 
     def begin(self, training: Training) -> None:
-        """Connects the driver under the training's label, once ranks have agreed; all ranks call it."""
+        """Called on all ranks once they have agreed: sets the label, and chooses the transport."""
         self.label = training.label
         self.choose_transport()
         sparsifiers = (part.bucket.recipe.sparsifier for part in training.sparse)
@@ -175,7 +175,7 @@ class HorovodDriver(Driver):
             training.telemetry.transport = self.transport
 
     def choose_transport(self) -> None:
-        """Sends messages between pairs of ranks over MPI from now on, if every rank can use it.
+        """Makes messages between pairs of ranks go over MPI, if every rank can use it.
 
         Does so once after each start of Horovod; all ranks call it together.
         """

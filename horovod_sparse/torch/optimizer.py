@@ -14,7 +14,7 @@ from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.torch._horovod import HorovodOptimizer, adopting, claim_for_horovod, hvd
+from horovod_sparse.torch._horovod import HorovodOptimizer, claim_for_horovod, hvd, pass_new_optimizers_to
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.driver import construction_errors
 from horovod_sparse.torch.synchronizer import Methods, clip_gradients
@@ -201,7 +201,7 @@ def _adopt_if_sparse(optimizer: Any) -> bool:
     return sparse
 
 
-adopting(_adopt_if_sparse)
+pass_new_optimizers_to(_adopt_if_sparse)
 
 
 def _check_arguments(optimizer: Any, op: Any, passes: Any, groups: Any, process_set: Any) -> None:

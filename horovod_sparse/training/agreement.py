@@ -68,7 +68,7 @@ def declaration(compression: object, engine: str, **arguments: object) -> dict[s
 
 
 def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
-    """Raises, on all ranks, if their texts differ, and lists every rank's value; one collective.
+    """Compares arguments (text by name) of all ranks; raises on all if one differs, and lists the values.
 
     Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
     for each other's collectives for ever, or add up what does not belong together.
@@ -101,7 +101,7 @@ class RankStatus:
     loose: bool = False
     #: True if the rank has taken no step and loaded nothing
     fresh: bool = False
-    #: True if the launcher has restarted ranks; see `started_again`
+    #: True if the launcher has restarted ranks; see `was_restarted`
     again: bool = False
 
 
@@ -121,7 +121,7 @@ class AgreedStatus:
     loose: bool = False
 
 
-def started_again(rank: int) -> bool:
+def was_restarted(rank: int) -> bool:
     """True if the launcher's variables say that a rank of this job has ended before and was restarted.
 
     torchrun counts restarts. A worker that Horovod's driver starts later gets a rank behind all that live,

@@ -69,9 +69,9 @@ def save_together(
 
     def prepare() -> tuple[Path, bool, Mapping[str, Any]]:
         root = root_of(directory)
-        return root, _is_of_others(root, owner, world_rank), entry()
+        return root, _was_saved_by_others(root, owner, world_rank), entry()
 
-    root, foreign, made = yield from done_by_all(prepare, f"save to {directory}")
+    root, foreign, made = yield from call_on_all(prepare, f"save to {directory}")
     ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
     if all(strangers):
         raise CheckpointError(f"{root} holds checkpoints of other ranks than {list(ranks)}. {ONE_EACH}")
@@ -99,26 +99,26 @@ def load_together(
     """
     yield from compared({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
     entry = yield from read_checkpoint(directory, rank=rank, size=size, step=step)
-    yield from done_by_all(lambda: check(entry), f"load {directory}")
+    yield from call_on_all(lambda: check(entry), f"load {directory}")
     _owners[root_of(directory)] = owner
     return entry
 
 
 def has_checkpoint(directory: str | os.PathLike[str]) -> Synchronization[bool]:
     """True on all ranks if any rank sees a complete checkpoint."""
-    found = yield from done_by_all(lambda: published(root_of(directory)), f"look into {directory}")
+    found = yield from call_on_all(lambda: complete_checkpoints(root_of(directory)), f"look into {directory}")
     return any((yield from shared_lines(bool(found))))
 
 
-def _is_of_others(root: Path, owner: Any, world_rank: int) -> bool:
-    """True if other ranks' checkpoint is newest and not loaded here; raises if another optimizer owns it."""
+def _was_saved_by_others(root: Path, owner: Any, world_rank: int) -> bool:
+    """True if the newest checkpoint there is of a job without this rank; raises if of another optimizer."""
     if _owners.get(root, owner) is not owner:
         gc.collect()  # an optimizer that nobody has any more may lie in a circle
     if _owners.get(root, owner) is not owner:
         raise CheckpointError(
             f"{root} holds checkpoints of another optimizer or sparsifier of this process. {ONE_EACH}"
         )
-    found = {} if root in _owners else survey(root)
+    found = {} if root in _owners else read_manifests(root)
     ranks = found[max(found, key=attempt_and_step)][0].get("ranks") if found else None
     return isinstance(ranks, list) and world_rank not in ranks
 
@@ -142,10 +142,10 @@ def write_checkpoint(
         for path in root.iterdir():
             if path.name.startswith(_HIDDEN):
                 shutil.rmtree(path, ignore_errors=True)
-        attempt, last = max(map(attempt_and_step, published(root)), default=(1, -1))
+        attempt, last = max(map(attempt_and_step, complete_checkpoints(root)), default=(1, -1))
         return root, attempt + (step <= last)  # taken back
 
-    root, attempt = yield from done_by_all(begin, "make the directory")
+    root, attempt = yield from call_on_all(begin, "make the directory")
     everyone = yield from shared_lines([step, digest, attempt, uuid.uuid4().hex])
     steps, digests, attempts, tokens = zip(*everyone, strict=True)
     if len(set(steps)) > 1 or len(set(digests)) > 1:
@@ -176,14 +176,14 @@ def write_checkpoint(
             )
 
     try:
-        yield from done_by_all(write, f"write {_file_of(rank)}")
+        yield from call_on_all(write, f"write {_file_of(rank)}")
     except HorovodSparseError:  # on all ranks
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     # rank 0 publishes; then each host with its own disk, whose ranks do not see rank 0's folder
-    yield from done_by_all(lambda: publish(True), f"publish {name}")
-    yield from done_by_all(lambda: publish(False), f"publish {name}")
-    for old in sorted(published(root), key=attempt_and_step)[:-keep]:
+    yield from call_on_all(lambda: publish(True), f"publish {name}")
+    yield from call_on_all(lambda: publish(False), f"publish {name}")
+    for old in sorted(complete_checkpoints(root), key=attempt_and_step)[:-keep]:
         removed = root / f".removed-{old}"
         with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
             os.rename(root / old, removed)  # in one piece, too
@@ -195,7 +195,7 @@ def read_checkpoint(
     directory: str | os.PathLike[str], *, rank: int, size: int, step: int | None = None
 ) -> Synchronization[dict[str, Any]]:
     """Reads this rank's entry of a checkpoint (the newest); joins entries saved by more or fewer ranks."""
-    found = yield from done_by_all(lambda: survey(root_of(directory)), f"look into {directory}")
+    found = yield from call_on_all(lambda: read_manifests(root_of(directory)), f"look into {directory}")
     root = root_of(directory)
     everyone = yield from shared_lines(
         {name: [manifest.get("save"), fault] for name, (manifest, fault) in found.items()}
@@ -210,7 +210,7 @@ def read_checkpoint(
             parts.append({key: part[key] for key in _ADDED_UP if key in part} if parts else part)
         return joined(parts, rank, size)
 
-    return (yield from done_by_all(read, f"read {name}"))
+    return (yield from call_on_all(read, f"read {name}"))
 
 
 def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root: Path) -> str:
@@ -243,10 +243,10 @@ def root_of(directory: str | os.PathLike[str]) -> Path:
         raise ArgumentError("directory", directory, "a path, on every rank") from error
 
 
-def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
+def read_manifests(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
     """Reads the manifests of all checkpoints; returns each with its fault, or an empty text."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
-    for name in published(root):
+    for name in complete_checkpoints(root):
         try:
             manifest = json.loads((root / name / _MANIFEST).read_bytes())
             known, at, size, token = (manifest[key] for key in ("format", "step", "size", "save"))
@@ -258,7 +258,7 @@ def survey(root: Path) -> dict[str, tuple[dict[str, Any], str]]:
     return found
 
 
-def published(root: Path) -> list[str]:
+def complete_checkpoints(root: Path) -> list[str]:
     """Returns the names of complete checkpoints."""
     try:
         return [path.name for path in root.iterdir() if _NAME.fullmatch(path.name)]
@@ -278,7 +278,7 @@ def _file_of(rank: int) -> str:
     return f"rank-{rank:05d}.npz"
 
 
-def done_by_all(work: Callable[[], Result], what: str) -> Synchronization[Result]:
+def call_on_all(work: Callable[[], Result], what: str) -> Synchronization[Result]:
     """Calls `work` on this rank, and returns its result; raises on all ranks if it fails on any."""
     done: list[Result] = []
     failure: Exception | None = None

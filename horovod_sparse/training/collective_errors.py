@@ -60,7 +60,7 @@ def error_of_rank(rank: int, name: str, text: str, place: Any = None) -> errors.
 
 
 def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
-    """Returns the worst failure of any rank, equal on all ranks; None if no rank failed."""
+    """Exchanges ranks' failures; returns the worst, the same on all ranks, or None without any."""
     total = yield AllReduce(np.array([failure is not None], np.float32))
     if not np.array(total)[0]:
         return None
@@ -179,7 +179,7 @@ class NonFinitePolicy:
 
 
 def worst(failures: Iterable[Failure]) -> Failure:
-    """Returns the error to report: first one of this rank alone, then an edited gradient."""
+    """Returns the error to raise: neither NaN nor edit if there is one, then an edit, then NaN."""
     kinds = (EditedGradientError, NonFiniteGradientError)
     return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)
 

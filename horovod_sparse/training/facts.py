@@ -1,4 +1,4 @@
-"""Facts that travel with an exchange of steps: step lengths, failures, and statistics to average."""
+"""What ranks tell each other in every exchange of steps beside the moves, and averages of buffers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:
 
 @dataclass
 class RankFacts:
-    """A rank's report beside the moves of an exchange: NaN or Inf, present gradients, weight decay."""
+    """A rank's report that goes with each exchange: NaN or Inf, present gradients, weight decay."""
 
     #: 1 + number of the first parameter with a gradient that was not finite; 0 where all were
     bad: int = 0
@@ -48,7 +48,7 @@ class RankFacts:
     averaged: tuple[np.ndarray, Any] | None = None
 
     def share(self, number: int) -> Synchronization[list[Any]]:
-        """Sends this rank's facts to all ranks; returns those of all ranks."""
+        """Sends these facts and the exchange's number to all ranks; returns every rank's, in rank order."""
         facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.projections
         return shared_lines(facts)
 

@@ -171,7 +171,7 @@ class LocalTraining(Steps):
         return all_finishing
 
     def _cancel(self, failures: Sequence[BaseException]) -> None:
-        """Cancels the exchange; a rank with NaN or Inf also drops its local steps since then."""
+        """Cancels the exchange on all ranks; a rank with NaN or Inf also drops its later local steps."""
         super()._cancel(failures)
         diverged = any(self.rank in getattr(error, "where", ()) for error in failures)
         for part in self.parts:
@@ -179,10 +179,10 @@ class LocalTraining(Steps):
                 part.moves.record_sent()
             part.moves.return_to_start()
         if diverged:
-            self._heal()
+            self._clear_nonfinite_state()
 
-    def _heal(self) -> None:
-        """Clears NaN and Inf from the optimizer's state, since they would spoil its next step."""
+    def _clear_nonfinite_state(self) -> None:
+        """Sets NaN and Inf in the optimizer's state to 0, since they would spoil its next step."""
 
     def moved(self) -> list[Any]:
         """Returns an empty list for each part: local steps are in the parameters, not in moves."""

@@ -103,13 +103,13 @@ class OwnMoves:
         self._report = report
 
     def step_back(self) -> None:
-        """Undoes the step ahead, a move by the largest unsent elements; the residual still has them."""
+        """Undoes the step ahead before a pass; the residual still has its elements."""
         if self.ahead:
             self._parameters.replace([(move.indices, move.before) for move in self.ahead])
             self.ahead, self._left = [], None
 
     def end_pass(self) -> None:
-        """Takes the step ahead (its largest unsent elements); remembers parameters for `was_edited`."""
+        """Called at a pass's end: takes the step ahead, and remembers parameters for `was_edited`."""
         if self._next is not None:
             self._step_ahead(self._next, self._bucket.accumulator.take(self._next))
             self._next = None
@@ -351,7 +351,7 @@ class StepPart(BucketPart):
             residuals[name] = residuals[name] + self.shaped(number, total[slice(*span)])
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls back a fold that moved no parameter: its steps stay in the residual unless `drop`."""
+        """Rolls back this pass's fold before any parameter moved; with `drop` also removes the gradients."""
         self.bucket.abandon(drop=drop)
 
 

@@ -292,7 +292,7 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
 
 
 def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
-    """Returns a bucket's progress after all ranks have reset their states at a common step.
+    """Returns a bucket's progress at the step from which all ranks continue, after an agreement.
 
     Example:
         >>> from horovod_sparse.training.encoding import to_plain

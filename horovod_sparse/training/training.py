@@ -105,7 +105,7 @@ class Training:
         return fixed_bytes([fact for fact, _ in facts.values()])
 
     def _compare_plans(self) -> Synchronization[None]:
-        """Raises if ranks ask for different plans; a front end overrides it."""
+        """Raises if ranks ask for different plans; does nothing unless a front end overrides it."""
         yield from ()
 
     def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
@@ -276,7 +276,7 @@ class Training:
             column=0 if self.topology is None else self.topology.position(self.rank)[1],
             loose=self._loose is not None,
             fresh=self._is_fresh,
-            again=agreement.started_again(self.engine.placement().world_rank),
+            again=agreement.was_restarted(self.engine.placement().world_rank),
         )
 
     def reset_states(self, start: agreement.AgreedStatus) -> None:

@@ -163,7 +163,7 @@ class Phases:
         return kept, len(total)
 
     def _ranks_with_notes(self, teams: range | list[int]) -> list[int]:
-        """Returns the ranks at this rank's position in the given teams; none if messages carry no notes."""
+        """Returns the ranks whose notes a message carries: those at this rank's position in these teams."""
         return [self._layout.rank(team, self._position) for team in teams] if self._notes_travel else []
 
     def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:

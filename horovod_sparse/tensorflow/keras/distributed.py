@@ -67,7 +67,7 @@ def wrap(
 
 def _distributed_class(base: Any, is_scaler: bool) -> Any:
     class Distributed(WithState, base):
-        """The user's optimizer, with the methods that exchange gradients or steps."""
+        """The user's optimizer class, which exchanges gradients or own steps before each update."""
 
         _horovod_sparse_reducer: Any = None
 

@@ -99,7 +99,7 @@ class KerasSteps(Steps):
     def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any, *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor]:
-        """Runs a pass and assigns the variables; returns the gradients, and whether all ranks skipped it."""
+        """Runs a pass, which changes the variables; returns the gradients, and whether ranks skipped it."""
         refuse_graphs()
         self._note_variables(variables)
         own = [as_variable(one) for one in self._variables]
@@ -133,7 +133,7 @@ class KerasSteps(Steps):
         if not self._variables:
             known = getattr(self.optimizer, "_trainable_variables", None)
             self._variables = list(known or variables)
-            self.take_slots()
+            self.read_slots()
 
     def run(
         self, gradients: Mapping[int, np.ndarray], values: Sequence[np.ndarray], rate: float, scaled: bool
@@ -219,7 +219,7 @@ class KerasSteps(Steps):
         slots = getattr(self.optimizer, self._rule.keras_moment, None) or []
         return dict(zip(self.facts, map(as_variable, slots), strict=False)) if self.facts else {}
 
-    def give_slots(self) -> None:
+    def write_slots(self) -> None:
         """Copies second moments or velocities to the Keras optimizer's variables; sets first moments to 0."""
         slots = self._slots()
         for companion in self.residuals_and_progress()[0][1:] if slots else ():
@@ -230,7 +230,7 @@ class KerasSteps(Steps):
             for one in map(as_variable, self.optimizer._momentums):
                 one.assign(tf.zeros_like(one))
 
-    def take_slots(self) -> None:
+    def read_slots(self) -> None:
         """Reads step count and moments from the Keras optimizer's own variables."""
         with tf.init_scope():  # a graph counts iterations in any order with the pass
             self._began = int(np.asarray(self.optimizer.iterations))
@@ -251,7 +251,7 @@ class KerasSteps(Steps):
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns the checkpoint entry, and copies moments to the Keras optimizer's variables."""
-        self.give_slots()
+        self.write_slots()
         return super().save(**more)
 
 
@@ -335,13 +335,13 @@ def _without_update(base: Any) -> Any:
 
         def save_own_variables(self, store: Any) -> None:
             if self._horovod_sparse_steps is not None:
-                self._horovod_sparse_steps.give_slots()
+                self._horovod_sparse_steps.write_slots()
             super().save_own_variables(store)
 
         def load_own_variables(self, store: Any) -> None:
             super().load_own_variables(store)
             if self._horovod_sparse_steps is not None:
-                self._horovod_sparse_steps.take_slots()
+                self._horovod_sparse_steps.read_slots()
 
     WithoutUpdate.__name__, WithoutUpdate.__qualname__ = base.__name__, base.__qualname__
     WithoutUpdate.__module__, WithoutUpdate.__doc__ = base.__module__, base.__doc__

@@ -10,7 +10,7 @@ import torch
 hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import DeadlineError, UnsupportedError  # noqa: E402
-from horovod_sparse.torch._horovod import holder_of  # noqa: E402
+from horovod_sparse.torch._horovod import tensor_holding  # noqa: E402
 from horovod_sparse.training.deadline import Deadline  # noqa: E402
 from support.linear import LinearModel, dyadic  # noqa: E402
 from support.optimizers import make, train_step, wrapped  # noqa: E402
@@ -94,7 +94,7 @@ def test_a_tensor_is_held_though_horovod_changes_its_shape_meanwhile(monkeypatch
         return expanded
 
     monkeypatch.setattr(torch.Tensor, "expand", slowly)
-    assert holder_of(output).grad is output
+    assert tensor_holding(output).grad is output
 
 
 def test_time_in_which_this_process_was_stopped_is_no_waiting():

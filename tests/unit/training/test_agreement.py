@@ -25,7 +25,7 @@ from horovod_sparse.training.agreement import (
     compared,
     declaration,
     differing_arrays,
-    started_again,
+    was_restarted,
     word_sums,
 )
 from horovod_sparse.training.settings import Settings
@@ -88,7 +88,7 @@ def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> Non
 def test_launchers_tell_that_ranks_have_ended(variables, rank, again, monkeypatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert started_again(rank) is again
+    assert was_restarted(rank) is again
 
 
 @pytest.mark.parametrize(
