@@ -1,9 +1,9 @@
 """Horovod's PyTorch binding: how to get it where it is missing, which start it is, and its private names.
 
-Horovod's optimizers begin to hear of gradients in `_register_hooks`, once their arguments are checked: those
-with a sparsifier are adopted there (`pass_new_optimizers_to`). A parameter is synchronized by the optimizer that was made
-for it last, ours or Horovod's (`claim`). Every ``hvd.init()`` makes a new table of handles, which Horovod
-0.28.1 keeps in Python, so the table itself tells one start from another.
+Horovod's optimizers register gradient hooks in `_register_hooks`, after they have checked their arguments:
+`pass_new_optimizers_to` takes over those with a sparsifier there. A parameter belongs to the optimizer made
+for it last, of this package or of Horovod (`claim`). Every ``hvd.init()`` makes a new table of handles, which
+Horovod 0.28.1 keeps in Python: comparing tables by identity notices a new start.
 
 **Who frees tensors.** When a worker is lost, Horovod's thread lets go of all tensors under way while it holds
 a mutex. A tensor wants the interpreter's lock when Python's reference is the only one left; and a hook that
