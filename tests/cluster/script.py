@@ -13,13 +13,13 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cluster"
 NAME = f"test-{os.getpid()}"
 
 
-def cluster(*arguments: str, check: bool = True, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+def cluster(*arguments: str, check: bool = True, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
     """Run scripts/cluster to its end; with `check` a failure is shown in its own words."""
     result = subprocess.run(
         [str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=timeout,
         stdin=subprocess.DEVNULL,
     )
     if check and result.returncode:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import time
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,6 @@ from conformance.engine import SHAPES, ZEROS, Engine, Ledger, given, replicas_ag
 from horovod_sparse import errors
 from horovod_sparse.training import agreement
 from support.sampling import rest_nightly
-
-#: in which all ranks have to have an error
-SECONDS = 10.0
 
 # What goes wrong
 
@@ -183,10 +179,8 @@ WRONG = {"topk:densty=0.1": "densty", "topkk:density=0.1": "topkk", "topk:densit
 
 
 def refused(engine: Engine, training: Any, words: str, shapes: Any = SHAPES) -> None:
-    begun = time.monotonic()
     with pytest.raises(errors.StateMismatchError, match=words):
         training.step(given(engine.rank, 0, shapes))
-    assert time.monotonic() - begun < SECONDS
 
 
 @pytest.mark.parametrize("other", rest_nightly(OTHERS, OTHERS[:3]))
@@ -220,7 +214,7 @@ def test_another_setting_of_the_optimizer_is_told_to_all(engine: Engine, setting
 @pytest.mark.needs("retries")
 @pytest.mark.parametrize("wrong", rest_nightly([*WRONG, *ENVIRONMENT], [*WRONG][:1]))
 def test_what_one_rank_cannot_use_is_told_to_all(engine: Engine, wrong: str, monkeypatch: Any) -> None:
-    text, began = "topk:density=0.1", time.monotonic()
+    text = "topk:density=0.1"
     if engine.rank == engine.size - 1:
         if wrong in ENVIRONMENT:
             monkeypatch.setenv(*wrong.split("="))
@@ -228,7 +222,6 @@ def test_what_one_rank_cannot_use_is_told_to_all(engine: Engine, wrong: str, mon
             text = wrong
     with pytest.raises(errors.HorovodSparseError, match={**WRONG, **ENVIRONMENT}[wrong]):
         run(engine.train(text), engine, [0])
-    assert time.monotonic() - began < SECONDS
 
 
 @pytest.mark.needs("models")

@@ -1,7 +1,5 @@
 """Requests over torch.distributed: messages of any length, whom a rank waits for, and what it says."""
 
-import time
-
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -40,14 +38,16 @@ def test_who_does_not_come_to_a_step_is_named(group, rank):
     replica = Replica(SHAPES, "topk:density=0.1", plan=plan, process_group=group)
     for _ in range(2):  # in the second one DistributedDataParallel itself agrees on buckets
         replica.step(gradients(rank))
+    store = dist.distributed_c10d._get_default_store()
     if rank:
-        time.sleep(3)
+        store.wait(["rank 0 has raised"])
         replica.step(gradients(rank))
         return
     replica.sync.engine.communicator._deadline.seconds = 1.5  # kernels are compiled by now
     with pytest.raises(DeadlineError, match=r"has waited 1\.5 s for other ranks") as caught:
         replica.step(gradients(rank))
     assert 1 in caught.value.missing
+    store.set("rank 0 has raised", "")
 
 
 @pytest.mark.parametrize("request_of", [AllGather, AllReduce])

@@ -123,7 +123,7 @@ def survived(folder: Path) -> None:
     again.note(loaded=hvd.load(folder / "saved", again.optimizer, model=again.model))
     again.steps(FAULT_STEP, STEPS)
 
-    training = begun(folder, "hung", deadline_seconds=2.0, levels="host")
+    training = begun(folder, "hung", deadline_seconds=5.0, levels="host")
     in_the_sum(training, lambda: until_told(folder, "waited") or os._exit(0))
     since = time.perf_counter()
     try:

@@ -31,7 +31,7 @@ def entries_in(folder: Path) -> list[dict[str, Any]]:
 
 def until_told(folder: Path, fact: str) -> None:
     """Waits until rank 0 has written down a fact, or never will."""
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + 60.0
     while time.monotonic() < until:
         if any(entry.get("rank") == 0 and fact in entry for entry in entries_in(folder)):
             return

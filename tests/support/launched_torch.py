@@ -1,6 +1,5 @@
 """What all tests of PyTorch on ranks have; see `launched`."""
 
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -28,15 +27,11 @@ rank, size, process_set = fixtures(hvd)
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
     """Ranks of Horovod as ranks of torch.distributed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = hvd.broadcast_object(free.getsockname(), name="process_group.address")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{address[0]}:{address[1]}",
-        rank=hvd.rank(),
-        world_size=hvd.size(),
-        timeout=timedelta(seconds=60),
-    )
+    host = "127.0.0.1"
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if hvd.rank() == 0 else None
+    port = hvd.broadcast_object(store.port if store else None, name="process_group.port")
+    store = store or dist.TCPStore(host, port)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size(), timeout=limit)
     yield
     dist.destroy_process_group()

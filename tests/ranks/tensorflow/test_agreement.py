@@ -1,6 +1,5 @@
 """Ranks that were given different things, or come apart: named on all of them, by tapes and by Keras."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,11 @@ from support.keras_models import keras
 pytestmark = pytest.mark.tensorflow
 
 TEXT = "topk:density=0.1"
-SECONDS = 10.0
 
 
 def refused(step: Any, words: str) -> None:
-    begun = time.monotonic()
     with pytest.raises(Exception, match=words):
         step()
-    assert time.monotonic() - begun < SECONDS
 
 
 @pytest.mark.parametrize(
