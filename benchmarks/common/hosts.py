@@ -121,7 +121,7 @@ def cluster_for(
     Raises:
         BenchmarkError: if this machine permits no cluster.
     """
-    running = {item["name"]: item for item in json.loads(cluster_command("status", "--json"))}
+    running = {item["name"]: item for item in json.loads(cluster_command("status"))}
     found = running.get(name)
     if (
         found is not None

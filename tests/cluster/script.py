@@ -28,7 +28,7 @@ def cluster(*arguments: str, check: bool = True, timeout: float = 300) -> "subpr
 
 
 def status(name: str) -> dict[str, Any]:
-    return json.loads(cluster("status", "--name", name, "--json").stdout)[0]
+    return json.loads(cluster("status", "--name", name).stdout)[0]
 
 
 def own_network() -> list[str]:

@@ -82,7 +82,7 @@ def test_the_rate_is_reached_and_not_exceeded(request: pytest.FixtureRequest) ->
     asked, reached = 10e6, [0.0, 0.0]
     for _ in range(6):
         before = status(slower)["hosts"]
-        results = json.loads(cluster("measure", "--name", slower, "--megabytes", "2", "--json").stdout)
+        results = json.loads(cluster("measure", "--name", slower, "--megabytes", "2").stdout)
         after = status(slower)["hosts"]
         rates = [result["slowest_bits_per_second"] for result in results]
         assert [result["transfers"] for result in results] == [1, 3]

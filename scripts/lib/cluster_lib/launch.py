@@ -34,14 +34,6 @@ _TAIL_LINES = 20
 _CONSEQUENCES = ("Horovod has been shut down", "Connection reset by peer", "Connection closed by peer")
 
 
-class _Interrupted(Exception):
-    """A signal that asks to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.status = 128 + number
-
-
 def slots(cluster: Cluster, num_ranks: int) -> list[tuple[str, int]]:
     """How many ranks each host gets: neighbours in rank share a host, and no two hosts differ by more than 1.
 
@@ -150,7 +142,7 @@ def _watch(
     """Run the launcher on the first host until it ends, its time is over or a signal comes."""
 
     def interrupt(number: int, frame: object) -> None:
-        raise _Interrupted(number)
+        sys.exit(128 + number)
 
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {number: signal.signal(number, interrupt) for number in signals}
@@ -167,8 +159,8 @@ def _watch(
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         status = 124
-    except _Interrupted as error:
-        status = error.status
+    except SystemExit as asked:
+        status = int(asked.code or 0)
     finally:
         # From here on nothing interrupts; the rest takes seconds at most.
         for number in signals:
@@ -203,39 +195,26 @@ def _report(logs: Path, status: int, timeout_s: float | None) -> None:
     """Say how the run ended, and the last words of the ranks that the terminal has not seen."""
     failed = [path.read_text().split() for path in logs.glob("rank-*.failed")]
     codes = {int(rank): code for _, rank, code in sorted(failed)}
-    tails = {
-        int(path.stem.partition("-")[2]): path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        for path in logs.glob("rank-*.log")
-    }
-    shown = sorted(tails)
+    ends = {int(path.stem.partition("-")[2]): _end_of(path) for path in sorted(logs.glob("rank-*.log"))}
+    shown = sorted(ends)
     if status == 124 and timeout_s is not None:
         _say(f"cluster: not done after {timeout_s:g} s, and ended")
     elif codes:
         first, *others = codes
         also = f"; so did {', '.join(f'{rank} ({codes[rank]})' for rank in others)}" if others else ""
         _say(f"cluster: rank {first} was the first to end with a failure, exit code {codes[first]}{also}")
-        shown = _telling(codes, tails) or [first]
+        # a rank that raises shuts Horovod down on its way out, which is all that others have to say
+        own = [rank for rank in shown if not any(sign in ends[rank] for sign in _CONSEQUENCES)]
+        shown = [rank for rank in own if rank in codes or "Error" in ends[rank]] or [first]
     elif status > 128:
         _say(f"cluster: ended by {signal.Signals(status - 128).name}")
         return
     else:
         _say(f"cluster: the launch failed with exit code {status}")
     for rank in shown:
-        if tails.get(rank):
-            _say(f"--- rank {rank}, the end of {logs}/rank-{rank}.log")
-            _say("\n".join(tails[rank]))
+        if ends.get(rank):
+            _say(f"--- rank {rank}, the end of {logs}/rank-{rank}.log\n{ends[rank]}")
 
 
-def _telling(codes: Mapping[int, str], tails: Mapping[int, list[str]]) -> list[int]:
-    """The ranks whose last words name a cause.
-
-    A rank that raises shuts Horovod down on its way out, and the others may be gone before it is;
-    all they have to say is that Horovod was shut down.
-    """
-    telling = []
-    for rank, lines in sorted(tails.items()):
-        text = "\n".join(lines)
-        own = not any(sign in text for sign in _CONSEQUENCES)
-        if own and (rank in codes or "Error" in text):
-            telling.append(rank)
-    return telling
+def _end_of(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])

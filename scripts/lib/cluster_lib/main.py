@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from cluster_lib import launch
 from cluster_lib.measure import measure
 from cluster_lib.network import counters, make, processes, remove
 from cluster_lib.record import Cluster, load, load_all, load_complete
-from cluster_lib.system import ClusterError, check_machine, end
+from cluster_lib.system import ClusterError, check_machine
 
 _ENTER = Path(__file__).resolve().parent / "enter"
 
@@ -57,11 +56,9 @@ def _parser() -> argparse.ArgumentParser:
 
     speed = commands.add_parser("measure", parents=[named], help="asked against reached, by TCP transfers")
     speed.add_argument("--megabytes", type=float, default=100, help="per transfer (default: %(default)s)")
-    speed.add_argument("--json", action="store_true", help="for programs")
 
     status = commands.add_parser("status", help="what is up, and what went over each interface")
     status.add_argument("--name", help="this cluster only")
-    status.add_argument("--json", action="store_true", help="for programs")
 
     down = commands.add_parser("down", help="remove a cluster, and end what runs on it")
     which = down.add_mutually_exclusive_group()
@@ -72,8 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(options: argparse.Namespace) -> int:
     cluster = Cluster.check(options.name, options.hosts, options.rate, options.latency)
-    if make(cluster):
-        print("removed what a killed `up` had left", file=sys.stderr)
+    make(cluster)
     print(
         f"cluster {cluster.name}: {cluster.num_hosts} hosts at {cluster.rate.text},"
         f" {cluster.host(0)} to {cluster.host(cluster.num_hosts - 1)}",
@@ -98,16 +94,7 @@ def _enter(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> int:
     cluster = load_complete(options.name)
     asked, found = cluster.rate.bits_per_second, measure(cluster, round(options.megabytes * 10**6))
-    if options.json:
-        print(json.dumps([{"asked_bits_per_second": asked, **one} for one in found], indent=2))
-        return 0
-    for one in found:
-        reached = one["slowest_bits_per_second"]
-        share = f" ({100 * reached / asked:.1f} %)" if asked else ""
-        print(
-            f"{one['pattern']}: {one['transfers']} x {options.megabytes:g} MB, {reached / 10**6:,.1f} Mbit/s"
-            f" of {cluster.rate.text}{share}, {one['dropped_packets']} dropped"
-        )
+    print(json.dumps([{"asked_bits_per_second": asked, **one} for one in found], indent=2))
     return 0
 
 
@@ -117,38 +104,20 @@ def _state(cluster: Cluster) -> dict[str, Any]:
         hosts = counters(load_complete(cluster.name))
     except ClusterError:
         hosts = []
-    facts = {"name": cluster.name, "complete": bool(hosts), "rate": cluster.rate.text}
-    return {
-        **facts,
-        "latency": cluster.latency.text,
-        "num_processes": len(processes(cluster)),
-        "hosts": hosts,
-    }
+    facts = {"name": cluster.name, "rate": cluster.rate.text, "latency": cluster.latency.text}
+    return {**facts, "num_processes": len(processes(cluster)), "hosts": hosts}
 
 
 def _status(options: argparse.Namespace) -> int:
     if options.name is not None and load(options.name) is None:
         raise ClusterError(f"there is no cluster {options.name!r}")
-    states = [_state(one) for one, _ in load_all() if options.name in (None, one.name)]
-    if options.json:
-        print(json.dumps(states, indent=2))
-        return 0
-    if not states:
-        print("no cluster is up")
-    for one in states:
-        if not one["complete"]:
-            print(f"cluster {one['name']}: incomplete; scripts/cluster down --name {one['name']}")
-            continue
-        words = f"{len(one['hosts'])} hosts at {one['rate']}, {one['num_processes']} processes"
-        print(f"cluster {one['name']}: {words}")
-        for host in one["hosts"]:
-            counted = f"{host['tx_bytes']:,} bytes sent, {host['rx_bytes']:,} received"
-            print(f"  {host['host']} {host['address']}: {counted}, {host['dropped']} dropped")
+    states = [_state(one) for one in load_all() if options.name in (None, one.name)]
+    print(json.dumps(states, indent=2))
     return 0
 
 
 def _down(options: argparse.Namespace) -> int:
-    names = [cluster.name for cluster, _ in load_all()] if options.all else [options.name]
+    names = [cluster.name for cluster in load_all()] if options.all else [options.name]
     for name in names:
         print(f"cluster {name}: {'removed' if remove(name) else 'not there'}", file=sys.stderr)
     return 0
@@ -168,8 +137,6 @@ def main() -> int:
     options.words = words
     if (options.command in ("run", "enter")) != bool(words):
         parser.error("run and enter, and they alone, need -- and then a COMMAND")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
     try:
         check_machine()
         return _COMMANDS[options.command](options)

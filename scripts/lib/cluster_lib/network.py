@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_lib.record import INTERFACE, NAMESPACES, STATE, Cluster, load, locked
-from cluster_lib.system import ClusterError, end_if_asked, run
+from cluster_lib.system import ClusterError, run
 
 _LATENCY = Path(__file__).with_name("latency.py")
 LOCK = STATE / "lock"
@@ -23,37 +23,31 @@ LOCK = STATE / "lock"
 RUN_MARK = "HOROVOD_SPARSE_CLUSTER_RUN"
 
 
-def make(cluster: Cluster) -> bool:
-    """Build the cluster; True if the remains of a killed `up` had to be removed first.
+def make(cluster: Cluster) -> None:
+    """Builds the cluster. What a killed `up` has left is recorded, and `down` removes it.
 
     Raises:
         ClusterError: the name is taken, or a namespace of that name is somebody else's.
     """
     with locked(LOCK):
-        found = load(cluster.name)
-        if found is not None and found[1]:
+        if (found := load(cluster.name)) is not None:
             raise ClusterError(
-                f"there is a cluster {cluster.name!r} already, with {found[0].num_hosts} hosts"
-                f" at {found[0].rate.text}",
+                f"there is a cluster {cluster.name!r} already, {found.num_hosts} hosts at {found.rate.text}",
                 f"Remove it with scripts/cluster down --name {cluster.name}, or take another --name.",
             )
-        if found is not None:
-            _remove(found[0])
         foreign = [namespace for namespace in cluster.namespaces if (NAMESPACES / namespace).exists()]
         if foreign:
             raise ClusterError(
                 f"there is a network namespace {foreign[0]} that scripts/cluster did not make",
                 "Take another --name.",
             )
-        cluster.save(complete=False)
+        cluster.save()
         try:
             _build(cluster)
-            end_if_asked()
+            cluster.save_hosts()
         except BaseException:
             _remove(cluster)
             raise
-        cluster.save(complete=True)
-        return found is not None
 
 
 def _build(cluster: Cluster) -> None:
@@ -64,7 +58,6 @@ def _build(cluster: Cluster) -> None:
     run("ip", "-n", switch, "link", "set", "bridge", "up")
     for index in range(cluster.num_hosts):
         host, port = cluster.namespace(index), f"port{index}"
-        end_if_asked()
         _add_namespace(host)
         run("ip", "-n", host, "link", "set", "lo", "up")
         run(
@@ -108,7 +101,7 @@ def remove(name: str) -> bool:
     with locked(LOCK):
         found = load(name)
         if found is not None:
-            _remove(found[0])
+            _remove(found)
         return found is not None
 
 

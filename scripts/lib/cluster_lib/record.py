@@ -79,20 +79,22 @@ class Cluster:
         """Where a launcher keeps what it needs while it runs."""
         return self.folder / "tmp"
 
-    def save(self, complete: bool) -> None:
+    @property
+    def hosts_file(self) -> Path:
+        """What its hosts have as /etc/hosts; written last, so that an incomplete cluster has none."""
+        return self.folder / "hosts"
+
+    def save(self) -> None:
         """Write the record, all of it or nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lines = [f"{self.address(index)} {self.host(index)}" for index in range(self.num_hosts)]
-        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        facts = {
-            "name": self.name,
-            "hosts": self.num_hosts,
-            "rate": self.rate.text,
-            "latency": self.latency.text,
-        }
+        facts = {"name": self.name, "num_hosts": self.num_hosts}
         draft = self.folder / "record.json.new"
-        draft.write_text(json.dumps({**facts, "complete": complete}) + "\n")
+        draft.write_text(json.dumps({**facts, "rate": self.rate.text, "latency": self.latency.text}) + "\n")
         draft.replace(self.folder / "record.json")
+
+    def save_hosts(self) -> None:
+        lines = [f"{self.address(index)} {self.host(index)}" for index in range(self.num_hosts)]
+        self.hosts_file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def forget(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -107,28 +109,26 @@ def check_name(name: str) -> None:
         )
 
 
-def load(name: str) -> tuple[Cluster, bool] | None:
-    """The recorded cluster of that name and whether it was completed, or None."""
+def load(name: str) -> Cluster | None:
+    """The recorded cluster of that name, complete or not."""
     check_name(name)
     try:
         facts = json.loads((STATE / name / "record.json").read_text())
     except FileNotFoundError:
         return None
-    shape = Rate.parse(facts["rate"]), Latency.parse(facts["latency"])
-    return Cluster(facts["name"], facts["hosts"], *shape), facts["complete"]
+    return Cluster.check(**facts)
 
 
 def load_complete(name: str) -> Cluster:
     """The cluster of that name, ready to use, or a ClusterError."""
-    found = load(name)
-    if found is None:
-        others = ", ".join(cluster.name for cluster, _ in load_all()) or "none"
+    cluster = load(name)
+    if cluster is None:
+        others = ", ".join(cluster.name for cluster in load_all()) or "none"
         raise ClusterError(
             f"there is no cluster {name!r}", f"There are: {others}.", "Make one: scripts/cluster up"
         )
-    cluster, complete = found
-    missing = [namespace for namespace in cluster.namespaces if not (NAMESPACES / namespace).exists()]
-    if not complete or missing:
+    parts = [cluster.hosts_file, *(NAMESPACES / namespace for namespace in cluster.namespaces)]
+    if not all(part.exists() for part in parts):
         raise ClusterError(
             f"cluster {name!r} is incomplete: its `up` was killed, or somebody removed parts of it",
             f"Clean up and make it again: scripts/cluster down --name {name}",
@@ -136,7 +136,7 @@ def load_complete(name: str) -> Cluster:
     return cluster
 
 
-def load_all() -> list[tuple[Cluster, bool]]:
+def load_all() -> list[Cluster]:
     """Every recorded cluster, by name."""
     folders = sorted(STATE.glob("*/record.json"))
     return [found for found in (load(path.parent.name) for path in folders) if found is not None]

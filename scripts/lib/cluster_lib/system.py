@@ -3,11 +3,8 @@
 import os
 import shutil
 import subprocess
-import sys
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
-
-_asked_to_end: list[int] = []
 
 
 class ClusterError(Exception):
@@ -17,21 +14,6 @@ class ClusterError(Exception):
         super().__init__(message)
         self.advice = advice
         self.status = status
-
-
-def end(number: int, frame: object) -> None:
-    """Handler of the signals that ask to end: raises SystemExit, so that what was made is taken back."""
-    _asked_to_end.append(number)
-    sys.exit(128 + number)
-
-
-def end_if_asked() -> None:
-    """Raise SystemExit if a signal has asked for it, whatever became of the handler's own exception.
-
-    Python drops an exception that is raised while a destructor runs, and subprocess.Popen has one.
-    """
-    if _asked_to_end:
-        sys.exit(128 + _asked_to_end[0])
 
 
 def run(*command: str, may_fail: bool = False) -> str:
