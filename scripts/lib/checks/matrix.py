@@ -19,13 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "docs" / "measurements" / "matrix.json"
+NOT_COPIED = ("__pycache__", ".venv", ".git", "site", "build", ".*_cache", ".hypothesis")
+DDP = ["tests/ddp"]
+HOROVOD = ["tests/ranks/torch/test_conformance.py", "tests/ranks/torch/test_transport.py"]
+KERAS = "tests/ranks/tensorflow/test_keras.py"
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,8 @@ CORNERS = {
 }
 
 
-class CornerError(RuntimeError):
-    """A corner that did not work."""
-
-
-def run(command: Sequence[str | Path], folder: Path, seconds: float = 1800, **variables: str) -> str:
-    """What a command printed.
-
-    Raises:
-        CornerError: if it failed, with the end of its words.
-    """
+def run(*command: str | Path, folder: Path, **variables: str) -> str:
+    """Returns what a command printed, or raises an error that says how it ended."""
     # neither another environment's packages nor this tree: what is installed is what is tested
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
@@ -76,95 +71,75 @@ def run(command: Sequence[str | Path], folder: Path, seconds: float = 1800, **va
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=seconds,
+        timeout=1800,
     )
     if done.returncode != 0:
-        raise CornerError(f"{' '.join(map(str, command))}: {done.stdout[-1500:]}{done.stderr[-500:]}")
+        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stdout[-1500:]}{done.stderr[-500:]}")
     return done.stdout
 
 
-def passed(output: str) -> int:
-    """How many tests pytest says it passed on the first rank that says so."""
-    found = re.search(r"\b(\d+) passed", output)
-    if found is None:
-        raise CornerError(f"no test passed: {output[-500:]}")
-    return int(found[1])
+def installed(corner: Corner, python: str, tree: Path) -> Path:
+    """Installs the package of the tree with these versions; returns the environment's Python."""
+    if corner.horovod:
+        versions = ["--tensorflow", corner.tensorflow] if corner.tensorflow else ["--without-tensorflow"]
+        run(tree / "scripts/setup", "--python", python, "--torch", corner.torch, *versions, folder=tree)
+        return tree / ".venv" / "bin" / "python"
+    run(python, "-m", "venv", "../env", folder=tree)
+    own = tree.parent / "env" / "bin" / "python"
+    pip = own, "-m", "pip"
+    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", "../wheel", tree, folder=tree)
+    (wheel,) = (tree.parent / "wheel").glob("*.whl")
+    run(*pip, "install", "--quiet", f"{wheel}[torch]", f"torch=={corner.torch}", "pytest>=8.0", folder=tree)
+    shutil.rmtree(tree / "horovod_sparse")  # out of reach of what is tested
+    return own
 
 
-def copied(folder: Path) -> Path:
-    """This tree as it is now, so that what is installed and what tests it are the same."""
-    tree = folder / "tree"
-    ignore = shutil.ignore_patterns(
-        "__pycache__", ".venv", ".git", "site", "build", ".*_cache", ".hypothesis"
-    )
-    shutil.copytree(ROOT, tree, ignore=ignore)
-    return tree
-
-
-def without_horovod(corner: Corner, python: str, folder: Path) -> tuple[Path, float, dict[str, int]]:
-    """The environment's Python, seconds of installing, and tests that passed."""
-    tree = copied(folder)
-    started = time.monotonic()
-    run([python, "-m", "venv", folder / "env"], folder)
-    own = folder / "env" / "bin" / "python"
-    run([own, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder / "wheel", tree], folder)
-    (wheel,) = (folder / "wheel").glob("*.whl")
-    install = [own, "-m", "pip", "install", "--quiet"]
-    run([*install, f"{wheel}[torch]", f"torch=={corner.torch}", "pytest>=8.0"], folder)
-    seconds = time.monotonic() - started
-    # the tree's own package out of reach
-    shutil.rmtree(tree / "horovod_sparse")
-    launcher = [own.with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
-    path = f"{own.parent}{os.pathsep}{os.environ['PATH']}"
-    run([own, "-m", "horovod_sparse", "doctor", "--help"], tree, PATH=path)
-    ranks = run([*launcher, "-m", "pytest", "-q", "-x", "tests/ddp"], tree, PATH=path)
-    return own, seconds, {"tests/ddp": passed(ranks)}
-
-
-def with_horovod(corner: Corner, python: str, folder: Path) -> tuple[Path, float, dict[str, int]]:
-    """The same by scripts/setup."""
-    tree = copied(folder)
-    started = time.monotonic()
-    versions = ["--torch", corner.torch]
-    versions += ["--tensorflow", corner.tensorflow] if corner.tensorflow else ["--without-tensorflow"]
-    run([tree / "scripts" / "setup", "--python", python, *versions], tree)
-    seconds = time.monotonic() - started
-    own = tree / ".venv" / "bin" / "python"
-    path = f"{own.parent}{os.pathsep}{os.environ['PATH']}"
+def tested(corner: Corner, own: Path, tree: Path) -> dict[str, int]:
+    """Runs tests on two ranks; returns by file or folder how many passed on the first rank that says so."""
+    path = {"PATH": f"{own.parent}{os.pathsep}{os.environ['PATH']}"}
+    launcher: list[str | Path] = [own.with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
+    if corner.horovod:
+        launcher = [own.with_name("horovodrun"), "--gloo", "-np", "2", own]
+    else:
+        run(own, "-m", "horovod_sparse", "doctor", "--help", folder=tree, **path)
     found = {}
-    tests = ["tests/ranks/torch/test_conformance.py", "tests/ranks/torch/test_transport.py"]
-    for test in [*tests, *(["tests/ranks/tensorflow/test_keras.py"] if corner.tensorflow else [])]:
-        launcher = [own.with_name("horovodrun"), "--gloo", "-np", "2"]
-        found[test] = passed(run([*launcher, own, "-m", "pytest", "-q", "-x", test], tree, PATH=path))
-    return own, seconds, found
+    for test in [*HOROVOD, *([KERAS] if corner.tensorflow else [])] if corner.horovod else DDP:
+        output = run(*launcher, "-m", "pytest", "-q", "-x", test, folder=tree, **path)
+        passed = re.search(r"\b(\d+) passed", output)
+        if passed is None:
+            raise RuntimeError(f"no test passed: {output[-500:]}")
+        found[test] = int(passed[1])
+    return found
 
 
 def versions_of(python: Path, folder: Path) -> dict[str, str]:
-    """What is installed there."""
+    """Returns the versions of what is installed there."""
     code = (
         "import json, platform; from importlib.metadata import distributions as d; "
         "v = {x.metadata['Name'].lower().replace('_', '-'): x.version for x in d()}; "
         "print(json.dumps({'python': platform.python_version(), **v}))"
     )
-    found = json.loads(run([python, "-c", code], folder).splitlines()[-1])
+    found = json.loads(run(python, "-c", code, folder=folder).splitlines()[-1])
     names = {"tensorflow-cpu": "tensorflow"}
     told = ("python", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy", "numba", "horovod")
     return {names.get(name, name): found[name].partition("+")[0] for name in told if name in found}
 
 
 def measured(name: str, folder: Path) -> dict[str, Any] | None:
-    """A corner's outcome; None where its Python is missing."""
+    """Returns a corner's outcome, or None where its Python is missing."""
     corner = CORNERS[name]
     python = shutil.which(f"python{corner.python}")
-    usable = python and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0
-    if not python or not usable:
+    if not python or subprocess.run([python, "-c", ""], capture_output=True).returncode != 0:
         print(f"{name}: no python{corner.python} on PATH, left out", file=sys.stderr)
         return None
     print(f"{name}: {corner}", file=sys.stderr)
+    tree = shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*NOT_COPIED))
     started = time.monotonic()
     try:
-        own, seconds, tests = (with_horovod if corner.horovod else without_horovod)(corner, python, folder)
-    except (CornerError, subprocess.TimeoutExpired) as error:
+        own = installed(corner, python, tree)
+        seconds = time.monotonic() - started
+        tests = tested(corner, own, tree)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{name}: FAILED: {error}", file=sys.stderr)
         return {"versions": {"python": corner.python, "torch": corner.torch}, "failed": True}
     print(f"{name}: {tests}, {time.monotonic() - started:.0f} s", file=sys.stderr)
@@ -176,29 +151,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/check matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("corners", nargs="*", metavar="CORNER", help="which to run (default: all)")
-    parser.add_argument("--list", action="store_true", help="name all corners and run none")
+    add = parser.add_argument
+    add("corners", nargs="*", metavar="CORNER", help="which to run (default: all)")
+    add("--list", action="store_true", help="name all corners and run none")
     options = parser.parse_args()
     if unknown := [name for name in options.corners if name not in CORNERS]:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(CORNERS)}")
     if options.list:
-        for name, corner in CORNERS.items():
-            print(name, corner)
+        print(*(f"{name} {corner}" for name, corner in CORNERS.items()), sep="\n")
         return 0
-    result: dict[str, Any] = {"command": "scripts/check matrix", "corners": {}}
-    if FILE.exists():
-        result = json.loads(FILE.read_text())
-    failed = False
-    for name in options.corners or list(CORNERS):
+    found = json.loads(FILE.read_text())["corners"] if FILE.exists() else {}
+    for name in (asked := options.corners or list(CORNERS)):
         with tempfile.TemporaryDirectory(prefix="horovod_sparse_matrix.") as temporary:
             outcome = measured(name, Path(temporary))
         if outcome is not None:
-            failed |= outcome.get("failed", False)
-            result["corners"][name] = outcome
-            ordered = {name: result["corners"][name] for name in CORNERS if name in result["corners"]}
-            FILE.write_text(json.dumps({**result, "corners": ordered}, indent=1) + "\n")
-            result["corners"] = ordered
-    return int(failed)
+            found[name] = outcome
+            ordered = {one: found[one] for one in CORNERS if one in found}
+            FILE.write_text(
+                json.dumps({"command": "scripts/check matrix", "corners": ordered}, indent=1) + "\n"
+            )
+    return int(any(found.get(name, {}).get("failed") for name in asked))
 
 
 if __name__ == "__main__":
