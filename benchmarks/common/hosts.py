@@ -74,10 +74,10 @@ class Hosts:
             asked.write_text(json.dumps(settings))
             paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
             launch = [str(_SCRIPT), "run", "--name", self.name, f"--{network}", "-np", str(num_ranks)]
-            launch += ["--timeout", str(timeout_s), "-x", f"PYTHONPATH={paths}"]
-            launch += ["-x", f"{TENSOR_SELECTION_VARIABLE}=all"]
+            command = [sys.executable, "-m", _RANKS, module, str(asked), str(answered)]
             process = subprocess.Popen(
-                [*launch, "--", sys.executable, "-m", _RANKS, module, str(asked), str(answered)],
+                [*launch, "--timeout", str(timeout_s), "--", *command],
+                env={**os.environ, "PYTHONPATH": paths, TENSOR_SELECTION_VARIABLE: "all"},
                 stdout=subprocess.PIPE,
                 stdin=subprocess.DEVNULL,
                 text=True,

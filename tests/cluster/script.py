@@ -13,14 +13,15 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cluster"
 NAME = f"test-{os.getpid()}"
 
 
-def cluster(*arguments: str, check: bool = True, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
+def cluster(*arguments: str, check: bool = True, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run scripts/cluster to its end; with `check` a failure is shown in its own words."""
     result = subprocess.run(
         [str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=300,
         stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
     )
     if check and result.returncode:
         pytest.fail(f"scripts/cluster {' '.join(arguments)}: {result.returncode}\n{result.stderr[-3000:]}")

@@ -28,10 +28,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 SHAPES = {"first": (200, 30), "bias": (7,), "second": (30, 5, 11)}
-SAVE_STEPS, LOOK_STEPS, WARM_STEPS, FLAT = 20, 20, 100, 0.01
+RECIPE, SAVE_STEPS, LOOK_STEPS, WARM_STEPS, FLAT = "exdyna:density=0.05", 20, 20, 100, 0.01
 
 
-def worker(folder: Path, steps: int, recipe: str) -> None:
+def worker(folder: Path, steps: int) -> None:
     """One rank: goes on from the newest checkpoint, to the end."""
     import numpy as np
     import torch
@@ -47,7 +47,7 @@ def worker(folder: Path, steps: int, recipe: str) -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),
         model.named_parameters(),
-        compression=hvd.Compression.parse(recipe),
+        compression=hvd.Compression.parse(RECIPE),
         bucket_bytes=10_000,
     )
     first = 0
@@ -111,7 +111,6 @@ def soak(given: argparse.Namespace) -> dict[str, Any]:
             if num_starts > kills:
                 raise SystemExit(f"it did not end by itself: {(folder / 'log').read_text()[-3000:]}")
             inner = [sys.executable, __file__, "--worker", name, "--steps", str(steps)]
-            inner += ["--recipe", given.recipe]
             with open(folder / "log", "w") as log:
                 command = ["horovodrun", "--gloo", "-np", str(ranks), *inner]
                 job = subprocess.Popen(
@@ -127,30 +126,27 @@ def soak(given: argparse.Namespace) -> dict[str, Any]:
                         os.kill(draw.choice(entries(folder, last=True))["pid"], signal.SIGKILL)
                     job.wait(60)
         found = figures(entries(folder), steps, ranks)
-    asked = {name: getattr(given, name) for name in ("steps", "ranks", "seed", "recipe")}
+    asked = {"steps": steps, "ranks": ranks, "seed": given.seed, "recipe": RECIPE}
     return {**asked, "kills": num_starts - 1, "seconds": round(time.monotonic() - started), **found}
 
 
 def figures(found: list[dict[str, int]], steps: int, ranks: int) -> dict[str, Any]:
-    """Of all steps; and of every process that lived for long enough, as a list."""
-    digests = collections.defaultdict(set)
-    counts: collections.Counter[int] = collections.Counter()
-    lives = collections.defaultdict(list)
+    """Returns which steps differ or are missing, and what every process that lived for long came to."""
+    digests, lives = collections.defaultdict(list), collections.defaultdict(list)
     for entry in found:
-        digests[entry["step"]].add(entry["digest"])
-        counts[entry["step"]] += 1
+        digests[entry["step"]].append(entry["digest"])
         if "bytes" in entry:
             lives[entry["pid"]].append(entry)
     return {
-        "different": sorted(step for step, values in digests.items() if len(values) > 1),
-        "missing": [step for step in range(steps) if counts[step] < ranks],
-        "repeated": sum(counts.values()) - steps * ranks,
+        "different": sorted(step for step, values in digests.items() if len(set(values)) > 1),
+        "missing": [step for step in range(steps) if len(digests[step]) < ranks],
+        "repeated": len(found) - steps * ranks,
         "lives": [life for looks in lives.values() if (life := one_life(looks))],
     }
 
 
 def one_life(looks: list[dict[str, int]]) -> dict[str, Any]:
-    """What a process came to after it was warm; nothing of one that did not live for long."""
+    """Returns what a warm process came to, or nothing of one that did not live for long."""
     warm = looks[WARM_STEPS // LOOK_STEPS :]
     quarter = len(warm) // 4
     if quarter < 2:
@@ -164,27 +160,6 @@ def one_life(looks: list[dict[str, int]]) -> dict[str, Any]:
     return {"steps": len(warm) * LOOK_STEPS, "mebibytes": mebibytes, "grown": grown}
 
 
-def report(result: dict[str, Any]) -> None:
-    """Tells it in a line.
-
-    Raises:
-        SystemExit: unless all is well.
-    """
-    lives = result["lives"]
-    grown, told = sorted({what for life in lives for what in life["grown"]}), ""
-    if lives:
-        longest = max(lives, key=lambda life: life["steps"])
-        early, late = longest["mebibytes"]
-        told = f", memory {early:.1f} to {late:.1f} MiB over {longest['steps']} steps"
-    missing, different = result["missing"], result["different"]
-    print(
-        f"{result['steps']} steps, {result['ranks']} ranks, {result['kills']} kills, {result['seconds']} s: "
-        f"steps missing {len(missing)}, different {len(different)}, grown {grown or 'nothing'}{told}"
-    )
-    if different or missing or grown:
-        raise SystemExit(f"different: {different[:5]}, missing: {missing[:5]}, grown: {grown}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/check soak", description=__doc__)
     add = parser.add_argument
@@ -192,18 +167,24 @@ def main() -> None:
     add("--ranks", type=int, default=4, help="ranks, on this machine (default %(default)s)")
     add("--kills", type=int, default=20, help="how often a rank is killed (default %(default)s)")
     add("--seed", type=int, default=0, help="draws the steps of the kills (default %(default)s)")
-    add("--recipe", default="exdyna:density=0.05", help="sparsifier of the training (default %(default)s)")
     add("--output", type=Path, metavar="FILE", help="write the figures as JSON to FILE")
     add("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
-        worker(given.worker, given.steps, given.recipe)
-    else:
-        result = soak(given)
-        if given.output is not None:
-            command = shlex.join(["scripts/check", "soak", *sys.argv[1:]])
-            given.output.write_text(json.dumps({"command": command, **result}, indent=1) + "\n")
-        report(result)
+        worker(given.worker, given.steps)
+        return
+    result = soak(given)
+    if given.output is not None:
+        command = shlex.join(["scripts/check", "soak", *sys.argv[1:]])
+        given.output.write_text(json.dumps({"command": command, **result}, indent=1) + "\n")
+    grown = sorted({what for life in result["lives"] for what in life["grown"]})
+    missing, different = result["missing"], result["different"]
+    print(
+        f"{result['steps']} steps, {result['ranks']} ranks, {result['kills']} kills, {result['seconds']} s: "
+        f"steps missing {len(missing)}, different {len(different)}, grown {grown or 'nothing'}"
+    )
+    if different or missing or grown:
+        raise SystemExit(f"different: {different[:5]}, missing: {missing[:5]}, grown: {grown}")
 
 
 if __name__ == "__main__":

@@ -90,38 +90,17 @@ def gloo_command(cluster: Cluster, num_ranks: int, command: list[str]) -> list[s
     return [python, str(HERE / "gloo.py"), cluster.address(0), INTERFACE, str(num_ranks), places, *command]
 
 
-def environment(cluster: Cluster, settings: list[str]) -> dict[str, str]:
-    """The caller's environment, which every rank gets as on a machine of its own, and `-x` settings."""
-    result = {**_THREADS, **os.environ, RUN_MARK: cluster.name}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not name:
-            raise ClusterError(f"-x {setting!r} is not NAME=VALUE")
-        if equals:
-            result[name] = value
-        elif name not in result:
-            raise ClusterError(f"-x {name}: there is no such variable here", f"Allowed: -x {name}=VALUE.")
-    return result
-
-
-def run(
-    cluster: Cluster,
-    kind: str,
-    num_ranks: int,
-    command: list[str],
-    settings: list[str],
-    timeout_s: float | None,
-) -> int:
+def run(cluster: Cluster, kind: str, num_ranks: int, command: list[str], timeout_s: float | None) -> int:
     """Run `command` as `num_ranks` ranks; the exit code of the first that failed, 124 after a timeout.
 
-    When this returns, however it does, no process of the run is left on the hosts.
+    Ranks get the caller's environment. However this returns, no process of the run is left on the hosts.
     """
     if num_ranks < 1:
         raise ClusterError(f"-np {num_ranks} is out of range", "Allowed: 1 and more.")
     rank_command = ["bash", str(HERE / "one_rank.sh"), str(cluster.logs), *command]
     make = {"mpi": mpi_command, "gloo": gloo_command}[kind]
     launcher = make(cluster, num_ranks, rank_command)
-    variables = environment(cluster, settings)
+    variables = {**_THREADS, **os.environ, RUN_MARK: cluster.name}
     busy = f"cluster {cluster.name!r} is busy with another run"
     with locked(cluster.folder / "run.lock", busy):
         # A killed run cannot have ended its ranks.

@@ -41,9 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--mpi", dest="kind", action="store_const", const="mpi", help="launch with mpirun")
     run.set_defaults(kind="gloo")
     run.add_argument("-np", type=int, metavar="N", help="how many ranks (default: one a host)")
-    run.add_argument(
-        "-x", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank"
-    )
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="end it after that, with exit code 124")
 
     enter = commands.add_parser(
@@ -81,7 +78,7 @@ def _up(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     cluster = load_complete(options.name)
     num_ranks = cluster.num_hosts if options.np is None else options.np
-    return launch.run(cluster, options.kind, num_ranks, options.words, options.x, options.timeout)
+    return launch.run(cluster, options.kind, num_ranks, options.words, options.timeout)
 
 
 def _enter(options: argparse.Namespace) -> int:
