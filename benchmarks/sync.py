@@ -26,7 +26,7 @@ from benchmarks.common.options import (
 )
 from benchmarks.common.tables import launch_tables
 from horovod_sparse.sparsifiers import ALGORITHMS
-from horovod_sparse.training.settings import TRANSPORT_VARIABLE, transport_asked
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE, requested_transport
 
 _BASELINES = ("dense", "dense float16", "naive")
 #: behind the name of a sparsifier that is synchronized on two levels
@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 #: how rounds travel, as the user has said
-_ASKED = transport_asked()
+_ASKED = requested_transport()
 
 
 class Gradient:

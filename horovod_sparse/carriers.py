@@ -23,7 +23,7 @@ from horovod_sparse.collectives import Exchange, Request, Synchronization, Words
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Handle, answer_for_one_rank
-from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, transport_asked
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, requested_transport
 
 _SLEEP_SECONDS = 20e-6
 
@@ -162,7 +162,7 @@ class Rounds:
 def why_not_mpi(hvd: Any) -> str:
     """Returns why this rank cannot send messages by MPI beside Horovod; empty if it can."""
     check_transport(hvd)
-    if transport_asked() == "alltoall":
+    if requested_transport() == "alltoall":
         return f"{TRANSPORT_VARIABLE} says so"
     if not hvd.mpi_enabled():
         return "Horovod does not run on MPI"
@@ -205,7 +205,7 @@ class MpiCarrier:
         world = self._mpi.COMM_WORLD.Get_group()
         self._comm = self._mpi.COMM_WORLD.Create_group(world.Incl(list(ranks)))
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
-        self._is_current, self._carries_all = is_current, transport_asked() == "pairs"
+        self._is_current, self._carries_all = is_current, requested_transport() == "pairs"
         self._epoch, self._numbers = 0, Counter[bytes]()
         #: messages by source
         self._inbox: defaultdict[Key, dict[int, Words]] = defaultdict(dict)

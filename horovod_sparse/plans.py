@@ -45,7 +45,7 @@ class ParameterFacts:
         return self.num_elements * _ITEM_SIZES[self.dtype]
 
 
-def same_kind(parameter: ParameterFacts) -> Kind:
+def grouping_key(parameter: ParameterFacts) -> Kind:
     """Returns dtype, device, parameter group and density, in which all parameters of a bucket agree."""
     return parameter.dtype, parameter.device, parameter.group, parameter.density
 
@@ -113,7 +113,7 @@ class Plan:
         if missing := sorted(set(facts) - named):
             raise ArgumentError("plan", f"nothing for {missing}", "a bucket, or dense, for every parameter")
         for bucket in self.buckets:
-            kinds = sorted({same_kind(facts[name]) for name in bucket})
+            kinds = sorted({grouping_key(facts[name]) for name in bucket})
             if len(kinds) > 1:
                 raise ArgumentError(
                     "plan", bucket, f"buckets of one dtype, device, group and density; here are {kinds}"
@@ -134,12 +134,12 @@ def by_kind(
     buckets: list[list[str]] = []
     filling: dict[Kind, tuple[list[str], int, int]] = {}
     for one in parameters:
-        bucket, number, size = filling.get(same_kind(one), ([], 0, 0))
+        bucket, number, size = filling.get(grouping_key(one), ([], 0, 0))
         if not bucket or number + one.num_elements > MAX_BUCKET_ELEMENTS or is_full(number, size, one):
             bucket, number, size = [], 0, 0
             buckets.append(bucket)
         bucket.append(one.name)
-        filling[same_kind(one)] = bucket, number + one.num_elements, size + one.num_bytes
+        filling[grouping_key(one)] = bucket, number + one.num_elements, size + one.num_bytes
     return tuple(map(tuple, buckets))
 
 

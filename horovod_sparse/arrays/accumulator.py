@@ -36,7 +36,7 @@ class Journal:
         self._changes.append((where, olds))
         return olds
 
-    def unseen(self) -> Iterator[Memory]:
+    def unread_changes(self) -> Iterator[Memory]:
         """Yields the indices changed since the last call."""
         first, self._num_read = self._num_read, len(self._changes)
         yield from (where for where, _ in self._changes[first:])
@@ -148,7 +148,7 @@ class Accumulator:
         samples = before, *(self._kernels.take(array, where) for array in self.memory())
         self.report = self._kernels.with_projection(self.report, samples, signs, rule)
 
-    def hide(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
+    def zero_spans(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
         """Sets the spans of parameters without a gradient to 0 before a fold; returns what they held."""
         arrays = self.memory()
         hidden = [(slice(*span), [array[slice(*span)] * 1.0 for array in arrays]) for span in spans]
@@ -157,8 +157,8 @@ class Accumulator:
                 array[where] = 0
         return hidden
 
-    def show(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
-        """Restores what `hide` returned, after the step; multiplies the companions there by a factor."""
+    def restore_spans(self, hidden: Sequence[tuple[slice, Sequence[Memory]]], factor: float) -> None:
+        """Restores what `zero_spans` returned, after the step; multiplies companions there by `factor`."""
         for where, (values, *companions) in hidden:
             self._norm = self._kernels.updated_norm(self._norm, self._values[where], values)
             self._values[where] = values
@@ -178,7 +178,7 @@ class Accumulator:
             self._kernels.scan_maxima(self._values, self._maxima)
             self._maxima_known = True
         if exact or self._has_grown:
-            for where in self._journal.unseen():
+            for where in self._journal.unread_changes():
                 self._kernels.refresh_maxima(self._values, self._maxima, where)
             self._has_grown = False
         return self._maxima

@@ -114,10 +114,10 @@ class Candidates:
             return None
         out, found = np.empty(k + LANES, np.int32), np.empty(k + LANES, self._bits)
         kth.keep(self._places, self._words, self._count[0], known[0], k - known[1], out, found)
-        self.learn(k, known[0])
+        self.set_next_bound(k, known[0])
         return out[:k], found[:k].view(self._dtype)
 
-    def learn(self, k: int, smallest: Any) -> None:
+    def set_next_bound(self, k: int, smallest: Any) -> None:
         """Sets the next fold's bound from the k-th largest now; only the first call after a fold counts."""
         if not self._fresh:
             return
@@ -244,7 +244,7 @@ class HostKernels(Kernels):
         if not whole:
             return indices, None
         found = scatter.taken(values, indices)
-        self._candidates.learn(k, np.abs(found).min().view(maxima.dtype))
+        self._candidates.set_next_bound(k, np.abs(found).min().view(maxima.dtype))
         return indices, found
 
     def kth(self, values: Array, maxima: Array, k: int, start: int, stop: int) -> Any:
@@ -252,7 +252,7 @@ class HostKernels(Kernels):
             return select.kth(values, maxima, k, start, stop, self.layout)
         known = self._candidates.kth(k)
         bits = select.kth(values, maxima, k, start, stop, self.layout) if known is None else known[0]
-        self._candidates.learn(k, bits)
+        self._candidates.set_next_bound(k, bits)
         return bits
 
     def scan_maxima(self, values: Array, maxima: Array) -> None:

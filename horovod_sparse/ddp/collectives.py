@@ -234,7 +234,7 @@ _LOOK_SECONDS = 0.5
 _END_SECONDS = 2.0
 
 
-class _Shared:
+class _ThreadState:
     """State of a communicator's thread, which holds no reference to the communicator itself."""
 
     def __init__(self, carrier: Carrier) -> None:
@@ -274,14 +274,14 @@ class Communicator:
     """
 
     def __init__(self, carrier: Carrier, deadline: Deadline) -> None:
-        self._shared, self._deadline = _Shared(carrier), deadline
+        self._shared, self._deadline = _ThreadState(carrier), deadline
         #: prefix of names: a process may train several models
         self.label = ""
         #: total seconds that `wait` waited for other ranks and the network
         self.idle_seconds = 0.0
-        thread = threading.Thread(target=_work, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
+        thread = threading.Thread(target=_run, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._shared, thread)
+        weakref.finalize(self, _end_thread, self._shared, thread)
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         task = Task(name)
@@ -325,14 +325,14 @@ class Communicator:
         return next((task for task in tasks if not task.done), None)
 
 
-def _end(shared: _Shared, thread: threading.Thread) -> None:
+def _end_thread(shared: _ThreadState, thread: threading.Thread) -> None:
     """Ends the thread before the interpreter does, since a group must not be freed later."""
     shared.waiting.put(None)
     if thread is not threading.current_thread():
         thread.join(_END_SECONDS)
 
 
-def _work(shared: _Shared) -> None:
+def _run(shared: _ThreadState) -> None:
     while (item := shared.waiting.get()) is not None:
         task, coroutine = item
         try:

@@ -103,16 +103,16 @@ def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -
         waited = time.monotonic() - since
         if waited > min(_QUIET_SECONDS, deadline.seconds) and not said:
             said = True
-            _log.warning("waiting for %s", _missing_words(missing, number, store))
+            _log.warning("waiting for %s", _describe_missing(missing, number, store))
         if waited > deadline.seconds:
-            what = f"the first step ({_missing_words(missing, number, store)})"
+            what = f"the first step ({_describe_missing(missing, number, store)})"
             raise DeadlineError(what, 0, deadline.seconds, dict.fromkeys(missing, ""))
         time.sleep(_LOOK_SECONDS)
     _begun[group.group_name] += 1
     return deadline
 
 
-def _missing_words(missing: list[int], number: int, store: GroupStore) -> str:
+def _describe_missing(missing: list[int], number: int, store: GroupStore) -> str:
     absent = [one for one in missing if store("attached", f"{number}.{one}") is None]
     if absent:
         return f"ranks {absent}, which have not attached: all ranks call attach, or make LocalSteps"

@@ -241,8 +241,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             somewhere >>= len(part.names)
         return failures
 
-    def make_ready(self) -> None:
-        super().make_ready()
+    def reset_counters(self) -> None:
+        super().reset_counters()
         self._with_gradient = set()
 
     def retire(self) -> None:

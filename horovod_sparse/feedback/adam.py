@@ -19,7 +19,7 @@ import numpy as np
 from horovod_sparse.arrays import Accumulator, FoldRule
 from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
+from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, decay_weights
 from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.base import step_generator
 
@@ -123,7 +123,7 @@ class AdamFeedback(Normalizing):
     }
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
-        rate, (sign, decay) = float(group["lr"]), weights_of(group)
+        rate, (sign, decay) = float(group["lr"]), decay_weights(group)
         own = self.with_settings(beta2=float(group["betas"][1]), eps=float(group["eps"]))
         if kind == "AdamW" or group.get("decoupled_weight_decay"):
             return OwnStep(own, (sign, 0.0), 1.0 - rate * decay, rate)
@@ -165,7 +165,7 @@ class RMSpropFeedback(Normalizing):
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
         own = self.with_settings(beta2=float(group["alpha"]), eps=float(group["eps"]))
-        return OwnStep(own, weights_of(group), 1.0, float(group["lr"]))
+        return OwnStep(own, decay_weights(group), 1.0, float(group["lr"]))
 
     def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         own = self.with_settings(beta2=float(optimizer.rho), eps=float(optimizer.epsilon))

@@ -219,7 +219,7 @@ class Bucket:
         rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
         rule = feedback.rule(self.info, rates)
         if absent:
-            self._hidden = self.progress.age, self.accumulator.hide(absent)
+            self._hidden = self.progress.age, self.accumulator.zero_spans(absent)
         self.accumulator.step = self.state.step
         if self._similarity is None:
             self.accumulator.fold(gradient, rule)
@@ -227,7 +227,7 @@ class Bucket:
             self._similarity.fold(self.accumulator, gradient, rule, self.state.step)
         self._progress = now
         if feedback.scale_residual:
-            self.rescale_state(feedback.units(rates))
+            self.rescale_state(feedback.residual_factor(rates))
         self._gradient = gradient
         if cancels:
             self.accumulator.mark_cancelled()
@@ -248,15 +248,15 @@ class Bucket:
         sum_, after = yield from self._run_sparsifier(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
         self._check_steps(sum_.notes.steps)
-        self.learn(sum_.notes.projections)
-        overflow = self.received(sum_, report, scale)
+        self.update_similarity(sum_.notes.projections)
+        overflow = self.record_sum(sum_, report, scale)
         if sum_.notes.first_nonfinite or overflow is not None:
             self._undo_step()
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.last = report
         return sum_, overflow
 
-    def received(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
+    def record_sum(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
         """Writes counts and norms from a sum to the report; returns the position of its overflow, or None."""
         report.num_selected, report.num_received = int(sum_.counts[self.info.rank]), len(sum_.values)
         report.facts.update(sum_.facts)
@@ -265,7 +265,7 @@ class Bucket:
         # all ranks have the same sum, so all find the same overflow
         return overflowing(sum_, self.info, 1.0 / self.whole.size if scale is None else scale)
 
-    def learn(self, projections: np.ndarray) -> None:
+    def update_similarity(self, projections: np.ndarray) -> None:
         """Updates the estimate of how similar ranks' gradients are, by their projections [P]."""
         if self._similarity is not None and projections.any():
             learned = self._similarity.next_leans(self._progress.leans, projections)
@@ -333,7 +333,7 @@ class Bucket:
     def _restore_absent(self) -> None:
         if self._hidden is not None:
             (age, hidden), self._hidden = self._hidden, None
-            self.accumulator.show(hidden, self.feedback.moment_factor(age, self.progress.age) or 1.0)
+            self.accumulator.restore_spans(hidden, self.feedback.moment_factor(age, self.progress.age) or 1.0)
 
     def skip(self) -> None:
         """Counts a step in which this bucket has no gradient, and neither folds nor selects."""

@@ -77,9 +77,10 @@ class Feedback:
         """
         # clip_norm bounds the sum over ranks; one rank's gradient gets less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        return _fold_rule(decay=self.units(rates) * self.decay, clip_norm=norm, **self._rule_arguments(rates))
+        decay = self.residual_factor(rates) * self.decay
+        return _fold_rule(decay=decay, clip_norm=norm, **self._rule_arguments(rates))
 
-    def units(self, rates: Rates) -> float:
+    def residual_factor(self, rates: Rates) -> float:
         """Returns the factor by which the residual is multiplied when the learning rate changes."""
         # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
         return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
@@ -267,11 +268,11 @@ class Rule(Feedback):
         raise NotImplementedError
 
 
-def weights_of(group: Mapping[str, Any]) -> tuple[float, float]:
+def decay_weights(group: Mapping[str, Any]) -> tuple[float, float]:
     """Returns the factors (of gradient and parameter) by which PyTorch adds weight decay to a gradient.
 
     Example:
-        >>> weights_of({"maximize": True, "weight_decay": 0.1, "lr": 1.0})
+        >>> decay_weights({"maximize": True, "weight_decay": 0.1, "lr": 1.0})
         (-1.0, 0.1)
     """
     return -1.0 if group.get("maximize") else 1.0, float(group["weight_decay"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
+from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, decay_weights
 
 #: by the optimizer's `adjust_lr_fn`: factor of the rate of a matrix of so many rows and columns
 _ADJUSTED: Mapping[str | None, Callable[[int, int], float]] = {
@@ -45,7 +45,7 @@ class MuonFeedback(Rule):
         return {"masking": False}  # what is folded is the step
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
-        rate, (sign, decay) = float(group["lr"]), weights_of(group)
+        rate, (sign, decay) = float(group["lr"]), decay_weights(group)
         if group["adjust_lr_fn"] not in _ADJUSTED:
             allowed = "None, 'original' or 'match_rms_adamw'"
             raise ArgumentError("adjust_lr_fn", group["adjust_lr_fn"], allowed)
@@ -65,7 +65,7 @@ class Matrices:
     def advance(self, momentum: Any, gradient: Any) -> None:
         momentum.lerp_(gradient.where(gradient.isfinite().all(), momentum), 1.0 - self._last)
 
-    def take_back(self, momentum: Any, gradient: Any) -> None:
+    def undo_advance(self, momentum: Any, gradient: Any) -> None:
         """Reverts `advance` up to rounding, when a step is cancelled."""
         if self._last:
             finite = gradient.isfinite().all()

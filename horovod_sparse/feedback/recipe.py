@@ -157,7 +157,7 @@ class ParameterRules:
             return 1.0
         return None
 
-    def hint(self, names: Iterable[str]) -> None:
+    def warn_of_unmatched(self, names: Iterable[str]) -> None:
         """Logs a warning for each pattern that matches no parameter's name."""
         known, patterns = sorted(names), [*self.dense, *(pattern for pattern, _ in self.densities)]
         missed = [one for one in patterns if not any(fnmatchcase(name, one) for name in known)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, weights_of
+from horovod_sparse.feedback.feedbacks import OwnStep, Rates, Rule, decay_weights
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class VelocityFeedback(Rule):
             >>> VelocityFeedback(momentum=0.0).own_step("SGD", group, 0).weights
             (0.5, 0.125)
         """
-        rate, momentum, (sign, decay) = float(group["lr"]), float(group["momentum"]), weights_of(group)
+        rate, momentum, (sign, decay) = float(group["lr"]), float(group["momentum"]), decay_weights(group)
         if not self.momentum:  # nothing but the weights can have the rate
             if momentum:
                 allowed = "0, as when the optimizer was attached; for momentum attach again"

@@ -95,7 +95,7 @@ class Stopwatch:
         return np.asarray(everyone.max(axis=0) if slowest else everyone.mean(axis=0))
 
 
-def repeated(
+def measure_repeatedly(
     once: Callable[[], Synchronization[Sequence[float]]],
     watch: Stopwatch,
     kinds: Collection[type[Request]],
@@ -116,7 +116,7 @@ def repeated(
     return found
 
 
-def by_size(
+def measure_by_size(
     measured: Callable[[int], Synchronization[list[list[float]]]],
     watch: Stopwatch,
     sizes: Sequence[int],
@@ -193,11 +193,11 @@ def bucket_times(
             gradient = memory.gradient(num_elements, dtype)
             once = functools.partial(_one_step, bucket, gradient, watch, memory)
             fill, kinds = functools.partial(memory.refill, gradient), set(chosen.rounds(size))
-            found = yield from repeated(once, watch, kinds, before=fill, skip=_WARMUP_STEPS)
+            found = yield from measure_repeatedly(once, watch, kinds, before=fill, skip=_WARMUP_STEPS)
             rows += [[density * num_elements, per_rank * density * num_elements, *row] for row in found]
         return rows
 
-    return (yield from by_size(measured, watch, bucket_elements, budget_seconds))
+    return (yield from measure_by_size(measured, watch, bucket_elements, budget_seconds))
 
 
 def _one_step(
@@ -250,7 +250,7 @@ def calibration(
     for kind in kinds:
         make = functools.partial(_request, kind, where.rank, where.size)
         timed = functools.partial(_timed, make, watch)
-        amounts, rows = yield from by_size(timed, watch, extent.message_bytes, share)
+        amounts, rows = yield from measure_by_size(timed, watch, extent.message_bytes, share)
         found[kind] = fit_time(amounts, [each for (each,) in rows], what=kind)
     selection: dict[str, Fit] = {}
     decoding: dict[str, Fit] = {}
@@ -281,7 +281,7 @@ def _timed(
         yield request
         return (watch.clock() - started,)
 
-    return (yield from repeated(once, watch, {type(request)}, slowest=False))
+    return (yield from measure_repeatedly(once, watch, {type(request)}, slowest=False))
 
 
 def _request(kind: str, rank: int, size: int, num_bytes: int) -> Request:

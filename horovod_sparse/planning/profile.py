@@ -132,7 +132,7 @@ class Profile:
         facts = {parameter.name: parameter for parameter in parameters}
         if missing := [name for name in facts if name not in self.backward_seconds]:
             raise ProfileMismatchError(
-                f"the profile has no backward time for {_few(missing)}: is it of another model?"
+                f"the profile has no backward time for {_shortened(missing)}: is it of another model?"
             )
         measured = [(facts[name], each) for name, each in self.backward_seconds.items() if name in facts]
         ordered, seconds = zip(*measured, strict=True) if measured else ((), ())
@@ -155,11 +155,11 @@ class Profile:
         needed |= {"allreduce"}  # of what stays dense
         measured = dict.fromkeys(needed, Fit(0.0, 0.0)) if size == 1 else self.collectives
         if missing := sorted(needed - set(measured)):
-            raise ProfileMismatchError(f"{name} needs {_few(missing)}, which the profile does not hold")
+            raise ProfileMismatchError(f"{name} needs {_shortened(missing)}, which the profile does not hold")
         if name not in self.selection:
             raise ProfileMismatchError(
-                f"the profile has no selection time for {name}, only for {_few(sorted(self.selection))}: "
-                f"run horovod-sparse calibrate with it"
+                f"no selection time for {name} in the profile, only {_shortened(sorted(self.selection))}: "
+                "run horovod-sparse calibrate with it"
             )
         times = {kind: fit.time() for kind, fit in measured.items()}
         communication = communication_of(sparsifier, size, times)
@@ -178,6 +178,6 @@ class Profile:
         )
 
 
-def _few(names: Iterable[str]) -> str:
+def _shortened(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"

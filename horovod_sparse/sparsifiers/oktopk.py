@@ -50,7 +50,7 @@ def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
     return selection[np.arange(1, info.size) * selection.size // info.size].astype(np.int64)
 
 
-def adjusted(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
+def scaled_threshold(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
     """Returns the threshold times or divided by `factor` if `count` lies above or below `band` times k."""
     low, high = band
     if count < low * k:
@@ -173,8 +173,8 @@ class OkTopk(Sparsifier):
         facts = {"local_threshold": local_threshold, "threshold": threshold}
         if self.threshold_steps:
             passed = int(sizes.sum())
-            local_threshold = adjusted(local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
-            threshold = adjusted(threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
+            local_threshold = scaled_threshold(local_threshold, indices.size, k, _LOCAL_BAND, _LOCAL_FACTOR)
+            threshold = scaled_threshold(threshold, passed, k, _GLOBAL_BAND, _GLOBAL_FACTOR)
         after = replace(state, local_threshold=local_threshold, global_threshold=threshold, bounds=bounds)
         return SparseSum(sum_.indices, sum_.values, selected, arrived.notes, facts), after
 

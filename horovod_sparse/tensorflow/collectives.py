@@ -46,10 +46,10 @@ def known_to_elastic() -> Any:
     return tf.name_scope(f"{ELASTIC_WORD}/")
 
 
-def not_folded(gradient: Any) -> Any:
+def hide_from_folding(gradient: Any) -> Any:
     """Hides a gradient from constant folding, which would run its collective only once."""
     if isinstance(gradient, tf.IndexedSlices):
-        values, indices = not_folded(gradient.values), not_folded(gradient.indices)
+        values, indices = hide_from_folding(gradient.values), hide_from_folding(gradient.indices)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
     if tf.executing_eagerly():
         return gradient
@@ -131,7 +131,7 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **
             "as variables of their own"
         )
     common = {"ignore_name_scope": True, "process_set": process_set}
-    gradient = not_folded(gradient)
+    gradient = hide_from_folding(gradient)
     with known_to_elastic():
         if not isinstance(gradient, tf.IndexedSlices):
             op = hvd.Average if average else hvd.Sum
@@ -149,7 +149,7 @@ def nonfinite_marks(gradients: Sequence[Any], name: str, process_set: Any) -> tf
     marks = tf.cast(tf.stack([tf.reduce_any(~tf.math.is_finite(one)) for one in values]), tf.int32)
     with tf.device("/cpu:0"):
         return carry_out(
-            collectives.AllGather, not_folded(marks), tf.zeros([0], tf.int32), name, process_set
+            collectives.AllGather, hide_from_folding(marks), tf.zeros([0], tf.int32), name, process_set
         )[0]
 
 

@@ -66,7 +66,7 @@ class StateKeeper:
             return
         _check(entry, getattr(self.synchronizer, "recipe", None))
         if self._has_buckets_for(entry):
-            checked_states(self.synchronizer, fitting(self.synchronizer, entry))
+            checked_states(self.synchronizer, with_local_names(self.synchronizer, entry))
 
     def _has_buckets_for(self, entry: Mapping[str, Any]) -> bool:
         """True once buckets were made for all variables of the entry."""
@@ -77,7 +77,7 @@ class StateKeeper:
     def _load_when_planned(self) -> None:
         if self._loaded is not None and self._has_buckets_for(self._loaded):
             loaded, self._loaded = self._loaded, None
-            self.synchronizer.load(fitting(self.synchronizer, loaded))
+            self.synchronizer.load(with_local_names(self.synchronizer, loaded))
 
 
 class WithState:
@@ -142,7 +142,7 @@ def _check(entry: Any, recipe: Recipe | None) -> None:
     check_shapes(entry, {name: tuple(shape) for name, shape in variables.items()})
 
 
-def fitting(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_local_names(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the entry with its variables renamed as they are called here; raises for another model."""
     _check(entry, synchronizer.recipe)
     known = shapes_of(synchronizer)

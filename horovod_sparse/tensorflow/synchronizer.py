@@ -153,7 +153,7 @@ class GradientSynchronizer(VariablesTraining):
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
         """Builds all sums; returns them, a tensor that is ready afterwards, and whether to skip the step."""
         results, by_name, parts, tokens = self._start_rounds(gradients, variables, rate)
-        check = self._replicas.check_of(variables)
+        check = self._replicas.drift_check_for(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
         if not parts and not slices:
             return results, None, tf.constant(False)
@@ -276,7 +276,7 @@ class Replicas:
         #: by names of the variables that are synchronized together: others may be changed meanwhile
         self._checks: dict[frozenset[str], DriftCheck] = {}
 
-    def check_of(self, variables: Sequence[Any]) -> DriftCheck | None:
+    def drift_check_for(self, variables: Sequence[Any]) -> DriftCheck | None:
         """Returns the `DriftCheck` for these variables; None with one rank, or without checks."""
         known = map(self._training.name_of, variables)
         names = frozenset(name for name in known if name is not None)

@@ -25,7 +25,7 @@ from horovod_sparse.topology import ClusterFacts, Placement, RankAndSize, Topolo
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, transport_asked
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, requested_transport
 from horovod_sparse.training.training import Training
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class VariablesTraining(Training):
 
     def __init__(self, engine: VariablesEngine, recipe: Recipe, settings: Settings, groups: Any) -> None:
         super().__init__(engine, recipe, settings)
-        if transport_asked() == "pairs":
+        if requested_transport() == "pairs":
             raise UnsupportedError(
                 f"{TRANSPORT_VARIABLE}=pairs is for PyTorch: in a graph of TensorFlow all rounds are "
                 "operations of Horovod's. Unset it"
@@ -171,9 +171,9 @@ class VariablesTraining(Training):
         self._names.update({variable.ref(): name for name, variable in zip(facts, new, strict=True)})
         if not self.facts:
             self.begin(facts, plan)
-            _warn_of_short_lives(new[0], self.telemetry)
+            _warn_of_new_compressors(new[0], self.telemetry)
             return True
-        self._join(facts, plan)
+        self._append_parts(facts, plan)
         return True
 
     def _on_new_parts(self, parts: Sequence[Any]) -> None:
@@ -190,7 +190,7 @@ class VariablesTraining(Training):
             names[name]: (dataclasses.replace(fact, name=names[name]), variable)
             for name, (fact, variable) in found.items()
         }
-        rules.hint(facts)
+        rules.warn_of_unmatched(facts)
         parameters = [fact for fact, _ in facts.values()]
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._plan_arguments["bucket_bytes"])
@@ -219,7 +219,7 @@ class VariablesTraining(Training):
         """Makes the parts of a plan; keeps traced graphs valid if plan and collectives have not changed."""
         former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
-        goes_on = known and len(former) == len(self.parts) and all(map(_sends_alike, former, self.parts))
+        goes_on = known and len(former) == len(self.parts) and all(map(_same_rounds, former, self.parts))
         if goes_on:
             for before, part in zip(former, self.parts, strict=True):
                 before.task.kinds, part.task = part.task.kinds, before.task
@@ -235,7 +235,7 @@ class VariablesTraining(Training):
 _LIVES = "_horovod_sparse_telemetries"
 
 
-def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
+def _warn_of_new_compressors(variable: Any, telemetry: Telemetry) -> None:
     """Logs a warning if each step makes a new compressor, which loses the residual."""
     lives = getattr(variable, _LIVES, ())
     if [life.num_steps for life in lives] == [1, 1]:
@@ -247,7 +247,7 @@ def _warn_of_short_lives(variable: Any, telemetry: Telemetry) -> None:
     setattr(variable, _LIVES, (*lives[-1:], telemetry))
 
 
-def _sends_alike(former: Part, part: Part) -> bool:
+def _same_rounds(former: Part, part: Part) -> bool:
     return former.task.waits or former.task.kinds == part.task.kinds
 
 

@@ -60,8 +60,8 @@ class Watch:
         """Adds an assertion to the graph being traced, by which it can be made to fail while it runs."""
         if self.deadline.seconds == math.inf:
             return
-        _thread.look_after(self)
-        queue = self._made_queue()
+        _thread.add_watch(self)
+        queue = self._new_queue()
         graph: Any = tf.compat.v1.get_default_graph()
         while hasattr(graph, "outer_graph"):  # which may outlive all else
             _queues.setdefault(graph, []).append(queue)
@@ -77,7 +77,7 @@ class Watch:
         if self.deadline.seconds == math.inf:
             return
         with tf.device(HOST), tf.control_dependencies([end]):
-            handle = self._made_queue().queue_ref
+            handle = self._new_queue().queue_ref
             passed = tf.raw_ops.QueueEnqueueV2(handle=handle, components=[tf.constant("")])
             run_independently(passed, "QueueEnqueueV2")
 
@@ -95,7 +95,7 @@ class Watch:
         """Returns a context in which eager collectives of this thread are watched."""
         self._error, wait = None, (time.perf_counter(), name)
         self._eager.append(wait)
-        _thread.look_after(self)
+        _thread.add_watch(self)
         try:
             yield
         except Exception as error:
@@ -108,7 +108,7 @@ class Watch:
     def _owner_or_none(self) -> Any:
         return None if self._owner is None else self._owner()
 
-    def look(self, now: float) -> DeadlineError | None:
+    def overdue_error(self, now: float) -> DeadlineError | None:
         """Returns a `DeadlineError` if a collective has waited too long, else None."""
         if not hvd.is_initialized():
             return None
@@ -131,7 +131,7 @@ class Watch:
         while self._queue is not None and int(self._queue.size()):
             self._queue.dequeue()
 
-    def _made_queue(self) -> Any:
+    def _new_queue(self) -> Any:
         if self._queue is None:
             with tf.init_scope(), tf.device(HOST):
                 self._queue = tf.queue.FIFOQueue(1 << 20, [tf.string], shapes=[[]])
@@ -146,7 +146,7 @@ class _WatchThread:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._runs = False
 
-    def look_after(self, watch: Watch) -> None:
+    def add_watch(self, watch: Watch) -> None:
         if watch.deadline.seconds == math.inf:
             return
         with self._lock:
@@ -157,15 +157,15 @@ class _WatchThread:
 
     def _run(self) -> None:
         while True:
-            time.sleep(self._look_at_all())
+            time.sleep(self._check_all())
 
-    def _look_at_all(self) -> float:
+    def _check_all(self) -> float:
         """Checks all watches; returns the seconds until the next check."""
         with self._lock:
             watches = list(self._watches)
         for watch in watches:
             try:
-                error = watch.look(time.perf_counter())
+                error = watch.overdue_error(time.perf_counter())
             except Exception as problem:  # Horovod was shut down meanwhile, or a process set is no more
                 # a thread that ended here would leave all that comes later without a deadline
                 words = "the deadline of collectives could not be checked, will retry: %s"

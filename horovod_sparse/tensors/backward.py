@@ -22,7 +22,7 @@ from horovod_sparse.plans import Plan
 from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.topology import RankAndSize, Topology
-from horovod_sparse.training.collective_errors import Outcome, some_of, worst
+from horovod_sparse.training.collective_errors import Outcome, listed, worst
 from horovod_sparse.training.compression import refuse_later_momentum
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.settings import Settings
@@ -241,7 +241,7 @@ class GradientTraining(Training):
             self._cancel_and_raise(failures, edited)
             return
         reports = [part.apply() for part in self.parts]
-        self.make_ready()
+        self.reset_counters()
         self.step += 1
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
 
@@ -268,7 +268,7 @@ class GradientTraining(Training):
             return
         assert error is not None  # there are errors
         if isinstance(error, errors.EditedGradientError) and edited:
-            error.where[self.rank] = some_of(edited)
+            error.where[self.rank] = listed(edited)
         raise error
 
     def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
@@ -279,7 +279,7 @@ class GradientTraining(Training):
                 part.abandon(drop=drop)
         for part in self.parts:
             part.clear()
-        self.make_ready()
+        self.reset_counters()
 
     def finish_pending(self, *, drop: bool = False) -> None:
         """Completes the collectives of a step in progress, and cancels the step; all ranks call it.
@@ -302,7 +302,7 @@ class GradientTraining(Training):
     def settle(self) -> None:
         """Does nothing, since every step waits for its exchange; trainers' callbacks call it."""
 
-    def make_ready(self) -> None:
+    def reset_counters(self) -> None:
         """Resets counters for the next step."""
         for part in self.parts:
             part.task, part.num_missing = None, len(part.names)

@@ -17,9 +17,9 @@ from horovod_sparse.tensors.binding import unwrapped
 from horovod_sparse.tensors.gradients import HOST, ParameterBucket, host_view
 from horovod_sparse.tensors.layout import ReplicatedTensor, flat, local, view_into
 from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
-from horovod_sparse.tensors.own_steps import moved_parameters
+from horovod_sparse.tensors.own_steps import make_parameters
 from horovod_sparse.topology import RankAndSize, Topology
-from horovod_sparse.training.collective_errors import some_of
+from horovod_sparse.training.collective_errors import listed
 from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
 from horovod_sparse.training.local_steps import LocalTraining
 from horovod_sparse.training.parts import scaled
@@ -61,7 +61,7 @@ class Displacement:
 
         self.start, self.velocity = empty(wide, n), empty(wide, n if schedule.outer.momentum else 0)
         self.sent = empty(first, n if schedule.delay else 0)
-        self._common = moved_parameters([self.start], [(0, n)])
+        self._common = make_parameters([self.start], [(0, n)])
         self.take_as_common()
 
     # an exchange
@@ -280,12 +280,12 @@ class LocalBinding(LocalTraining):
                 moved.append((name, one))
         if trained := [name for name, one in moved if one.requires_grad]:
             raise UnsupportedError(
-                f"another optimizer trains {some_of(trained)}, whose gradients stay on their ranks: give it "
+                f"another optimizer trains {listed(trained)}, whose gradients stay on their ranks: give it "
                 f"LocalSteps, too: LocalSteps(other_optimizer, model, every={self.schedule.every})"
             )
         if moved:
             raise UnsupportedError(
-                f"{some_of([name for name, _ in moved])}, which no optimizer trains, have changed here: "
+                f"{listed([name for name, _ in moved])}, which no optimizer trains, have changed here: "
                 "give averages of parameters to register_buffer, which is averaged over ranks"
             )
         return super()._begin_exchange(finishing=finishing)

@@ -136,9 +136,9 @@ def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) 
     """Returns, by name, a model's parameters that an optimizer trains (without an optimizer all)."""
     parameters = parameters_of(inner_of(model))
     if optimizer is None:
-        return {_plain(name): one for name, one in parameters}
+        return {_unwrapped_name(name): one for name, one in parameters}
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    named = {_plain(name): one for name, one in parameters if id(one) in given}
+    named = {_unwrapped_name(name): one for name, one in parameters if id(one) in given}
     known = set(map(id, named.values()))
     if strange := [
         f"group {number}, parameter {place} of shape {list(one.shape)}"
@@ -165,7 +165,7 @@ def inner_of(model: torch.nn.Module) -> torch.nn.Module:
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
-def _plain(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     """Returns a parameter's name without what torch.compile and checkpoint wrappers put into it."""
     parts = name.split(".")
     return ".".join(part for part in parts if part not in ("_orig_mod", "_checkpoint_wrapped_module"))

@@ -20,7 +20,7 @@ from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.parts import Parameters, folded, scaled
 
 
-def moved_parameters(tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> HostParameters:
+def make_parameters(tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> HostParameters:
     """Returns the `Parameters` of a bucket's tensors, which have one dtype and device."""
     first = local(tensors[0])
     plain = first.device.type in HOST_DEVICES and first.dtype in (torch.float32, torch.float64)
@@ -152,10 +152,10 @@ class StepBucket(ParameterBucket, StepPart):
         self.group = facts[spec.names[0]][0].group
         #: number of gradients of each parameter, by name: a late parameter's moment has fewer
         self.ages = ages
-        #: this pass's moments that `_raise_moment` changed, with copies of their old values
+        #: this pass's moments that `_correct_moment` changed, with copies of their old values
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
-        self.bind(moved_parameters(self.given, self.spans), moves_at_once)
+        self.bind(make_parameters(self.given, self.spans), moves_at_once)
 
     def gradient(self) -> Any:
         """Returns gradients (or whole steps) to fold, after correcting moments of parameters used late."""
@@ -164,7 +164,7 @@ class StepBucket(ParameterBucket, StepPart):
         for number in self._counted:
             own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
             if own <= self.bucket.progress.age:
-                self._raise_moment(number, own)
+                self._correct_moment(number, own)
         if self.now.matrices is None:
             return super().gradient()
         for momentum, gradient in self._whole():
@@ -190,7 +190,7 @@ class StepBucket(ParameterBucket, StepPart):
             else:
                 yield torch.zeros_like(self._flat_memory(number)[0])
 
-    def _raise_moment(self, number: int, own: int) -> None:
+    def _correct_moment(self, number: int, own: int) -> None:
         """Raises a late parameter's second moment, so that the bucket's bias correction is right for it.
 
         ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is

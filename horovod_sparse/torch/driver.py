@@ -22,7 +22,7 @@ from horovod_sparse.torch._horovod import hold_tensors, hvd, present_start, wait
 from horovod_sparse.training.collective_errors import ConstructionErrors
 from horovod_sparse.training.deadline import Deadline
 from horovod_sparse.training.engine import Driver, Facts, Handle, carry_out
-from horovod_sparse.training.settings import transport_asked
+from horovod_sparse.training.settings import requested_transport
 from horovod_sparse.training.training import Training
 
 _log = logging.getLogger("horovod_sparse")
@@ -193,7 +193,7 @@ class HorovodDriver(Driver):
         else:
             self.transport = "MPI, on a communicator of their own (every rank can)"
             self.mpi = carriers.MpiCarrier(self.process_set.ranks, lambda: present_start() is since)
-        in_vain = told and self.process_set.rank() == 0 and transport_asked() == "pairs"
+        in_vain = told and self.process_set.rank() == 0 and requested_transport() == "pairs"
         level = logging.WARNING if in_vain else logging.INFO
         _log.log(level, "messages between two ranks go through %s", self.transport)
 

@@ -55,7 +55,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         super().__init__(engine, recipe, settings, optimizer)
         self.process_set = engine.process_set
         facts = dict(engine.facts({}))
-        recipe.rules.hint(facts)
+        recipe.rules.warn_of_unmatched(facts)
         request, plan = plan_request(**settings.planning, groups=groups)
         arguments = {"plan": plan, "groups": groups, "bucket_bytes": settings.bucket_bytes}
         where = functools.partial(ClusterFacts.of, self.process_set, "torch", hvd)

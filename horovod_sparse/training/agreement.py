@@ -39,8 +39,8 @@ from horovod_sparse import __version__
 from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
 from horovod_sparse.errors import DriftError, StateMismatchError
 from horovod_sparse.plans import ParameterFacts, Plan
-from horovod_sparse.training.collective_errors import some_of
-from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, transport_asked
+from horovod_sparse.training.collective_errors import listed
+from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, requested_transport
 
 #: raise it with every change of messages: ranks with different protocol numbers refuse each other
 PROTOCOL = 4
@@ -62,7 +62,7 @@ def declaration(compression: object, engine: str, **arguments: object) -> dict[s
     else:  # one of Horovod's own, which are classes
         name = str(getattr(compression, "__name__", type(compression).__name__))
         words = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)
-    given = {"compression": words, "engine": engine, TRANSPORT_VARIABLE: transport_asked(), **arguments}
+    given = {"compression": words, "engine": engine, TRANSPORT_VARIABLE: requested_transport(), **arguments}
     version = {"version": f"{__version__} (protocol {PROTOCOL})"}
     return {name: str(value) for name, value in given.items()} | version
 
@@ -302,7 +302,7 @@ class DriftCheck:
     def run(self, step: int, entries: Sequence[Replicated]) -> Synchronization[None]:
         self.postpone(step)
         if differing := (yield from differing_arrays(entries)):
-            more = f"; {len(differing)} differ: {some_of(list(differing))}" if len(differing) > 1 else ""
+            more = f"; {len(differing)} differ: {listed(list(differing))}" if len(differing) > 1 else ""
             raise DriftError(f"after step {step} {next(iter(differing.values()))}{more}")
 
 

@@ -75,7 +75,7 @@ def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException
     return failure if type(failure) is type(found) else found
 
 
-def some_of(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 

@@ -69,7 +69,7 @@ def read_facts(
         raise NonFiniteGradientError(next(iter(bad.values())), bad)
     for of_ranks in zip(*projections, strict=False):  # a rank that has had fewer batches ends earlier
         for part, told in zip(parts, zip(*of_ranks, strict=True), strict=True):
-            part.bucket.learn(np.array(told))
+            part.bucket.update_similarity(np.array(told))
     somewhere, first = functools.reduce(operator.or_, (int(bits, 16) for bits in present)), 0
     shrunk: list[dict[float, list[int]]] = []
     for part, factors in zip(parts, zip(*shrink, strict=True), strict=True):

@@ -171,7 +171,7 @@ class OwnMoves:
         """Returns the oldest exchange's sum over ranks; raises on all ranks if it overflows."""
         exchange = self.in_flight[0]
         total: SparseSum = exchange.task.value()
-        overflow = self._bucket.received(total, exchange.report, scale)
+        overflow = self._bucket.record_sum(total, exchange.report, scale)
         self._bucket.raise_if_failed({}, overflow)
         return total
 

@@ -142,7 +142,7 @@ class Settings:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         if self.levels != "flat" and self.profile is not None:
             raise ArgumentError("levels", self.levels, "'flat' with profile=, which has no times of levels")
-        transport_asked()  # refuses what the environment says of the transport, if it cannot be
+        requested_transport()  # refuses what the environment says of the transport, if it cannot be
         resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
         for name, value in {**resolved, "check_every": every}.items():
             object.__setattr__(self, name, value)
@@ -188,7 +188,7 @@ def _check_interval(every: Any) -> int:
     return int(every)
 
 
-def transport_asked() -> str:
+def requested_transport() -> str:
     wanted = os.environ.get(TRANSPORT_VARIABLE, "").strip() or "auto"
     if wanted not in TRANSPORTS:
         raise UnknownNameError(TRANSPORT_VARIABLE, wanted, TRANSPORTS)
@@ -197,7 +197,7 @@ def transport_asked() -> str:
 
 def check_transport(hvd: Any) -> None:
     """Raises if the user asked for the transport "pairs" while Horovod runs on Gloo instead of MPI."""
-    if transport_asked() == "pairs" and hvd.is_initialized() and not hvd.mpi_enabled():
+    if requested_transport() == "pairs" and hvd.is_initialized() and not hvd.mpi_enabled():
         raise UnsupportedError(
             f"{TRANSPORT_VARIABLE}=pairs needs Horovod on MPI, and it runs on Gloo here: messages between "
             "pairs of ranks go over MPI alone. Unset it, or launch with horovodrun --mpi"

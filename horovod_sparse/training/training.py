@@ -216,11 +216,11 @@ class Training:
             words = "%s joined the optimizer: waiting for all ranks to have the same parameters join"
             _log.warning(words, ", ".join(new))
             plan = self._carry_out(agreement.plan_of_first_rank(plan, parameters))
-        self._join(new, plan)
+        self._append_parts(new, plan)
         self.joined |= set(new)
         return new
 
-    def _join(self, new: Facts, plan: Plan) -> None:
+    def _append_parts(self, new: Facts, plan: Plan) -> None:
         """Appends the parts of new parameters, by the plan on which ranks have agreed."""
         parts, before = self._make_plan_parts(plan, new, first=len(self.plan.buckets)), self.plan
         buckets, dense = before.buckets + plan.buckets, before.dense + plan.dense

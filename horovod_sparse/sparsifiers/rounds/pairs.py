@@ -61,7 +61,7 @@ class Mail:
         return SparseSum(vector.indices, vector.values, counts, Notes.of(self._notes))
 
 
-def bruck_bags(num_members: int) -> list[int]:
+def bruck_counts(num_members: int) -> list[int]:
     """Returns how many messages a member sends in each round of Bruck's all-gather."""
     return [min(1 << stage, num_members - (1 << stage)) for stage in range(ceil_log2(num_members))]
 
@@ -73,16 +73,16 @@ def bruck_all_gather(message: Words, members: Sequence[int], me: int) -> Synchro
     length. Source: Bruck et al., TPDS 1997.
     """
     m, held = len(members), [message]
-    for stage, num_sent in enumerate(bruck_bags(m)):
+    for stage, num_sent in enumerate(bruck_counts(m)):
         distance = 1 << stage
         target, source = members[(me - distance) % m], members[(me + distance) % m]
         lengths = np.array([message.size for message in held[:num_sent]], np.int32)
         arrived = yield Exchange({target: np.concatenate([lengths, *held[:num_sent]])}, (source,))
-        held += _unframed(arrived[source], num_sent)
+        held += _split_messages(arrived[source], num_sent)
     return [held[(member - me) % m] for member in range(m)]
 
 
-def _unframed(words: Words, num_messages: int) -> list[Words]:
+def _split_messages(words: Words, num_messages: int) -> list[Words]:
     lengths = words[:num_messages]
     if words.size < num_messages or (lengths < 0).any() or int(lengths.sum()) + num_messages != words.size:
         raise MessageError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from horovod_sparse.collectives import AllGather, Exchange, part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparsifierState, Traffic
-from horovod_sparse.sparsifiers.rounds.pairs import bruck_bags, ceil_log2, mail_words
+from horovod_sparse.sparsifiers.rounds.pairs import bruck_counts, ceil_log2, mail_words
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 from horovod_sparse.wire import WireFormat
 
@@ -94,7 +94,7 @@ class TeamLayout:
             ]
         else:
             given = ends(lambda count: 1 + mail_words(count, int(notes_travel), info, wire), quota)
-            rounds += [traffic_of(Exchange, [given] * num_sent) for num_sent in bruck_bags(d)]
+            rounds += [traffic_of(Exchange, [given] * num_sent) for num_sent in bruck_counts(d)]
         if not notes_travel:
 
             def part_words(count: int) -> int:
@@ -106,7 +106,7 @@ class TeamLayout:
         def block_words(count: int) -> int:
             return 1 + mail_words(count, d, info, wire)
 
-        for num_sent in bruck_bags(self.team_size):
+        for num_sent in bruck_counts(self.team_size):
             blocks = [(position + offset) % self.team_size for offset in range(num_sent)]
             rounds.append(traffic_of(Exchange, [ends(block_words, self.quota(block)) for block in blocks]))
         return tuple(rounds)

@@ -50,7 +50,7 @@ class Exchanges:
             self._has_thread = True
             # the thread holds the queue alone, and ends with this object
             given = (self._queue,)
-            threading.Thread(target=_work, args=given, name="horovod_sparse.exchanges", daemon=True).start()
+            threading.Thread(target=_run, args=given, name="horovod_sparse.exchanges", daemon=True).start()
             weakref.finalize(self, self._queue.put, None)
         return task
 
@@ -69,7 +69,7 @@ class Exchanges:
                 raise error
 
 
-def _work(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (carry := waiting.get()) is not None:
         carry()
         del carry

@@ -26,7 +26,7 @@ WARPS = 8
 OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
-def programs(num_elements: int, tile: int = TILE) -> int:
+def num_programs(num_elements: int, tile: int = TILE) -> int:
     """Returns how many programs (instances of a kernel) cover n elements; at least 1."""
     return max(triton.cdiv(num_elements, tile), 1)
 
@@ -134,7 +134,7 @@ class RadixSelect:
 
     def count(self, keys: Tensor, num_digits: int, size_on_device: Tensor | None = None) -> None:
         """Counts the first `num_digits` digits of the keys, one after another."""
-        grid = min(programs(keys.numel(), _KEYS), _MAX_PROGRAMS)
+        grid = min(num_programs(keys.numel(), _KEYS), _MAX_PROGRAMS)
         pointer = self.counters if size_on_device is None else size_on_device
         for level, (shift, width) in enumerate(self.digits[:num_digits]):
             _digit_kernel[(grid,)](
@@ -163,7 +163,7 @@ class Passing:
     @property
     def max_tiles(self) -> int:
         """The most tiles that the list may need, since the host does not know how many blocks pass."""
-        return programs(self.blocks.numel(), self.rows)
+        return num_programs(self.blocks.numel(), self.rows)
 
 
 @triton.jit(do_not_specialize=["bound", "first", "last", "k", "bound_shift"])
@@ -221,7 +221,7 @@ def list_blocks(
     device = maxima.device
     facts = torch.empty(2, dtype=torch.int64, device=device)
     blocks = torch.empty(last - first, dtype=torch.int32, device=device)
-    chunks = programs(last - first, _CHUNK)
+    chunks = num_programs(last - first, _CHUNK)
     counts = torch.empty(chunks, dtype=torch.int32, device=device)
     counters, state, k, shift = (counts, facts, 0, 0)
     if radix is not None:
@@ -237,7 +237,7 @@ def list_blocks(
 
 
 @triton.jit
-def look(  # type: ignore[no-untyped-def]
+def load_tile(  # type: ignore[no-untyped-def]
     values, blocks, total, tile, start, stop, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Loads a tile of listed blocks: returns indices, magnitude bits, and a mask of the window.

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.kernels.layout import Layout
-from horovod_sparse.tensors.triton.blocks import OPTIONS, is_finite, magnitude, programs, quotient, root
+from horovod_sparse.tensors.triton.blocks import OPTIONS, is_finite, magnitude, num_programs, quotient, root
 
 # Elements per program of 4 warps: a thread has four 16-byte loads per array in flight, and few enough
 # registers that five programs share a multiprocessor, so that some load while others compute.
@@ -138,7 +138,7 @@ def fold(
     n, block = layout.num_elements, layout.block
     # Three arrays, or words of 64 bits, fill the registers with half as many elements.
     tile = max(_TILE >> ((companion is not None) + (values.dtype == torch.float64)), block)
-    grid = programs(n, tile)
+    grid = num_programs(n, tile)
     squares = torch.empty(grid, dtype=torch.float64, device=values.device)
     trouble = torch.zeros(2, dtype=torch.int64, device=values.device)
     report = torch.empty(4, dtype=torch.float64, device=values.device)
@@ -173,7 +173,7 @@ def _refresh_kernel(  # type: ignore[no-untyped-def]
 
 def refresh_maxima(values: Tensor, maxima: Tensor, layout: Layout, indices: Tensor) -> None:
     k = indices.numel()
-    _refresh_kernel[(programs(k, _REFRESHED),)](
+    _refresh_kernel[(num_programs(k, _REFRESHED),)](
         values, maxima, indices, layout.num_elements, k, LANES=_REFRESHED, BLOCK=layout.block, **OPTIONS
     )
 
@@ -202,7 +202,7 @@ def _put_kernel(  # type: ignore[no-untyped-def]
 
 def _write(values: Tensor, indices: Tensor, new: Tensor, **how: bool) -> None:
     k = indices.numel()
-    _put_kernel[(programs(k, _LANES),)](values, indices, new, k, LANES=_LANES, **how, **_OPTIONS)
+    _put_kernel[(num_programs(k, _LANES),)](values, indices, new, k, LANES=_LANES, **how, **_OPTIONS)
 
 
 def zero(values: Tensor, indices: Tensor) -> None:
@@ -279,7 +279,7 @@ def _add_sum_kernel(  # type: ignore[no-untyped-def]
 def add_sum(dense: Tensor, indices: Tensor, new: Tensor, unique: bool) -> Tensor:
     k = indices.numel()
     touches = torch.zeros(1, dtype=torch.int32, device=dense.device)
-    _add_sum_kernel[(programs(k, _LANES),)](
+    _add_sum_kernel[(num_programs(k, _LANES),)](
         dense, indices, new, touches, k, HALF=dense.itemsize == 2, UNIQUE=unique, LANES=_LANES, **_OPTIONS
     )
     return touches

@@ -1,6 +1,6 @@
 """Selection on a GPU: positions in ascending order, by counting, a running sum, and writing.
 
-Both passes look only into blocks whose maximum passes; the second mostly finds them in the cache.
+Both passes load_tile only into blocks whose maximum passes; the second mostly finds them in the cache.
 An exact selection takes what is above a floor, and the first of those equal to it.
 
 The k-th largest magnitude is that floor, found without reading anything back on the way:
@@ -29,7 +29,7 @@ from horovod_sparse.tensors.triton.blocks import (
     advance,
     digits,
     list_blocks,
-    look,
+    load_tile,
 )
 
 # Digits of the block maxima that are looked at: they only have to give a good lower bound.
@@ -47,7 +47,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     bound = tl.load(facts).to(bits.dtype.element_ty)
     total = tl.load(facts + 1).to(tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(total, ROWS), tl.num_programs(0)):
-        _, key, inside = look(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+        _, key, inside = load_tile(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
         hits = inside & (key >= bound)
         ones = hits.to(tl.int32)
         place = tl.atomic_add(count, tl.sum(ones, axis=0)) + tl.cumsum(ones, axis=0) - 1
@@ -135,7 +135,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     for tile in range(tl.program_id(0), max_tiles, tl.num_programs(0)):
         count = tl.zeros([], tl.int64)
         if tile * ROWS < total:
-            _, key, inside = look(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+            _, key, inside = load_tile(bits, blocks, total, tile, start, stop, FULL_MASK, ROWS, BLOCK)
             if EXACT:
                 count += tl.sum((inside & (key == limit)).to(tl.int32), axis=0)
                 count += tl.sum((inside & (key > limit)).to(tl.int32), axis=0).to(tl.int64) << 32
@@ -158,7 +158,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     for tile in range(tl.program_id(0), tl.cdiv(number, ROWS), tl.num_programs(0)):
         before = tl.load(sums + tile - 1, mask=tile > 0, other=0)
         if tl.load(sums + tile) != before:
-            where, key, inside = look(bits, blocks, number, tile, start, stop, FULL_MASK, ROWS, BLOCK)
+            where, key, inside = load_tile(bits, blocks, number, tile, start, stop, FULL_MASK, ROWS, BLOCK)
             place = before >> 32
             if EXACT:
                 # Ties: as many as are missing to k, the first ones.

@@ -41,7 +41,7 @@ def test_fixed_bytes_covers_everything_in_backward_order_and_keeps_to_the_size(f
     # a bucket closes only because the next parameter of its kind did not fit
     latest = {}
     for bucket in plan.buckets:
-        kind = plans.same_kind(by_name[bucket[0]])
+        kind = plans.grouping_key(by_name[bucket[0]])
         if kind in latest:
             before = sum(by_name[name].num_bytes for name in latest[kind])
             assert before + by_name[bucket[0]].num_bytes > bucket_bytes
@@ -57,7 +57,7 @@ def test_explicit_groups_become_buckets_and_the_rest_stands_alone(facts, data):
     of = {name: n for n, group in enumerate(groups) for name in group}
     for bucket in plan.buckets:
         assert len(bucket) == 1 or len({of[name] for name in bucket}) == 1
-    kinds = {(of.get(fact.name, fact.name), plans.same_kind(fact)) for fact in facts}
+    kinds = {(of.get(fact.name, fact.name), plans.grouping_key(fact)) for fact in facts}
     assert len(plan.buckets) == len(kinds)
 
 
