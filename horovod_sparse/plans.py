@@ -46,7 +46,7 @@ class ParameterFacts:
 
 
 def grouping_key(parameter: ParameterFacts) -> Kind:
-    """Returns dtype, device, parameter group and density, in which all parameters of a bucket agree."""
+    """Returns (dtype, device, parameter group, density), which are equal within a bucket."""
     return parameter.dtype, parameter.device, parameter.group, parameter.density
 
 

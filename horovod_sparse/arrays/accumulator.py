@@ -392,7 +392,7 @@ class Accumulator:
         self._recompute_norm()
 
     def _recompute_norm(self) -> None:
-        """Recomputes the norm after all values have changed, and empties the journal."""
+        """Called after all values were replaced: recomputes their norm, and empties the journal."""
         self._norm = self._norm_at_fold = self._kernels.squares(self._values)
         self._maxima_known = False
         self._journal.forget()

@@ -22,7 +22,7 @@ _WIDENED = 1 << 16
 
 
 class Pair(NamedTuple):
-    """Two addends of a piece of a gradient: factors[0] * one + factors[1] * other (None: one addend)."""
+    """A piece of a gradient as ``factors[0] * one + factors[1] * other``, computed in the fold."""
 
     one: Array
     other: Array | None
@@ -148,7 +148,7 @@ class WeightedParts(GradientParts):
     def pairs(
         self, dtype: np.dtype[Any], block: int, clip_norm: float | None = None
     ) -> Iterator[tuple[int, Pair]]:
-        """Yields pieces of gradient and parameter with their weights, each with its position."""
+        """Yields pieces as (position, `Pair` of gradient and parameter), the gradient clipped."""
         own, beside = self._weights
         if clip_norm is not None and own:
             own *= clip_factor(GradientParts(self._flat), clip_norm / abs(own))

@@ -102,7 +102,7 @@ class FoldRule:
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 -- rules are small values, the same in most folds
     def factors(self, dtype: np.dtype[Any]) -> Values:
-        """Returns a, b, c, d of velocity ``u = b u + gradient``, values ``a values + c gradient + d u``.
+        """Returns (a, b, c, d) of the fold ``u = b u + gradient; values = a values + c gradient + d u``.
 
         With a moment a to f of ``v = b v + c gradient^2`` and ``values = a values + d gradient / (sqrt(v + f)
         + e)``; its bias correction is in d, e and f.

@@ -50,7 +50,7 @@ def plan_request(
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """The plan with which this rank begins; then all ranks take that of rank 0."""
+    """This rank's first plan, or the error in making it; ranks then agree on rank 0's plan."""
 
     plan: Plan
     #: None if a plan was given, or nothing was asked for

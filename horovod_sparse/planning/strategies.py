@@ -91,7 +91,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
 
 
 def _merging_pays(layer: int, elements: Times, backward: Times, cost: CostModel) -> bool:
-    """True if merging a layer with the next one shortens the step: conditions Q3 and Q5."""
+    """True if merging layer l into l - 1 shortens the step: OMGS-SGD's conditions Q3 and Q5."""
     start_backward, start_communication, _ = _timeline(elements, backward, cost)
     here, below = elements[layer], elements[layer - 1]
     ready = start_backward[layer] + backward[layer] + backward[layer - 1]
@@ -142,7 +142,7 @@ def _timeline(elements: Times, backward: Times, cost: CostModel) -> tuple[Times,
 
 
 class SegmentTables(NamedTuple):
-    """Predicted seconds of each bucket (i, j] that merges neighbouring sparse parameters.
+    """Predicted seconds of every possible bucket: entry [i, j] merges sparse parameters i + 1 to j.
 
     With computation done at x and the network free at y before it, after it
     ``x' = x + computation[i, j]`` and ``y' = max(y + dense[j] - dense[i], x') + communication[i, j]``.
@@ -155,7 +155,7 @@ class SegmentTables(NamedTuple):
 
 
 def segment_tables(workload: Workload, cost: CostModel, fused: bool = False) -> SegmentTables:
-    """Returns the predicted seconds of all buckets of neighbours; `fused`: dense messages go together."""
+    """Predicts computation and communication of all possible buckets; `fused`: dense messages join."""
     elements, backward = (amounts[::-1] for amounts in _sparse_layers(workload, cost))
     m = elements.size
     computation, communication = np.full((2, m + 1, m + 1), np.inf)

@@ -54,7 +54,7 @@ class ExclusiveThreshold(Sparsifier):
         """Returns (start, stop) of the window that this rank searches in this step."""
 
     def learn_union(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
-        """Returns the state after an exchange, given each rank's count and the indices of all selections."""
+        """Returns the state for the next step, given each rank's count and all selected indices."""
         return state
 
     def synchronize(
@@ -94,7 +94,7 @@ class ExclusiveThreshold(Sparsifier):
 def _select(
     accumulator: Accumulator, rule: ThresholdRule, k: int, window: Window, state: ThresholdState
 ) -> Indices:
-    """Returns the window's indices that pass the threshold, or of as many of the largest as `rule` wants."""
+    """Returns the indices in the window that reach the threshold, or the largest, as many as `rule` says."""
     start, stop = window
     selection = accumulator.at_least(state.threshold, start, stop)
     num_hits = selection.size

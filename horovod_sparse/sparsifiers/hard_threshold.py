@@ -15,7 +15,7 @@ from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selecte
 
 @dataclass(frozen=True)
 class HardThresholdState(SparsifierState):
-    """State of `HardThreshold`: the factor by which residual and threshold have been multiplied."""
+    """State of `HardThreshold`: the factor by which `rescaled` multiplied residual and threshold."""
 
     scale: float = field(default=1.0, metadata=SCALED)
 

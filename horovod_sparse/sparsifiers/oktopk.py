@@ -64,7 +64,7 @@ _FINENESS = 1.1
 
 @functools.lru_cache(maxsize=64)
 def reported_orders(k: int) -> NDArray[np.int64]:
-    """Returns orders of magnitudes in a message: the largest ten, then each a tenth further down, to k."""
+    """Returns which ranks in the order of size a message reports: 1 to 10, then each a tenth more, to k."""
     orders = [1]
     while orders[-1] < k:
         orders.append(min(k, max(orders[-1] + 1, math.ceil(orders[-1] * _FINENESS))))
@@ -74,7 +74,7 @@ def reported_orders(k: int) -> NDArray[np.int64]:
 def threshold_and_counts(
     magnitudes: NDArray[np.floating], lengths: NDArray[np.int64], k: int
 ) -> tuple[float, NDArray[np.int64]]:
-    """Computes a threshold that about k of all ranks' sums pass, and how many of each rank's pass it.
+    """Returns a threshold that about k sums of all ranks reach, and how many of each rank reach it.
 
     `magnitudes` [P, orders] are each rank's sums at the `reported_orders`, `lengths` how many sums each rank
     has. At least k pass; the excess is under a tenth of one rank's sums, unless magnitudes are equal.
@@ -194,7 +194,7 @@ class OkTopk(Sparsifier):
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
-        """Returns this rank's sums above the global threshold, and how many each rank selected and kept.
+        """Returns this rank's sums above the global threshold, then what its comment below lists.
 
         Then the threshold, and the next step's regions, which change every `region_steps`.
 

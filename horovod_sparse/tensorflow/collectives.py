@@ -41,7 +41,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 def known_to_elastic() -> Any:
-    """Contains words by which ``hvd.elastic.run`` recognizes failures of Horovod in an error's text."""
+    """Returns a name scope: by its name ``hvd.elastic.run`` recognizes a failed Horovod operation."""
     # the slash: no numbers are added to it, but to the names within, as if there were no scope
     return tf.name_scope(f"{ELASTIC_WORD}/")
 
@@ -236,7 +236,7 @@ def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
 
 
 def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch: Watch | None = None) -> Any:
-    """Runs the coroutine that compares ranks before the first gradients; elastic ranks run it alone."""
+    """Runs the comparison of ranks before the first gradients; in elastic training each rank alone."""
     if process_set.size() == 1 or is_elastic():
         return engine.carry_out(coroutine)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"

@@ -216,7 +216,7 @@ class VariablesTraining(Training):
     # other plans
 
     def build(self, plan: Plan) -> None:
-        """Makes the parts of a plan; keeps traced graphs valid if plan and collectives have not changed."""
+        """Makes the parts of a plan; graphs traced before stay valid if they have the same collectives."""
         former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
         goes_on = known and len(former) == len(self.parts) and all(map(_same_rounds, former, self.parts))

@@ -43,7 +43,7 @@ _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Watch:
-    """Watches how long tasks and eager collectives wait for other ranks; raises `DeadlineError`."""
+    """Checks how long tasks and eager collectives wait for other ranks; makes late ones fail."""
 
     def __init__(self, deadline_seconds: float | None, process_set: Any, owner: Any = None) -> None:
         def rank_and_members() -> tuple[int, list[int]]:
@@ -92,7 +92,7 @@ class Watch:
 
     @contextlib.contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """Returns a context in which eager collectives of this thread are watched."""
+        """Returns a context in which eager collectives raise `DeadlineError` if they wait too long."""
         self._error, wait = None, (time.perf_counter(), name)
         self._eager.append(wait)
         _thread.add_watch(self)
@@ -127,7 +127,7 @@ class Watch:
         return None
 
     def forget(self) -> None:
-        """Removes errors that no graph has read, since Horovod's end has ended the graphs."""
+        """Empties the queue of errors, when Horovod was shut down and has ended the graphs itself."""
         while self._queue is not None and int(self._queue.size()):
             self._queue.dequeue()
 
@@ -139,7 +139,7 @@ class Watch:
 
 
 class _WatchThread:
-    """A thread that checks all watches of this process; the first watch starts it."""
+    """A thread that checks all watches of this process; it starts with the first watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -317,7 +317,7 @@ class GradientBucket(ParameterBucket):
         return num_union
 
     def _target(self, number: int) -> torch.Tensor | None:
-        """Returns a parameter's gradient in the bucket's order, to write to; None if its layout differs."""
+        """Returns a flat view of a parameter's `.grad` to write the sum to; None if the layout differs."""
         gradient, like = self.given[number].grad, self.layouts[number]
         if gradient is None or (own := self._local_gradient(gradient)).is_sparse:
             return None

@@ -175,15 +175,15 @@ class Displacement:
             torch._foreach_copy_(parameters, own)
 
     def entry(self, number: int, name: str) -> ReplicatedTensor:
-        """Returns a common parameter, for ranks to compare."""
+        """Returns the common value of parameter `number`, for a drift check between ranks."""
         return ReplicatedTensor(name, self._view(self.start, number))
 
     def to_host(self, name: str) -> np.ndarray:
-        """Returns `start`, `velocity` or `sent`, [n]."""
+        """Returns the array called `name` ("start", "velocity" or "sent") on the host, [n]."""
         return np.asarray(getattr(self, name).cpu().to(self.start.dtype).numpy())
 
     def assign_array(self, name: str, values: np.ndarray) -> None:
-        """Copies values into `start`, `velocity` or `sent`, by this name."""
+        """Copies values into the array called `name`: "start", "velocity" or "sent"."""
         getattr(self, name).copy_(torch.from_numpy(np.array(values)))
 
 

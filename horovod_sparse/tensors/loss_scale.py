@@ -20,7 +20,7 @@ import torch
 
 
 class _Pass:
-    """A backward pass of a scaled loss; PyTorch drops its callback when the pass ends or fails."""
+    """A backward pass of a scaled loss: it is alive while PyTorch keeps its callback, until the pass ends."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
@@ -58,7 +58,7 @@ def watch_scalers() -> None:
 
 
 def scaled_by() -> torch.amp.GradScaler | None:
-    """Returns the scaler of the loss of the current backward pass; None if that loss is not scaled."""
+    """Returns the GradScaler whose scaled loss runs backward now; None if the loss is not scaled."""
     alive = [one.scaler for one in (reference() for reference in scaled_passes) if one is not None]
     return alive[-1] if alive else None
 
@@ -77,11 +77,11 @@ class ScaleOfStep:
         self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def expect(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Sets the scaler for a step in which this rank has no gradient."""
+        """Sets whose loss scale `read_expected` reads; called when a scaler unscales before `step`."""
         self.scaler, self.value = scaler, 1.0
 
     def read_expected(self) -> None:
-        """Reads the loss scale of a step without gradients, from the expected (or the last step's) scaler."""
+        """Reads the scale in a step in which this rank has no gradient: of `expect`'s or the last scaler."""
         if self.scaler is not None:
             self.value = float(self.scaler.get_scale())
 
@@ -99,7 +99,7 @@ def _mark_scaled(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
 
 
 def _begin(scaler: torch.amp.GradScaler) -> None:
-    """Notes that the backward pass of a scaled loss begins, before any parameter's hook runs."""
+    """Hook at a scaled loss: records that its backward pass begins, before parameters' hooks run."""
     begun = _Pass(scaler)
     scaled_passes.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)

@@ -108,7 +108,7 @@ _followers: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def claim(owner: Any, parameters: Iterable[torch.Tensor], spared: type[Any] | tuple[()] = ()) -> None:
-    """Makes `owner` the only owner of these parameters; retires earlier owners."""
+    """Makes `owner` the only training of these parameters; retires former ones not of class `spared`."""
     taken = list(parameters)
     former = {_owners.pop(one)() for one in taken if one in _owners}
     for one in former - {None, owner}:

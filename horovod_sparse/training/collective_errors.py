@@ -47,7 +47,7 @@ def raise_together(failure: Exception | None) -> Synchronization[None]:
 
 
 def error_of_rank(rank: int, name: str, text: str, place: Any = None) -> errors.HorovodSparseError:
-    """Makes another rank's error anew from its name and text, of the same type if possible."""
+    """Makes the error that another rank has sent as name and text, of the same type if possible."""
     kind: Any = getattr(errors, name, None)
     made: errors.HorovodSparseError
     if place is not None:

@@ -174,7 +174,7 @@ def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -
 
 
 def keep_selected(recipe: Recipe, array: np.ndarray, number: int) -> np.ndarray:
-    """Returns an array with 0 in place of what one rank would not send; one with a NaN or Inf stays as it is.
+    """Returns the array with 0 for elements that the sparsifier would not send; unchanged if not finite.
 
     Horovod calls `compress` for a single tensor, and sends every element of what that returns.
 

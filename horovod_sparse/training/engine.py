@@ -80,7 +80,7 @@ class Task:
 
 
 class Starter(Protocol):
-    """Runs coroutines whose collectives all ranks take part in."""
+    """Runs coroutines with collectives, several at once; all ranks start the same ones."""
 
     idle_seconds: float
 

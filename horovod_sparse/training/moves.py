@@ -168,7 +168,7 @@ class OwnMoves:
         return unpack_sum(message, 1, self._wire, info.num_elements, info.value_dtype)
 
     def received(self, scale: float) -> SparseSum:
-        """Returns the oldest exchange's sum over ranks; raises on all ranks if it overflows."""
+        """Returns the oldest exchange's sum, which has arrived; raises on all ranks if it overflows."""
         exchange = self.in_flight[0]
         total: SparseSum = exchange.task.value()
         overflow = self._bucket.record_sum(total, exchange.report, scale)

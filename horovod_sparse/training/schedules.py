@@ -195,7 +195,7 @@ class LocalSchedule(Schedule):
         return {name: str(getattr(self, name)) for name in ("every", "outer", "combine", "delay")}
 
     def mean_of(self, sum_: SparseSum, sparsifier: Any, size: int) -> tuple[SparseSum, float]:
-        """Returns a sum and its factor: the mean displacement over all ranks, or each element's senders."""
+        """Returns (sum, factor), whose product is the mean displacement: over all ranks, or over senders."""
         if self.combine == "senders" and isinstance(sparsifier, SelectAndGather):
             return mean_over_senders(sum_), 1.0
         return sum_, 1.0 / size

@@ -36,7 +36,7 @@ _log = logging.getLogger("horovod_sparse")
 
 @dataclass(frozen=True)
 class _Head:
-    """A checkpoint entry's numbers and names, without its arrays."""
+    """A checkpoint entry without its arrays: recipe, plan, step, ranks and each bucket's progress."""
 
     algorithm: str = ""
     recipe: str = ""
@@ -140,7 +140,7 @@ def check_shapes(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def checked_states(training: Any, entry: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the sparsifiers' states in an entry, or None if they do not fit; changes nothing."""
+    """Returns an entry's sparsifier states by bucket, or None if plan or ranks differ; loads nothing."""
     (rank, size), plan = training.rank_and_size, Plan.from_dict(entry["plan"])
     if plan != training.plan or entry["size"] != size or entry["resized"]:
         return None

@@ -280,7 +280,7 @@ class Training:
         )
 
     def reset_states(self, start: agreement.AgreedStatus) -> None:
-        """Resets all states to the agreed step and plan; multiplies residuals by new / old size."""
+        """Resets sparsifiers to the agreed step and plan; residuals stay, times new / old number of ranks."""
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
         if self.rank == 0 and start.step > 0:

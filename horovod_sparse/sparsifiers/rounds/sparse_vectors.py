@@ -106,7 +106,7 @@ def round_for_wire(vector: SparseVector, accumulator: Accumulator, wire: WireFor
 
 
 def keeps_discards(step: int) -> bool:
-    """True in one of 16 steps: elements dropped on the way then stay with the rank that dropped them.
+    """True in one step of 16, in which the rank that drops an element of a partial sum keeps the value.
 
     Discards that go back to where they came from never meet: where the gradients of two ranks cancel, as
     those of ranks with different data do in the end, both would choose that element for ever. The steps keep
