@@ -236,7 +236,7 @@ class MpiCarrier:
             del self._inbox[key]
 
     def _exchange(self, request: Exchange, name: str) -> _Messages:
-        self._progress()
+        self._receive_arrived()
         whose, digest = f"{name}: rank {self._rank}", hashlib.blake2b(name.encode(), digest_size=8).digest()
         number = self._numbers[digest]
         self._numbers[digest] += 1
@@ -264,7 +264,7 @@ class MpiCarrier:
     def _start_receive(self) -> Any:
         return self._comm.Irecv([self._header, self._mpi.INT], self._mpi.ANY_SOURCE, _HEADER_TAG)
 
-    def _progress(self) -> None:
+    def _receive_arrived(self) -> None:
         """Receives the messages that have arrived, without waiting for others."""
         status = self._mpi.Status()
         while self._next.Test(status):
@@ -307,7 +307,7 @@ class _Messages:
         at = self.carrier
         if not at._is_current() or at._mpi.Is_finalized():
             return None
-        at._progress()
+        at._receive_arrived()
         return self.key not in at._leaving and self.sources <= at._inbox.get(self.key, {}).keys()
 
     def result(self) -> dict[int, Words]:

@@ -125,14 +125,14 @@ class Sketch:
         check_number("memory", self.memory, "a weight in [0, 1)", "[0, 1)")
 
     @staticmethod
-    def _target(num_selected: int, state: ThresholdState) -> int:
+    def _corrected_k(num_selected: int, state: ThresholdState) -> int:
         """Returns k, less half of the elements that earlier steps sent too much, where k is small."""
         part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
         return max(0, num_selected - math.ceil(part * state.ahead))
 
     def _steered_count(self, num_selected: int, state: ThresholdState) -> int:
         """Returns c * k, the number of elements of the whole bucket that should reach the threshold."""
-        return max(1, round(self._target(num_selected, state) * state.correction))
+        return max(1, round(self._corrected_k(num_selected, state) * state.correction))
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
         """Returns the state with this step's threshold; 0 selects all elements that are not 0."""
@@ -143,7 +143,7 @@ class Sketch:
 
     def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         """Returns how many elements of its window this rank sends."""
-        target = self._target(num_selected, state)
+        target = self._corrected_k(num_selected, state)
         if target == 0:
             return 0
         hits = min(num_hits, self._steered_count(num_selected, state))  # many magnitudes equal the threshold
@@ -156,7 +156,7 @@ class Sketch:
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
         """Returns the state with c corrected by the number of elements that all ranks sent in this step."""
-        target, correction = self._target(num_selected, state), state.correction
+        target, correction = self._corrected_k(num_selected, state), state.correction
         few = num_selected < _FEW
         ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
         if count and target:

@@ -172,7 +172,7 @@ class Accumulator:
         fields = {field.name: getattr(self.report, field.name) for field in dataclasses.fields(FoldReport)}
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 
-    def _bounds(self, *, exact: bool = False) -> Memory:
+    def _block_maxima(self, *, exact: bool = False) -> Memory:
         """Returns upper bounds of the block maxima; the exact maxima right after a fold, or with `exact`."""
         if not self._maxima_known:
             self._kernels.scan_maxima(self._values, self._maxima)
@@ -211,15 +211,15 @@ class Accumulator:
             return np.arange(start, stop, dtype=np.int32)
         if num_selected == 0:
             return np.empty(0, np.int32)
-        maxima = self._bounds(exact=True)
-        return self._note_found(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
+        maxima = self._block_maxima(exact=True)
+        return self._keep_selection(*self._kernels.largest(self._values, maxima, num_selected, start, stop))
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
         """Returns the indices of each chunk's largest magnitudes, as many as the chunk's quota."""
         self._apply_quantized()
-        return self._note_found(*self._kernels.largest_of_each(self._values, chunk, quotas))
+        return self._keep_selection(*self._kernels.largest_of_each(self._values, chunk, quotas))
 
-    def _note_found(self, indices: Indices, values: Memory | None) -> Indices:
+    def _keep_selection(self, indices: Indices, values: Memory | None) -> Indices:
         self._journal.found = None if values is None else (indices.copy(), values)
         return indices
 
@@ -228,7 +228,7 @@ class Accumulator:
         start, stop = self._checked_window(start, stop)
         if not 1 <= k <= stop - start:
             raise ArgumentError("k", k, f"a rank from 1 to {stop - start}, the elements of the window")
-        maxima = self._bounds(exact=True)
+        maxima = self._block_maxima(exact=True)
         return float_of(self._kernels.kth(self._values, maxima, k, start, stop), self.dtype)
 
     def at_least(self, threshold: float, start: int = 0, stop: int | None = None) -> Indices:
@@ -237,7 +237,7 @@ class Accumulator:
         bits = bits_of(threshold, self.dtype)
         if start == stop:
             return np.empty(0, np.int32)
-        return self._kernels.at_least(self._values, self._bounds(), bits, start, stop)
+        return self._kernels.at_least(self._values, self._block_maxima(), bits, start, stop)
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
         """Returns every stride-th magnitude, from element `offset` on."""

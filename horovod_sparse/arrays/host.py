@@ -162,7 +162,7 @@ class HostKernels(Kernels):
         # NumPy asks for huge pages, which matters to what touches single elements far apart.
         return np.zeros(self.layout.num_elements, self.dtype)
 
-    def _checked(self, gradient: Any) -> gradients.GradientParts:
+    def _checked_gradient(self, gradient: Any) -> gradients.GradientParts:
         is_parts, n = isinstance(gradient, gradients.GradientParts), self.layout.num_elements
         parts = gradient if is_parts else gradients.GradientParts([np.asarray(gradient)])
         if parts.size != n:
@@ -181,7 +181,8 @@ class HostKernels(Kernels):
         norm: float,
         step: int,
     ) -> tuple[FoldReport, float]:
-        block, factors, gradient = self.layout.block, rule.factors(self.dtype), self._checked(gradient)
+        block, factors = self.layout.block, rule.factors(self.dtype)
+        gradient = self._checked_gradient(gradient)
         parts: Iterable[tuple[int, Any]]
         if isinstance(gradient, gradients.WeightedParts):
             parts = gradient.pairs(self.dtype, block, rule.clip_norm)
@@ -217,7 +218,7 @@ class HostKernels(Kernels):
 
     def undo_fold(self, values: Array, companion: Array | None, gradient: Any, rule: FoldRule) -> None:
         factors = rule.factors(self.dtype)
-        for start, piece in self._clipped(self._checked(gradient), rule):
+        for start, piece in self._clipped(self._checked_gradient(gradient), rule):
             stop, step = start + piece.size, scatter.wide(piece).astype(self.dtype)
             held = None if companion is None else companion[start:stop]
             gradients.undo_fold(values[start:stop], held, step, rule, factors)

@@ -83,7 +83,7 @@ class WholeGradient(Accumulator):
         buffer = np.empty(n + HEALTH_NUMBERS * size, self.dtype)
         own, health = buffer[:n], buffer[n:]
         health[:] = 0
-        first = self._read(own)
+        first = self._copy_gradient(own)
         if self.report.first_nonfinite == n:  # this rank refuses the step
             first = n
         position = first + 1
@@ -91,7 +91,7 @@ class WholeGradient(Accumulator):
         health.reshape(HEALTH_NUMBERS, size)[:, rank] = np.array(digits) % (1 << DIGIT_BITS)
         return buffer
 
-    def _read(self, own: NDArray[Any]) -> int:
+    def _copy_gradient(self, own: NDArray[Any]) -> int:
         """Copies the gradient; returns the index of its first element that is not finite, or -1."""
         first = -1
         for start, piece in self._gradient.pieces(_CHUNK):

@@ -63,7 +63,7 @@ def _parse_options(options: argparse.Namespace) -> tuple[list[Sparsifier], Exten
     """Returns the sparsifiers and sizes to measure; raises on wrong options, before ranks are connected."""
     texts = options.sparsifier or list(_DEFAULT)
     texts = list(ALGORITHMS) if texts == ["all"] else texts
-    sparsifiers = [_sparsifier(text, options.density) for text in texts]
+    sparsifiers = [_parsed_sparsifier(text, options.density) for text in texts]
     names = [sparsifier.name for sparsifier in sparsifiers]
     if len(set(names)) < len(names):
         raise ArgumentError("--sparsifier", names, "every name once: profiles keep times by name")
@@ -73,7 +73,7 @@ def _parse_options(options: argparse.Namespace) -> tuple[list[Sparsifier], Exten
     return sparsifiers, dataclasses.replace(extent, **changes)
 
 
-def _sparsifier(text: str, density: float) -> Sparsifier:
+def _parsed_sparsifier(text: str, density: float) -> Sparsifier:
     """Returns the sparsifier that a user's text describes, with --density where it has none."""
     name, _, arguments = text.partition(":")
     has_density = name not in ALGORITHMS or ALGORITHMS[name].has_density
@@ -82,7 +82,7 @@ def _sparsifier(text: str, density: float) -> Sparsifier:
     return parse_recipe(f"{name}:{arguments}").sparsifier
 
 
-def _device(options: argparse.Namespace, launch: Launch) -> str:
+def _checked_device(options: argparse.Namespace, launch: Launch) -> str:
     if launch.placement.rank == 0 and not Path(options.out).resolve().parent.is_dir():
         raise ArgumentError("--out", options.out, "a file in a folder that exists")
     if launch.framework == "tensorflow":
@@ -96,7 +96,7 @@ def _device(options: argparse.Namespace, launch: Launch) -> str:
 def _measure(
     options: argparse.Namespace, launch: Launch, sparsifiers: list[Sparsifier], extent: Extent
 ) -> Profile:
-    device = launch.run_agreed(lambda: _device(options, launch))
+    device = launch.run_agreed(lambda: _checked_device(options, launch))
     # ranks that measure different things would wait for each other
     told = {"device": device, "sparsifiers": str([one.describe() for one in sparsifiers])}
     launch.carry_out(compared({**told, "extent": repr(extent)}))

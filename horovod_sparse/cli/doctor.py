@@ -124,18 +124,18 @@ def examine(everyone: Sequence[Facts], asked: str | None = None) -> Iterator[Fin
         words = f"{first['size']} ranks, started by {first['launcher']}, controller {first['controller']}"
         yield Finding("good", "launch", words)
     if first["launcher"] != "torchrun":
-        yield from _horovod(first, asked)
+        yield from _examine_horovod(first, asked)
         if "horovod" in first["packages"]:
-            yield from _settings(first["settings"])
+            yield from _examine_settings(first["settings"])
     for name in first["settings"]:
         if name.startswith("HOROVOD_SPARSE_") and name.removeprefix("HOROVOD_SPARSE_") not in _OURS:
             do = f"Nobody reads it; known are {', '.join(_OURS)}"
             yield Finding("advice", "settings", f"{name} is set", do)
-    yield from _hosts(everyone)
-    yield from _differences(everyone)
+    yield from _examine_hosts(everyone)
+    yield from _list_differences(everyone)
 
 
-def _horovod(facts: Facts, asked: str | None) -> Iterator[Finding]:
+def _examine_horovod(facts: Facts, asked: str | None) -> Iterator[Finding]:
     packages, topic = facts["packages"], "Horovod"
     built = [name for name in FRAMEWORKS if facts["bindings"][name]]
     installed = [name for name in FRAMEWORKS if name in packages or f"{name}-cpu" in packages]
@@ -155,7 +155,7 @@ def _horovod(facts: Facts, asked: str | None) -> Iterator[Finding]:
         yield Finding("good", topic, what)
 
 
-def _settings(settings: Mapping[str, str]) -> Iterator[Finding]:
+def _examine_settings(settings: Mapping[str, str]) -> Iterator[Finding]:
     """Yields findings about Horovod's environment variables that cost time or do nothing."""
 
     def number(name: str, default: float) -> float:
@@ -179,7 +179,7 @@ def _settings(settings: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("advice", "settings", "no stall check", do)
 
 
-def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
+def _examine_hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
     hosts = defaultdict[str, list[Facts]](list)
     for facts in everyone:
         hosts[facts["host"]].append(facts)
@@ -195,7 +195,7 @@ def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("advice", "threads", what, do)
 
 
-def _differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
+def _list_differences(everyone: Sequence[Facts]) -> Iterator[Finding]:
     """Yields what differs between ranks, as `HOROVOD_CYCLE_TIME: 0.1 on rank 0; unset on rank 1, 2`."""
     names = ("python", "controller", "kernels", "threads")
     values = {name: [str(facts[name]) for facts in everyone] for name in names}

@@ -88,13 +88,13 @@ class Launch:
 def start(framework: str | None) -> Launch:
     """Connects the launched ranks: over torch.distributed under torchrun, else over Horovod."""
     if launcher() != "torchrun":
-        return _by_horovod(usable_framework(framework))
+        return _connect_horovod(usable_framework(framework))
     if framework == "tensorflow":
         raise ArgumentError("--framework", framework, "torch: torchrun starts ranks of PyTorch")
-    return _by_torchrun()
+    return _connect_torchrun()
 
 
-def _by_horovod(framework: str) -> Launch:
+def _connect_horovod(framework: str) -> Launch:
     hvd = importlib.import_module(f"horovod_sparse.{framework}")
     room = importlib.import_module(f"{hvd.__name__}.{'driver' if framework == 'torch' else 'collectives'}")
     started = not hvd.is_initialized()
@@ -109,7 +109,7 @@ def _by_horovod(framework: str) -> Launch:
     return Launch(framework, controller, placement, run, hvd.shutdown if started else lambda: None)
 
 
-def _by_torchrun() -> Launch:
+def _connect_torchrun() -> Launch:
     dist = importlib.import_module("torch.distributed")
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -57,7 +57,7 @@ class GroupStore:
         return None
 
 
-def _errors_of(group: dist.ProcessGroup) -> ConstructionErrors:
+def _construction_errors(group: dist.ProcessGroup) -> ConstructionErrors:
     place = dist.get_rank(group), list(range(dist.get_world_size(group)))
     made = ConstructionErrors(lambda _: place, GroupStore(group))
     return _errors.setdefault(group, made)
@@ -74,10 +74,10 @@ def sending_errors(model: Any, given: Any) -> Iterator[None]:
         yield
     except Exception as error:
         if group is not None:
-            _errors_of(group).tell(error, None)
+            _construction_errors(group).tell(error, None)
         raise
     if group is not None:
-        _errors_of(group).withdraw_error()
+        _construction_errors(group).withdraw_error()
 
 
 def publish_attach(group: dist.ProcessGroup | None) -> None:
@@ -94,7 +94,7 @@ def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -
     An error of a rank that could not attach is raised; the deadline's says which ranks have not come.
     """
     rank, size, store = dist.get_rank(group), dist.get_world_size(group), GroupStore(group)
-    number, look = _begun[group.group_name], _errors_of(group).watcher(None)
+    number, look = _begun[group.group_name], _construction_errors(group).watcher(None)
     deadline = Deadline(deadline_seconds, lambda: (rank, list(range(size))), store)
     store("came", f"{number}.{rank}", b"yes")
     missing, since, said = list(range(size)), time.monotonic(), False

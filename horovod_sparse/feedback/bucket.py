@@ -236,11 +236,11 @@ class Bucket:
 
     def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
         """Runs the sparsifier; returns the sum over ranks. All raise on NaN, or if sum * scale overflows."""
-        sum_, overflow = yield from self._summed(report, scale)
+        sum_, overflow = yield from self._sum_over_ranks(report, scale)
         self.raise_if_failed(sum_.notes.first_nonfinite, overflow)
         return sum_
 
-    def _summed(
+    def _sum_over_ranks(
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
         """Returns the sum, and where it overflows or None; rolls back if the step must not be applied."""

@@ -77,7 +77,7 @@ def parse_value(argument: str, text: str) -> Any:
     """
     name, bracket, rest = text.partition("(")
     if bracket and name.strip().isidentifier() and text.endswith(")"):
-        return _nested(argument, name.strip(), rest[:-1])
+        return _parse_call(argument, name.strip(), rest[:-1])
     if text in ("true", "false"):
         return text == "true"
     try:
@@ -86,7 +86,7 @@ def parse_value(argument: str, text: str) -> Any:
         return text
 
 
-def _nested(argument: str, name: str, text: str) -> Any:
+def _parse_call(argument: str, name: str, text: str) -> Any:
     known = NESTED.get(argument)
     if known is None:
         return f"{name}({text})"  # refused by name where the argument is taken
@@ -257,7 +257,7 @@ _RULES = {item.name: item.default for item in dataclasses.fields(ParameterRules)
 
 def recipe_signature(name: str) -> inspect.Signature:
     """Returns the arguments that `recipe(name, ...)` takes, with their defaults."""
-    own = {item.name: item.default for item in dataclasses.fields(_algorithm(name)) if item.init}
+    own = {item.name: item.default for item in dataclasses.fields(_algorithm_class(name)) if item.init}
     every = {**own, "feedback": "error", **_RULES}
     only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([inspect.Parameter(given, only, default=every[given]) for given in every])
@@ -301,7 +301,7 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     feedback = feedback_named(arguments.pop("feedback", "error"))
     rules = ParameterRules(**{rule: arguments.pop(rule) for rule in _RULES if rule in arguments})
     given = not {"density", "schedule"}.isdisjoint(arguments)
-    return Recipe(_algorithm(name)(**arguments), feedback, rules, density_given=given)
+    return Recipe(_algorithm_class(name)(**arguments), feedback, rules, density_given=given)
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -323,11 +323,11 @@ def parse_recipe(text: str) -> Recipe:
     """
     name, _, rest = text.strip().partition(":")
     if name not in PRESETS:
-        _algorithm(name)
+        _algorithm_class(name)
     return recipe(name, **parse_arguments(rest))
 
 
-def _algorithm(name: str) -> type[Sparsifier]:
+def _algorithm_class(name: str) -> type[Sparsifier]:
     if name not in ALGORITHMS:
         raise UnknownNameError("compression", name, ALGORITHMS)
     return ALGORITHMS[name]

@@ -166,7 +166,7 @@ class TwoLevelBucket(Bucket):
         """Runs this rank's shard, and returns the whole bucket's sum; raises errors on all ranks alike."""
         failure: HorovodSparseError | None = None
         try:
-            sum_, overflow = yield from at_level(self._summed(report, scale), "across")
+            sum_, overflow = yield from at_level(self._sum_over_ranks(report, scale), "across")
         except HorovodSparseError as error:  # of all ranks of this column; the others wait for what is next
             failure, overflow = error, None
             nothing = np.empty(0, np.int32), np.empty(0, self.whole.value_dtype)

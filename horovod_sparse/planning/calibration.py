@@ -191,7 +191,7 @@ def bucket_times(
             info, recipe = BucketInfo("calibration", num_elements, rank, size, dtype), Recipe(chosen)
             bucket = Bucket(info, recipe, memory.accumulator(info, recipe))
             gradient = memory.gradient(num_elements, dtype)
-            once = functools.partial(_one_step, bucket, gradient, watch, memory)
+            once = functools.partial(_time_one_step, bucket, gradient, watch, memory)
             fill, kinds = functools.partial(memory.refill, gradient), set(chosen.rounds(size))
             found = yield from measure_repeatedly(once, watch, kinds, before=fill, skip=_WARMUP_STEPS)
             rows += [[density * num_elements, per_rank * density * num_elements, *row] for row in found]
@@ -200,7 +200,7 @@ def bucket_times(
     return (yield from measure_by_size(measured, watch, bucket_elements, budget_seconds))
 
 
-def _one_step(
+def _time_one_step(
     bucket: Bucket, gradient: Any, watch: Stopwatch, memory: BucketMemory
 ) -> Synchronization[Sequence[float]]:
     """Runs one step of a bucket; returns seconds of computation before its first collective, and after."""
@@ -248,8 +248,8 @@ def calibration(
     watch = Stopwatch(where, clock, sleep, starting_seconds, extent.repetitions)
     found: dict[str, Fit] = {}
     for kind in kinds:
-        make = functools.partial(_request, kind, where.rank, where.size)
-        timed = functools.partial(_timed, make, watch)
+        make = functools.partial(_request_of_kind, kind, where.rank, where.size)
+        timed = functools.partial(_time_collective, make, watch)
         amounts, rows = yield from measure_by_size(timed, watch, extent.message_bytes, share)
         found[kind] = fit_time(amounts, [each for (each,) in rows], what=kind)
     selection: dict[str, Fit] = {}
@@ -271,7 +271,7 @@ def calibration(
     return Profile(*facts, found, selection, decoding, device=where.device)
 
 
-def _timed(
+def _time_collective(
     make: Callable[[int], Request], watch: Stopwatch, num_bytes: int
 ) -> Synchronization[list[list[float]]]:
     request = make(num_bytes)
@@ -284,7 +284,7 @@ def _timed(
     return (yield from measure_repeatedly(once, watch, {type(request)}, slowest=False))
 
 
-def _request(kind: str, rank: int, size: int, num_bytes: int) -> Request:
+def _request_of_kind(kind: str, rank: int, size: int, num_bytes: int) -> Request:
     """Returns a collective of this kind in which this rank sends `num_bytes`."""
     words = np.ones(max(1, -(-num_bytes // 4)), np.int32)
     part = words[: max(1, words.size // max(1, size - 1))]

@@ -300,10 +300,10 @@ def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
             total = sum(elements[name] for name in plan.buckets[number])
             ready = append_span("selection", float(cost.selection.seconds(total)))
             messages.append(_Message("sparse", ready, float(cost.communication.seconds(total))))
-    return Timeline(tuple(computation), tuple(_communicate(messages, cost)))
+    return Timeline(tuple(computation), tuple(_predict_network(messages, cost)))
 
 
-def _communicate(messages: list[_Message], cost: CostModel) -> list[Span]:
+def _predict_network(messages: list[_Message], cost: CostModel) -> list[Span]:
     """Predicts when the network sends each message; fuses messages that are ready at once, if allowed."""
     startup = {"sparse": cost.communication.fixed_seconds, "dense": cost.dense.fixed_seconds}
     fused = {"sparse": cost.fuse_sparse, "dense": cost.fuse_dense}

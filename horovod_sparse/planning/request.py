@@ -87,7 +87,7 @@ def _sparsifying_pays(parameter: ParameterFacts, cost: CostModel) -> bool:
     return bool(compression < full + cost.dense_work.seconds(n) - sparse)
 
 
-def _strategy(merging: Any) -> Strategy:
+def _strategy_of(merging: Any) -> Strategy:
     """Returns the merging strategy with a name, or the given `fixed(...)` or function."""
     if isinstance(merging, str) and merging not in STRATEGIES:
         raise UnknownNameError("merging", merging, [*STRATEGIES, "fixed(num_elements=...)"])
@@ -132,9 +132,9 @@ class PlanRequest:
         """Makes a request of an optimizer's arguments, which must not contradict each other."""
         if merging is None:
             merging = _DEFAULT if bucket_bytes is None else fixed(bytes=bucket_bytes)
-        strategy, selection = _strategy(merging), "all" if tensor_selection is None else tensor_selection
+        strategy, selection = _strategy_of(merging), "all" if tensor_selection is None else tensor_selection
         select_tensors(selection, (), _NO_COST)  # refuses what is no rule
-        asked, failure = f"merging={_name_of(merging)}, tensor_selection={_name_of(selection)}", None
+        asked, failure = f"merging={_rule_name(merging)}, tensor_selection={_rule_name(selection)}", None
         if not (profile is None or isinstance(profile, (Profile, str, Path))):
             raise ArgumentError("profile", profile, "a Profile, or the path of a saved one")
         try:
@@ -192,7 +192,7 @@ class PlanRequest:
         return Decision(plan, self.asked, predicted, profile)
 
 
-def _name_of(rule: Any) -> str:
+def _rule_name(rule: Any) -> str:
     """Returns a rule's name without memory addresses, so that ranks can compare it."""
     if isinstance(rule, str):
         return rule

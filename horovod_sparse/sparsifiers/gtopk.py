@@ -43,7 +43,7 @@ class GTopK(Sparsifier):
         accumulator.put(indices, np.zeros_like(total.values))
         everyone = range(info.size)
 
-        for distance in _distances(info.size):
+        for distance in _stage_distances(info.size):
             parent, child = _parent(info.rank, distance), _child(info.rank, distance, info.size)
             if parent is not None:
                 seen = round_for_wire(total, accumulator, self.wire)
@@ -60,7 +60,7 @@ class GTopK(Sparsifier):
         if info.rank == 0:
             total = round_for_wire(total, accumulator, self.wire)
         message = mail.write(total, everyone) if info.rank == 0 else np.empty(0, np.int32)
-        for distance in reversed(_distances(info.size)):
+        for distance in reversed(_stage_distances(info.size)):
             parent, child = _parent(info.rank, distance), _child(info.rank, distance, info.size)
             if parent is not None:
                 message = (yield Exchange({}, (parent,)))[parent]
@@ -77,7 +77,7 @@ class GTopK(Sparsifier):
         """Declares one message to the parent (unless on rank 0), and one down to each child."""
         k = int(counts[info.rank])
         up, down = [], []
-        for distance in _distances(info.size):
+        for distance in _stage_distances(info.size):
             sends_up = _parent(info.rank, distance) is not None
             sends_down = _child(info.rank, distance, info.size) is not None
             notes = len(_subtree(info.rank, distance, info))
@@ -86,7 +86,7 @@ class GTopK(Sparsifier):
         return tuple(Traffic(Exchange, num_bytes) for num_bytes in (*up, *reversed(down)))
 
 
-def _distances(size: int) -> list[int]:
+def _stage_distances(size: int) -> list[int]:
     return [1 << stage for stage in range(ceil_log2(size))]
 
 

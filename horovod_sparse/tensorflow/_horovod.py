@@ -15,7 +15,7 @@ hvd: Any = horovod_binding("TensorFlow", has="allgather")
 _start = object()
 
 
-def _counting_starts(init: Any) -> Any:
+def _count_starts(init: Any) -> Any:
     """Wraps `hvd.init`, so that each call makes `present_start` return a new object."""
 
     @functools.wraps(init)
@@ -52,7 +52,7 @@ def is_elastic() -> bool:
 
 
 # under all ways to start it: hvd.init() of ours and of Horovod's, and the elastic wrapper's
-hvd.mpi_ops._basics.init = _counting_starts(hvd.mpi_ops._basics.init)
+hvd.mpi_ops._basics.init = _count_starts(hvd.mpi_ops._basics.init)
 
 #: modules of Horovod's that have nothing of ours, and so are reached by our names, too
 _SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "sync_batch_norm", "util")

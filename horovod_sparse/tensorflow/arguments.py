@@ -46,7 +46,7 @@ class Arguments:
     def of(cls, given: Mapping[str, Any], front_end: Callable[..., Any]) -> Arguments:
         """Makes `Arguments` of the ``locals()`` of a public function."""
         name = f"{front_end.__module__.rpartition('.')[0]}.{front_end.__name__}"
-        beside = [one for one in _parameters(front_end) if one != "options"]
+        beside = [one for one in _parameter_names(front_end) if one != "options"]
         for one in ("name", "device_dense", "device_sparse"):  # the second argument, by its place
             if not isinstance(given.get(one) or "", str):
                 raise ArgumentError(one, given[one], "text; a sparsifier is given as compression=...")
@@ -60,7 +60,7 @@ class Arguments:
 
     def taken_by(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Returns those arguments that a function accepts, as keyword arguments."""
-        taken = {name: getattr(self, name) for name in _parameters(function) if name in _NAMES}
+        taken = {name: getattr(self, name) for name in _parameter_names(function) if name in _NAMES}
         options = taken.pop("options", {})
         return {**taken, **options}
 
@@ -132,5 +132,5 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)

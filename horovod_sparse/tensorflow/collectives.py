@@ -193,9 +193,9 @@ def carry_out_together(
         if graphs is not None:
             key = operation, buffer.dtype
             if key not in graphs:
-                graphs[key] = _in_graph(kind, buffer.dtype, operation, process_set)
+                graphs[key] = _traced_collective(kind, buffer.dtype, operation, process_set)
             run = partial(graphs[key], buffer, splits)
-        output, received = run() if look is None else _watched(run, look)
+        output, received = run() if look is None else _run_watched(run, look)
         return from_wire(request, output.numpy(), received.numpy())
 
     # out of a graph that is being traced; a host function's thread has none
@@ -203,7 +203,7 @@ def carry_out_together(
         return engine.carry_out(coroutine, execute)
 
 
-def _in_graph(kind: type[Request], dtype: Any, name: str, process_set: Any) -> Any:
+def _traced_collective(kind: type[Request], dtype: Any, name: str, process_set: Any) -> Any:
     """Returns `carry_out` as a traced function of buffer and splits."""
 
     def run(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -213,7 +213,7 @@ def _in_graph(kind: type[Request], dtype: Any, name: str, process_set: Any) -> A
     return tf.function(run, input_signature=given, autograph=False)
 
 
-def _watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
+def _run_watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
     """Runs a function in a thread, and calls `look` repeatedly until it returns."""
     given: list[Any] = []
     failed: list[BaseException] = []

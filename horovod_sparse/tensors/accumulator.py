@@ -119,7 +119,7 @@ class TensorKernels(Kernels):
     def zeros(self) -> Tensor:
         return torch.zeros(self.layout.num_elements, dtype=self._kind, device=self._device)
 
-    def _checked(self, gradient: Tensor) -> Tensor:
+    def _checked_gradient(self, gradient: Tensor) -> Tensor:
         if gradient.numel() != self.layout.num_elements:
             allowed = f"a tensor of {self.layout.num_elements} elements"
             raise ArgumentError("gradient", tuple(gradient.shape), allowed)
@@ -139,7 +139,7 @@ class TensorKernels(Kernels):
         norm: Tensor,
         step: int,
     ) -> tuple[FoldReport, Tensor]:
-        factors, gradient = rule.factors(self.dtype), self._checked(gradient)
+        factors, gradient = rule.factors(self.dtype), self._checked_gradient(gradient)
         if rule.clip_norm is not None:
             gradient = clipped(gradient, rule.clip_norm)
         report = self._bodies.fold(
@@ -168,7 +168,7 @@ class TensorKernels(Kernels):
         return self._factors[1]
 
     def undo_fold(self, values: Tensor, companion: Tensor | None, gradient: Tensor, rule: FoldRule) -> None:
-        step = self._checked(gradient)
+        step = self._checked_gradient(gradient)
         step = step if rule.clip_norm is None else clipped(step, rule.clip_norm)
         step = step.reshape(-1).to(self._kind)
         gradients.undo_fold(values, companion, step, rule, rule.factors(self.dtype).tolist(), torch)

@@ -103,16 +103,16 @@ class Displacement:
     # common parameters and this rank's own
 
     @torch.no_grad()
-    def _gather(self, into: torch.Tensor) -> None:
+    def _copy_parameters(self, into: torch.Tensor) -> None:
         for number, parameter in enumerate(self._parameters):
-            self._view(into, number).copy_(local(parameter))
+            self._parameter_view(into, number).copy_(local(parameter))
 
-    def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+    def _parameter_view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
         return view_into(flat, self.spans[number][0], self._layouts[number])
 
     def take_as_common(self) -> None:
         """Copies the parameters to `start`, when they are equal on all ranks (at the begin, after a load)."""
-        self._gather(self.start)
+        self._copy_parameters(self.start)
         self.velocity.zero_()
         self.record_sent()
 
@@ -148,11 +148,11 @@ class Displacement:
         A NaN of that time stays: all ranks hear of it in the next exchange.
         """
         for number, own in enumerate(self._parameters):
-            parameter, start = local(own), self._view(self.start, number)
+            parameter, start = local(own), self._parameter_view(self.start, number)
             if not self.sent.numel():
                 parameter.copy_(start)
                 continue
-            sent = self._view(self.sent, number)
+            sent = self._parameter_view(self.sent, number)
             learned = parameter.to(start.dtype).sub(sent)
             parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
         self.record_sent()
@@ -161,14 +161,14 @@ class Displacement:
         """Copies the parameters to `sent`: later steps belong to the next exchange."""
         if self.sent.numel():
             self.sent = self.sent.to(self._parameters[0].dtype)  # `model.float()` has changed it
-            self._gather(self.sent)
+            self._copy_parameters(self.sent)
 
     @contextlib.contextmanager
     def common(self) -> Iterator[None]:
         parameters = [local(parameter) for parameter in self._parameters]
         own = [parameter.clone() for parameter in parameters]
         for number, parameter in enumerate(parameters):
-            parameter.copy_(self._view(self.start, number))
+            parameter.copy_(self._parameter_view(self.start, number))
         try:
             yield
         finally:
@@ -176,7 +176,7 @@ class Displacement:
 
     def entry(self, number: int, name: str) -> ReplicatedTensor:
         """Returns the common value of parameter `number`, for a drift check between ranks."""
-        return ReplicatedTensor(name, self._view(self.start, number))
+        return ReplicatedTensor(name, self._parameter_view(self.start, number))
 
     def to_host(self, name: str) -> np.ndarray:
         """Returns the array called `name` ("start", "velocity" or "sent") on the host, [n]."""

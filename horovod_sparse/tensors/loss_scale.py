@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 
-class _Pass:
+class _ScaledPass:
     """A backward pass of a scaled loss: it is alive while PyTorch keeps its callback, until the pass ends."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -31,7 +31,7 @@ class _Pass:
 
 
 #: weak references to passes in progress, the innermost last; dead for failed ones
-scaled_passes: list[weakref.ref[_Pass]] = []
+scaled_passes: list[weakref.ref[_ScaledPass]] = []
 
 
 def watch_scalers() -> None:
@@ -89,7 +89,7 @@ class ScaleOfStep:
 def _mark_scaled(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
     if isinstance(scaled, torch.Tensor):
         if scaled.requires_grad:
-            scaled.register_hook(lambda gradient: _begin(scaler))
+            scaled.register_hook(lambda gradient: _record_pass(scaler))
         return scaled
     if isinstance(scaled, (list, tuple)):
         for item in scaled:
@@ -98,9 +98,9 @@ def _mark_scaled(scaler: torch.amp.GradScaler, scaled: Any) -> Any:
     return map(functools.partial(_mark_scaled, scaler), scaled) if isinstance(scaled, Iterable) else scaled
 
 
-def _begin(scaler: torch.amp.GradScaler) -> None:
+def _record_pass(scaler: torch.amp.GradScaler) -> None:
     """Hook at a scaled loss: records that its backward pass begins, before parameters' hooks run."""
-    begun = _Pass(scaler)
+    begun = _ScaledPass(scaler)
     scaled_passes.append(weakref.ref(begun))
     # at the end of this pass; not at that of a pass within it (checkpointing)
     torch.autograd.Variable._execution_engine.queue_callback(begun.end)

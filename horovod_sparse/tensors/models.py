@@ -177,7 +177,7 @@ class ModelBuffers:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def _averaged(self) -> list[torch.Tensor]:
+    def _averaged_buffers(self) -> list[torch.Tensor]:
         # listed anew each time, since ``self.mean = 0.9 * self.mean + ...`` replaces the tensor
         given = [one for one in self._model.buffers() if one.numel() and not one.is_complex()]
         counts = [one.numel() == 1 and one.dtype != torch.bool for one in given]
@@ -186,13 +186,13 @@ class ModelBuffers:
         return [one[tuple(slice(None if step else 1) for step in one.stride())] for one in found]
 
     def read(self) -> np.ndarray:
-        numbers = [one.detach().double().reshape(-1).cpu().numpy() for one in self._averaged()]
+        numbers = [one.detach().double().reshape(-1).cpu().numpy() for one in self._averaged_buffers()]
         return np.concatenate(numbers) if numbers else np.zeros(0)
 
     @torch.no_grad()
     def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
         first = 0
-        for one in self._averaged():
+        for one in self._averaged_buffers():
             here = slice(first, first + one.numel())
             pair = sent[here], mean[here] if one.is_floating_point() else np.rint(mean[here])
             before, after = (torch.from_numpy(array.copy()).view(one.shape) for array in pair)

@@ -97,17 +97,17 @@ class TensorParameters(HostParameters):
             values = scaled(total, scale)
             num_union = len(values)
             for array, span in zip(arrays, self.spans, strict=True):
-                _subtract(array, ..., values[slice(*span)])
+                _subtract_at(array, ..., values[slice(*span)])
         elif total is not None:
             indices = scatter.checked(total.indices, int(self._stops[-1]))
             indices, values, _ = scatter.sum_duplicates(indices, scaled(total, scale))
             num_union = indices.size
             for array, here, where in self._by_parameter(indices):
-                _subtract(array, where, values[here])
+                _subtract_at(array, where, values[here])
         for indices, values in again:
             stood.append(self.take(indices))
             for array, here, where in self._by_parameter(indices):
-                _subtract(array, where, values[here])
+                _subtract_at(array, where, values[here])
         return num_union, stood
 
     def to_save(self, before: Any, array: Callable[[np.ndarray], Any]) -> Any:
@@ -135,7 +135,7 @@ def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return flat(tensor, memory_strides(local(parameter)))
 
 
-def _subtract(array: torch.Tensor, where: Any, step: Any) -> None:
+def _subtract_at(array: torch.Tensor, where: Any, step: Any) -> None:
     """Subtracts `step` from ``array[where]`` in the step's precision, and rounds once to the array's."""
     given = torch.as_tensor(step, device=array.device)
     array[where] = (array[where].to(given.dtype) - given).to(array.dtype)
@@ -167,13 +167,13 @@ class StepBucket(ParameterBucket, StepPart):
                 self._correct_moment(number, own)
         if self.now.matrices is None:
             return super().gradient()
-        for momentum, gradient in self._whole():
+        for momentum, gradient in self._whole_gradients():
             self.now.matrices.advance(momentum, gradient)
         if self.memory is not HOST:
-            return torch.cat(list(self._steps()))
-        return GradientParts(list(map(host_view, self._steps())))
+            return torch.cat(list(self._flat_steps()))
+        return GradientParts(list(map(host_view, self._flat_steps())))
 
-    def _whole(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _whole_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields momentum and gradient of each parameter with a gradient, in its shape."""
         for number in self._counted:
             momentum = self.parameter_view(number, self.bucket.accumulator.companions[0])
@@ -181,9 +181,9 @@ class StepBucket(ParameterBucket, StepPart):
             assert gradient is not None  # without a gradient a parameter does not move
             yield momentum, local(gradient).to(momentum.dtype) * self.now.weights[0]
 
-    def _steps(self) -> Iterator[torch.Tensor]:
+    def _flat_steps(self) -> Iterator[torch.Tensor]:
         """Yields each parameter's step, flat; zeros for a parameter without a gradient."""
-        made, moving = self._whole(), set(self._counted)
+        made, moving = self._whole_gradients(), set(self._counted)
         for number, parameter in enumerate(self.given):
             if number in moving:
                 yield _flat(self.now.matrices.step(*next(made)), parameter)
@@ -217,7 +217,7 @@ class StepBucket(ParameterBucket, StepPart):
         if drop:
             for moment, before in self._young:
                 moment.copy_(before)
-            for momentum, gradient in self._whole() if self.now.matrices else ():
+            for momentum, gradient in self._whole_gradients() if self.now.matrices else ():
                 self.now.matrices.take_back(momentum, gradient)
         for number in self._counted:
             self.ages[self.names[number]] -= 1

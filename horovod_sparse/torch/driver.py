@@ -49,13 +49,13 @@ class _HorovodHandle:
         return self._answer(wait_for_result(self._handle))
 
 
-def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
+def _start_native(request: Request, name: str, process_set: Any) -> Handle:
     if isinstance(request, collectives.AllGather):
         tensor = readable_tensor(request.buffer)
         handle = hvd.allgather_async(tensor, name=name, process_set=process_set)
         return _HorovodHandle(handle, tensor, torch.Tensor.numpy)
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
-        tensor, answer = _reducible(request.buffer)
+        tensor, answer = _as_summable(request.buffer)
         whole = isinstance(request, collectives.AllReduce)
         begin = hvd.allreduce_async if whole else hvd.reducescatter_async
         return _HorovodHandle(begin(tensor, op=hvd.Sum, name=name, process_set=process_set), tensor, answer)
@@ -71,11 +71,11 @@ def _start_horovods(request: Request, name: str, process_set: Any) -> Handle:
     return _start_alltoall(list(request.buffers), name, process_set, list)
 
 
-def _scatter_sum(
+def _start_reduce_scatter(
     request: collectives.ReduceScatter, name: str, process_set: Any, ranks: Sequence[int]
 ) -> Handle:
     """Starts a reduce-scatter as an all-to-all, which is faster on the host than Horovod's own."""
-    tensor, answer = _reducible(request.buffer)
+    tensor, answer = _as_summable(request.buffer)
     splits = torch.zeros(process_set.size(), dtype=torch.int32)
     for place, rank in enumerate(ranks):
         begin, end = collectives.part(tensor.numel(), place, len(ranks))
@@ -106,7 +106,7 @@ def _start_alltoall(
     return _HorovodHandle(handle, tensor, split)
 
 
-def _reducible(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
+def _as_summable(buffer: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, Callable[[Any], Any]]:
     """Returns a buffer as a tensor that Horovod can sum, and a function that converts the sum back."""
     if not isinstance(buffer, torch.Tensor):
         return readable_tensor(buffer), torch.Tensor.numpy
@@ -145,7 +145,7 @@ class HorovodDriver(Driver):
             return self._start_within(request, name)
         if self.mpi is not None and self.mpi.carries(request):
             return self.mpi.start(request, name)
-        return _start_horovods(request, name, self.process_set)
+        return _start_native(request, name, self.process_set)
 
     def _start_within(self, request: Request, name: str) -> Handle:
         """Starts a collective within a host or a column as messages, since process sets slow every cycle."""
@@ -155,7 +155,7 @@ class HorovodDriver(Driver):
             raise errors.CollectiveMismatchError(what)
         ranks = self._topology.group(request.level, rank)
         if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
-            return _scatter_sum(request, name, self.process_set, ranks)
+            return _start_reduce_scatter(request, name, self.process_set, ranks)
         return carriers.Rounds(self.start_request, carriers.among(request, ranks, rank), name)
 
     def forget_messages(self) -> None:

@@ -159,7 +159,7 @@ def write_checkpoint(
 
     def write() -> None:
         hidden.mkdir(exist_ok=True)
-        _write(hidden / _file_of(rank), {"manifest": manifest, "rank": rank, "entry": entry})
+        _write_file(hidden / _file_name(rank), {"manifest": manifest, "rank": rank, "entry": entry})
         with contextlib.suppress(FileExistsError), open(hidden / _MANIFEST, "x") as file:
             json.dump(manifest, file)  # by the first rank on this disk
         _fsync(hidden / _MANIFEST)
@@ -176,7 +176,7 @@ def write_checkpoint(
             )
 
     try:
-        yield from call_on_all(write, f"write {_file_of(rank)}")
+        yield from call_on_all(write, f"write {_file_name(rank)}")
     except HorovodSparseError:  # on all ranks
         shutil.rmtree(hidden, ignore_errors=True)
         raise
@@ -206,7 +206,7 @@ def read_checkpoint(
     def read() -> dict[str, Any]:
         parts: list[dict[str, Any]] = []
         for old in old_ranks_of(rank, manifest["size"], size):
-            part = _entry_in(root / name / _file_of(old), manifest, old)
+            part = _read_entry(root / name / _file_name(old), manifest, old)
             parts.append({key: part[key] for key in _ADDED_UP if key in part} if parts else part)
         return joined(parts, rank, size)
 
@@ -274,7 +274,7 @@ def attempt_and_step(name: str) -> tuple[int, int]:
     return int(match[2]), int(match[1])
 
 
-def _file_of(rank: int) -> str:
+def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.npz"
 
 
@@ -292,7 +292,7 @@ def call_on_all(work: Callable[[], Result], what: str) -> Synchronization[Result
     return done[0]
 
 
-def _write(path: Path, tree: Mapping[str, Any]) -> None:
+def _write_file(path: Path, tree: Mapping[str, Any]) -> None:
     with open(path, "wb") as file:
         write_tree(file, tree)
     _fsync(path)
@@ -307,7 +307,7 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _entry_in(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _read_entry(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Reads the entry that a rank saved; raises if the file is of another rank or save."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, or this rank does not see it")

@@ -55,7 +55,7 @@ def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **m
     """Returns this rank's checkpoint entry; `array` copies a sparsifier's arrays."""
     (rank, size), recipe = training.rank_and_size, training.recipe
     (residuals, *companions), topology = training.residuals_and_progress()[0], training.topology_for(None)
-    names = recipe.sparsifier.name, recipe.describe(), _name_of(recipe.feedback)
+    names = recipe.sparsifier.name, recipe.describe(), _feedback_name(recipe.feedback)
     hosts = () if topology is None else (topology.per_host, *itertools.chain(*topology.hosts))
     return {
         "format": FORMAT,
@@ -98,7 +98,7 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
     companions = list(entry["companions"])
     if recipe is not None:
         wanted = recipe.feedback.num_companions
-        if len(companions) != wanted or (wanted and head.feedback != _name_of(recipe.feedback)):
+        if len(companions) != wanted or (wanted and head.feedback != _feedback_name(recipe.feedback)):
             raise StateMismatchError(f"the saved state is of another feedback than {recipe.feedback}")
     plan = Plan.from_dict(entry["plan"])
     bucketed = {name for bucket in plan.buckets for name in bucket}
@@ -113,14 +113,14 @@ def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
             if not sound or not np.isfinite(array).all():
                 raise StateMismatchError(f"{path}[{name!r}] is no array of finite float32 or float64")
     for number, (one, _) in enumerate(zip(entry["buckets"], plan.buckets, strict=True)):
-        _progress(one, f"buckets[{number}]")
+        _parse_progress(one, f"buckets[{number}]")
 
 
-def _name_of(feedback: Feedback) -> str:
+def _feedback_name(feedback: Feedback) -> str:
     return feedback.text_name or type(feedback).__name__
 
 
-def _progress(one: Mapping[str, Any], path: str = "") -> Progress:
+def _parse_progress(one: Mapping[str, Any], path: str = "") -> Progress:
     fields = dict(one)
     del fields["state"]  # which is checked against the sparsifier's own
     progress: Progress = from_plain(Progress(), fields, path)
@@ -177,7 +177,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
     states = checked_states(training, entry)
     forgotten = {"leans": (0.0, 0.0)} if entry["size"] != size or entry["resized"] else {}
     progress = {
-        name: _progress({**one, **forgotten})
+        name: _parse_progress({**one, **forgotten})
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
         for name in bucket_names
     }
@@ -251,15 +251,15 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
         "size": size,
         # residuals are scaled already, and no bucket's state fits another number of ranks
         "resized": True,
-        "residuals": _sum([(entry["residuals"], factor) for entry, factor in shares]),
+        "residuals": _weighted_sum([(entry["residuals"], factor) for entry, factor in shares]),
         "companions": [
-            _sum([(entry["companions"][i], factor) for entry, factor in averaged])
+            _weighted_sum([(entry["companions"][i], factor) for entry, factor in averaged])
             for i in range(len(entries[0]["companions"]))
         ],
     }
 
 
-def _sum(shares: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
+def _weighted_sum(shares: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
     """Returns the sum of factor times array over several dicts, name by name."""
     total: dict[str, Any] = {}
     for arrays, factor in shares:

@@ -263,9 +263,9 @@ class Training:
             # a rank whose number has changed has parts for its old number: then all ranks reset their states
             if topology != before and self.made_for == self.rank_and_size:
                 self.replan(self.plan)
-        return (yield from agreement.agreed_status(self._status()))
+        return (yield from agreement.agreed_status(self._own_status()))
 
-    def _status(self) -> agreement.RankStatus:
+    def _own_status(self) -> agreement.RankStatus:
         return agreement.RankStatus(
             self.step,
             shared_digest({part.name: part.bucket.state for part in self.sparse}),

@@ -108,7 +108,7 @@ class WireFormat:
             >>> WireFormat("float16").round(np.array([0.1, 1e6], np.float32))
             array([9.9975586e-02, 6.5504000e+04], dtype=float32)
         """
-        if self.exact or self.values == _name_of(values.dtype):
+        if self.exact or self.values == _dtype_name(values.dtype):
             return values
         return self.decode_values(self.encode_values(values), values.size, values.dtype)
 
@@ -139,12 +139,12 @@ class WireFormat:
     def is_plain(self, dtype: Any) -> bool:
         """True if indices travel as int32, and values in the accumulator's dtype."""
         return self.indices == "int32" and (
-            dtype is None or self.values == "exact" or self.values == _name_of(dtype)
+            dtype is None or self.values == "exact" or self.values == _dtype_name(dtype)
         )
 
     def value_codec(self, dtype: Any) -> ValueCodec:
         """Returns the codec that encodes values of the accumulator's dtype."""
-        name = _name_of(dtype)
+        name = _dtype_name(dtype)
         if name not in ("float32", "float64"):
             raise ArgumentError("values", name, "float32 or float64, as accumulators have them")
         return VALUE_CODECS[name if self.values == "exact" else self.values]
@@ -195,7 +195,7 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
 
 
 @functools.lru_cache(maxsize=32)
-def _name_of(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     """Returns a dtype's name, cached, since NumPy composes it in Python at every call."""
     return np.dtype(dtype).name
 
@@ -317,7 +317,7 @@ def unpack_sum(
     if buffer.dtype != np.int32 or buffer.ndim != 1:
         raise MessageError(f"a gathered buffer must be a row of int32, got {buffer.dtype} {buffer.shape}")
     buffer = np.ascontiguousarray(buffer)
-    heads = _scan(buffer, size, format, num_elements, dtype)
+    heads = _read_headers(buffer, size, format, num_elements, dtype)
     words, total = buffer.view(np.uint32), sum(count for _, count, _, _ in heads)
     indices, values = np.empty(total, np.int32), None if dtype is None else np.empty(total, dtype)
 
@@ -350,7 +350,7 @@ def unpack_sum(
     )
 
 
-def _scan(
+def _read_headers(
     buffer: NDArray[np.int32], size: int, format: WireFormat, num_elements: int, dtype: Any
 ) -> list[tuple[int, int, int, Sections]]:
     """Returns each message's start, count, NaN mark and sections; raises if a header breaks the format."""

@@ -57,7 +57,7 @@ def sum_traffic(
         return (Traffic(AllReduce, (padded + health) * info.value_dtype.itemsize),)
     words = [
         wire.num_value_words(stop - start, info.value_dtype)
-        for start, stop in _parts(wire.padded(num_indices), info.size)
+        for start, stop in _windows_by_rank(wire.padded(num_indices), info.size)
     ]
     health = _HEALTH_WORDS if ask_health else 0
     sent = sum(health + count for rank, count in enumerate(words) if rank != info.rank)
@@ -95,7 +95,7 @@ def _sum_in_parts(
     ask_health: bool,
 ) -> Synchronization[_Sum]:
     num_indices, padded = indices.size, wire.padded(indices.size)
-    parts = _parts(padded, info.size)
+    parts = _windows_by_rank(padded, info.size)
     values = np.concatenate([values, np.zeros(padded - num_indices, values.dtype)])
     health = note(accumulator.report) if ask_health else np.zeros(0, np.int32)
     messages = []
@@ -131,5 +131,5 @@ def gather_parts(
     return whole, values - whole[slice(*parts[info.rank])]
 
 
-def _parts(num_indices: int, size: int) -> list[Window]:
+def _windows_by_rank(num_indices: int, size: int) -> list[Window]:
     return [part(num_indices, rank, size) for rank in range(size)]

@@ -111,13 +111,13 @@ class Phases:
         layout, team, position = self._layout, self._team, self._position
         for stage in reversed(range(layout.num_stages)):
             distance = 1 << stage
-            message = self._mail.write(self.ledger.round(self._largest(layout.bag(position, stage))))
+            message = self._mail.write(self.ledger.round(self._take_largest(layout.bag(position, stage))))
             target, source = layout.rank(team, position + distance), layout.rank(team, position - distance)
             arrived = yield Exchange({target: message}, (source,))
             self.ledger.receive(self._mail.read(arrived[source]))
-        return self._largest([position])
+        return self._take_largest([position])
 
-    def _largest(self, blocks: list[int]) -> SparseVector:
+    def _take_largest(self, blocks: list[int]) -> SparseVector:
         """Takes the largest elements of each block, `quota` of them, out of the accumulator."""
         chosen = [
             self._accumulator.largest(self._layout.quota(block), *self._layout.window(block))

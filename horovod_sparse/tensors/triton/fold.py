@@ -200,25 +200,25 @@ def _put_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + where, after, mask=mask)
 
 
-def _write(values: Tensor, indices: Tensor, new: Tensor, **how: bool) -> None:
+def _launch_put(values: Tensor, indices: Tensor, new: Tensor, **how: bool) -> None:
     k = indices.numel()
     _put_kernel[(num_programs(k, _LANES),)](values, indices, new, k, LANES=_LANES, **how, **_OPTIONS)
 
 
 def zero(values: Tensor, indices: Tensor) -> None:
-    _write(values, indices, values, ADD=False, CLEAR=True)
+    _launch_put(values, indices, values, ADD=False, CLEAR=True)
 
 
 def put(values: Tensor, indices: Tensor, new: Tensor) -> None:
-    _write(values, indices, new, ADD=False, CLEAR=False)
+    _launch_put(values, indices, new, ADD=False, CLEAR=False)
 
 
 def add(values: Tensor, indices: Tensor, new: Tensor) -> None:
-    _write(values, indices, new, ADD=True, CLEAR=False)
+    _launch_put(values, indices, new, ADD=True, CLEAR=False)
 
 
 @triton.jit
-def _raw(values):  # type: ignore[no-untyped-def]
+def _signed_bits(values):  # type: ignore[no-untyped-def]
     """Returns the bits as a signed integer of the same width."""
     if values.dtype.primitive_bitwidth == 16:
         bits = values.to(tl.int16, bitcast=True)
@@ -254,7 +254,7 @@ def _add_sum_kernel(  # type: ignore[no-untyped-def]
     if not UNIQUE:
         mask = mask & (where != tl.load(indices + lanes - 1, mask=mask & (lanes > 0), other=-1))
     before = tl.load(dense + where, mask=mask, other=0.0)
-    untouched = _raw(before) == 0
+    untouched = _signed_bits(before) == 0
     total = before.to(new.dtype.element_ty) + tl.load(new + lanes, mask=mask, other=0.0)
     if not UNIQUE:
         at = lanes + 1
@@ -269,7 +269,7 @@ def _add_sum_kernel(  # type: ignore[no-untyped-def]
         tl.store(dense + where, _narrow(total, dense.dtype.element_ty), mask=mask)
     else:
         # +0.0 means untouched; -0.0 is the same number. By its bits: a constant -0.0 loses its sign here.
-        raw = _raw(total)
+        raw = _signed_bits(total)
         sign = tl.full([LANES], 1, raw.dtype) << (raw.dtype.primitive_bitwidth - 1)
         total = tl.where(raw == 0, sign, raw).to(total.dtype, bitcast=True)
         tl.store(dense + where, total, mask=mask)

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from horovod_sparse import ddp
 from horovod_sparse.ddp.collectives import Communicator, Deadline
-from horovod_sparse.ddp.distributed_engine import _errors_of
+from horovod_sparse.ddp.distributed_engine import _construction_errors
 from horovod_sparse.errors import ArgumentError, DeadlineError, HorovodSparseError, UnsupportedError
 from horovod_sparse.trainers import transformers_callback
 from support.passes import backward, batches, flat, net_of, train
@@ -132,13 +132,13 @@ def test_a_parameter_that_is_replaced_is_named(mesh):
 def test_a_group_that_is_made_when_another_was_destroyed_has_its_own_rank():
     for rank in (1, 0):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        assert _errors_of(dist.group.WORLD)._ranks(None) == (rank, [0, 1])
+        assert _construction_errors(dist.group.WORLD)._ranks(None) == (rank, [0, 1])
         for make in (ddp.attach, partial(ddp.LocalSteps, every=2)):
             group = dist.new_group([0, 1])
             name = "replicas" if make is ddp.attach else "process_group"
             with pytest.raises(HorovodSparseError):
                 make(net_of(), "no optimizer", **{name: group})
-            errors = _errors_of(group)  # who waits for these ranks looks there
+            errors = _construction_errors(group)  # who waits for these ranks looks there
             assert errors._told == (rank, [0, 1])
             errors.withdraw_error()
         dist.destroy_process_group()

@@ -103,7 +103,7 @@ def same(left: Any, right: Any) -> bool:
 @given(st.dictionaries(st.text(), plain))
 def test_an_entry_comes_back_bit_for_bit(tmp_path: Path, entry: dict[str, Any]) -> None:
     path = tmp_path / "one.npz"
-    checkpoint._write(path, entry)
+    checkpoint._write_file(path, entry)
     with open(path, "rb") as file:
         assert same(encoding.read_tree(file), entry)
 

@@ -66,7 +66,7 @@ def test_a_small_buffer_is_noticed(place: Any) -> None:
     values = torch.linspace(-1.0, 1.0, 2000, device=place.device)
     ours = TorchAccumulator(2000, density=0.02, device=place.device, kernels=place.kernels)
     ours.assign(values)
-    layout, maxima = ours._kernels.layout, ours._bounds(exact=True)
+    layout, maxima = ours._kernels.layout, ours._block_maxima(exact=True)
     report, _ = place.kernels.find_kth(values, maxima, layout, 50, 0, 2000, False, capacity=20)
     assert report[1] == 1
     expected = values.abs().sort(descending=True).values[49]
