@@ -135,9 +135,9 @@ def densities(result: Mapping[str, Any]) -> Figure:
     """Bits beside dense training's over density, a line for each length, a panel for each task."""
     drawn = []
     for task, steps in lengths.CELLS:
-        dense, points = lengths.row(task, steps, 1.0), []
+        dense, points = lengths.row(task, steps, "dense"), []
         for density in sorted(lengths.DENSITIES):
-            name = lengths.row(task, steps, density)
+            name = lengths.row(task, steps, f"{100 * density:g} %")
             training, held_out = (behind(result["runs"], name, dense, score) for score in lengths.SCORES)
             points += [(100 * density, fmean(training), fmean(held_out))] if training else []
         drawn += [(task, steps, points)] if points else []

@@ -123,7 +123,7 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW as a user would make it."""
     groups = parameter_groups(parameters, setting["weight_decay"])
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, setting["beta2"]))
+    return torch.optim.AdamW(groups, lr=rate, betas=(setting.get("beta1", 0.9), setting["beta2"]))
 
 
 def clip(gradient: torch.Tensor, norm: float) -> None:

@@ -77,8 +77,11 @@ def _network(task: str) -> Task:
     return replace(digits_task(batch_size=16), make_model=cnn if task == "cnn" else ResNet)
 
 
-def train(task_name: str, method: str, rate: float, seed: int) -> Result:
+def train(name: str) -> Result:
     """One training on this rank: means over ranks."""
+    label, rate, seed = parsed(name)
+    cell, method = label.split("/")
+    task_name = cell.partition(",")[0]
     is_gpt, momentum = task_name == "gpt", partial(torch.optim.SGD, momentum=0.9)
     setting = {**SETTING, "num_steps": TASKS[task_name][0]}
     text, options = METHODS.get(method) or DENSITIES[method]
@@ -173,9 +176,13 @@ def names() -> list[str]:
 
 def measure(name: str) -> Result:
     """Launches a training."""
-    size = name.partition("/")[0].partition("P=")[2]
-    command = ["torchrun", "--standalone", "--nproc-per-node", size, "-m", __name__, "--training", name]
-    return launched(command)
+    return launch(int(name.partition("/")[0].partition("P=")[2]), __name__, name)
+
+
+def launch(size: int, module: str, name: str) -> Result:
+    """Launches a study's module on real ranks, for one training (`on_rank`)."""
+    start = ["torchrun", "--standalone", "--nproc-per-node", str(size)]
+    return launched([*start, "-m", module, "--training", name])
 
 
 def table(result: Result) -> str:
@@ -210,21 +217,19 @@ def table(result: Result) -> str:
 STUDY = Study("passes", names, measure, table, facts={"setting": SETTING})
 
 
-def main() -> None:
-    """A rank of one run."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def on_rank(train: Callable[[str], Result]) -> None:
+    """A rank of one training."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--training", required=True)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    name, rate, seed = parsed(options.training)
-    cell, method = name.split("/")
-    found = train(cell.partition(",")[0], method, rate, seed)
+    found = train(options.training)
     if dist.get_rank() == 0:
         options.json.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    on_rank(train)

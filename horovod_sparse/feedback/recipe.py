@@ -248,7 +248,7 @@ def for_length(steps: int) -> dict[str, Any]:
     """
     check_count("steps", steps, "the number of steps of the training, 1 or more")
     # short trainings have a lead to spend, long ones send an element 30 times: docs/report.md, section 6
-    density = max(0.001, min(0.01, 5e-6 * steps, 30 / min(steps, 10_000)))
+    density = max(0.0025, min(0.01, 5e-6 * steps, 30 / min(steps, 10_000)))
     return {"density": float(f"{density:.2g}"), "values": "2bit", "indices": "gaps", "feedback": "adam"}
 
 

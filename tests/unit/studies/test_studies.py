@@ -27,7 +27,7 @@ def test_every_study_measures_at_a_toy_size(monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert sent["topk 1 %"] == pytest.approx(2 * sent["topk 1 % in all"], rel=0.01)
     assert sent["exdyna P %"] == pytest.approx(2 * sent["exdyna 1 %"], rel=0.1)
-    for method in ("dense", "1 %"):
+    for method in ("dense", lengths.NO_MOMENT, lengths.ALL, "1 %"):
         assert lengths.measure(f"LSTM 0.11 M, 10 steps/{method}/rate 0.01/seed 0")["bits"] < 8
     setting |= {"width": 4, "samples": 4, "batch_size": 1, "rate": 0.1, "score_every": 3}
     trainings.on_ranks("exdyna/2", setting)
