@@ -82,8 +82,8 @@ def measure(name: str) -> Result:
     option, _, count = exchange.removeprefix(", ").partition("=")
     make, options = partial(adamw, rate=rate, setting=setting), {option: int(count)}
     found = passes.trained(TASKS[task](), make, sent, options, setting, rate, seed)
-    if found is None:
-        return {"diverged": True}
+    if "diverged" in found:
+        return found
     training, held_out = found.pop("training") / math.log(2), found.pop("test")
     return {"bits": round(held_out, 4), "training_bits": round(training, 4), **found}
 
