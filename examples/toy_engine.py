@@ -109,7 +109,7 @@ class PipeEngine:
     def carry_out(self, coroutine: Synchronization[Any], topology: Any) -> Any:
         return carry_out(coroutine, self.execute)
 
-    def move_to(self, topology: Any) -> None:
+    def set_topology(self, topology: Any) -> None:
         raise NotImplementedError("two levels: this toy knows no hosts")
 
     def declared(self) -> Mapping[str, object]:

@@ -59,7 +59,7 @@ class AllReduce:
 class ReduceScatter:
     """Requests this rank's part of the sum over ranks. All ranks give the same length and dtype.
 
-    Comes back: rank i's elements of the sum, `part(n, i, P)`.
+    Comes back: rank i's elements of the sum, `rank_part(n, i, P)`.
     """
 
     buffer: NDArray[Any]
@@ -127,11 +127,11 @@ def shared_lines(value: Any) -> Synchronization[list[Any]]:
     return [json.loads(item) for item in np.array(gathered).tobytes().splitlines()]
 
 
-def part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
+def rank_part(num_elements: int, rank: int, size: int) -> tuple[int, int]:
     """Returns a rank's part [start, stop) of n elements; the first n mod P ranks have one more.
 
     Example:
-        >>> part(5, 0, 3), part(5, 1, 3), part(5, 2, 3)
+        >>> rank_part(5, 0, 3), rank_part(5, 1, 3), rank_part(5, 2, 3)
         ((0, 2), (2, 4), (4, 5))
     """
     least, more = divmod(num_elements, size)

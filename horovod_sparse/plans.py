@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import part
+from horovod_sparse.collectives import rank_part
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 #: Indices travel as int32.
@@ -180,7 +180,7 @@ def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
     """
     check_count("groups", count, "a whole number, 1 or more, or a list of lists of parameters")
     backward = list(reversed(parameters))
-    groups = [backward[slice(*part(len(backward), number, count))] for number in range(count)]
+    groups = [backward[slice(*rank_part(len(backward), number, count))] for number in range(count)]
     return Plan(tuple(bucket for group in groups for bucket in by_kind(group)))
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.common.timing import Work
 from benchmarks.local.works import Works
 from horovod_sparse.arrays import Accumulator, FoldReport, FoldRule
-from horovod_sparse.collectives import AllGather, Request, part
+from horovod_sparse.collectives import AllGather, Request, rank_part
 from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.kernels.quantization import encode
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
@@ -54,7 +54,7 @@ class StepWorks:
             for _ in range(self._ranks - 1)
         ]
         self._windowed = [
-            self._message(generator, self._k // self._ranks, False, part(self._n, rank, self._ranks))
+            self._message(generator, self._k // self._ranks, False, rank_part(self._n, rank, self._ranks))
             for rank in range(1, self._ranks)
         ]
         self._quantized: dict[str, NDArray[np.int32]] = {}

@@ -288,7 +288,7 @@ class Communicator:
         self._shared.waiting.put((task, coroutine))
         return task
 
-    def move_to(self, topology: Topology | None) -> None:
+    def set_topology(self, topology: Topology | None) -> None:
         self._shared.carrier.topology = topology
 
     def run(self, name: str, coroutine: Synchronization[Any]) -> Any:

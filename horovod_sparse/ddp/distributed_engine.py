@@ -186,12 +186,12 @@ class DistributedEngine:
         self, coroutine: Synchronization[Any], topology: Topology | None, name: str = "agreement"
     ) -> Any:
         communicator = self.running()
-        communicator.move_to(topology)
+        communicator.set_topology(topology)
         return communicator.run(name, coroutine)
 
-    def move_to(self, topology: Topology | None) -> None:
+    def set_topology(self, topology: Topology | None) -> None:
         if self.communicator is not None:
-            self.communicator.move_to(topology)
+            self.communicator.set_topology(topology)
 
     def declared(self) -> Mapping[str, object]:
         return {"shard": self.shard, "optimizer": type(self.optimizer).__name__}

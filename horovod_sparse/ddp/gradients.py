@@ -78,8 +78,8 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if optimizer is not None:
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_state_dict_post_hook(self._after_saving),
-                optimizer.register_load_state_dict_pre_hook(self._before_loading),
+                optimizer.register_state_dict_post_hook(self._state_dict_post_hook),
+                optimizer.register_load_state_dict_pre_hook(self._load_state_dict_pre_hook),
             ]
             if not self._of_ddp:
                 optimizer._synchronize_for_scaler = self._synchronize_for_scaler
@@ -143,7 +143,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             )
         for part in self.parts:  # to what stands there autograd adds
             part.carried = part.last_sum if self._sums_untouched else None
-        self._begin()
+        self._begin_step()
         self.loss_scale.read()
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             for part in self.parts[self.num_started : -1]:
                 if not self._with_gradient.issuperset(part.given):
                     break
-                self._start(part)
+                self._start_part(part)
 
     def _end_pass(self) -> None:
         if not self.under_way:
@@ -252,14 +252,14 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     # checkpoints
 
-    def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
+    def _state_dict_post_hook(self, _: Any, saved: dict[str, Any]) -> None:
         """Hook of the optimizer's `state_dict`: adds this rank's residual."""
         if self.under_way:
             _log.warning("the optimizer is saved without its residual, since a backward pass has failed")
         else:
             saved[ENTRY] = self.state_dict()
 
-    def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
+    def _load_state_dict_pre_hook(self, _: Any, saved: dict[str, Any]) -> None:
         if ENTRY in saved:
             self.load_state_dict(saved[ENTRY])
 

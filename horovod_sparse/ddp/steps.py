@@ -90,8 +90,8 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         if self.is_agreed:
             self.roll_back()
 
-    def _before_saving(self, optimizer: Any) -> None:
-        super()._before_saving(optimizer)
+    def _state_dict_pre_hook(self, optimizer: Any) -> None:
+        super()._state_dict_pre_hook(optimizer)
         moved = self.size > 1 and any(part.moves.moves or part.moves.ahead for part in self.parts)
         if optimizer is not None and self.hidden is None and moved:
             _log.warning(

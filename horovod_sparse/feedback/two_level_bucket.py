@@ -23,7 +23,7 @@ import numpy as np
 
 from horovod_sparse import errors
 from horovod_sparse.arrays import Accumulator, FoldReport, GradientParts
-from horovod_sparse.collectives import AllGather, ReduceScatter, Synchronization, Words, at_level, part
+from horovod_sparse.collectives import AllGather, ReduceScatter, Synchronization, Words, at_level, rank_part
 from horovod_sparse.errors import HorovodSparseError, MessageError
 from horovod_sparse.feedback.bucket import Bucket, Members
 from horovod_sparse.feedback.recipe import Recipe
@@ -124,7 +124,7 @@ class TwoLevelBucket(Bucket):
 
     @property
     def shard(self) -> tuple[int, int]:
-        return part(self.whole.num_elements, self.local, self.topology.per_host)
+        return rank_part(self.whole.num_elements, self.local, self.topology.per_host)
 
     def spread(self, held: np.ndarray) -> np.ndarray:
         start, stop = self.shard
@@ -227,7 +227,7 @@ class TwoLevelBucket(Bucket):
         marks: dict[int, int] = {}
         overflows = []
         for local, message in enumerate(messages):
-            start, stop = part(n, local, self.topology.per_host)
+            start, stop = rank_part(n, local, self.topology.per_host)
             column = list(self.topology.columns[local])
             counts[column] = message.counts
             if message.overflow is not None:
@@ -260,5 +260,5 @@ def shard_of(whole: BucketInfo, topology: Topology) -> BucketInfo:
         BucketInfo(name='w/1', num_elements=5, rank=1, size=2, dtype='float32', number=None)
     """
     host, local = topology.position(whole.rank)
-    _, longest = part(whole.num_elements, 0, topology.per_host)
+    _, longest = rank_part(whole.num_elements, 0, topology.per_host)
     return BucketInfo(f"{whole.name}/{local}", longest, host, topology.num_hosts, whole.dtype, whole.number)

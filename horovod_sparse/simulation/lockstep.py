@@ -241,7 +241,8 @@ def answer(requests: Sequence[Request]) -> list[Any]:
             total += request.buffer  # type: ignore[union-attr]
         if isinstance(first, collectives.AllReduce):
             return [total.copy() for _ in requests]
-        return [total[slice(*collectives.part(total.size, rank, size))].copy() for rank in range(size)]
+        parts = (collectives.rank_part(total.size, rank, size) for rank in range(size))
+        return [total[slice(*one)].copy() for one in parts]
     if isinstance(first, collectives.Broadcast):
         return [requests[first.root].buffer.copy() for _ in requests]  # type: ignore[union-attr]
     if isinstance(first, collectives.AllToAll):

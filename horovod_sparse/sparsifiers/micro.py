@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from horovod_sparse.collectives import part
+from horovod_sparse.collectives import rank_part
 from horovod_sparse.sparsifiers.base import BucketInfo
 from horovod_sparse.sparsifiers.exclusive import ExclusiveState, ExclusiveThreshold
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
@@ -29,4 +29,4 @@ class MiCRO(ExclusiveThreshold):
     name: ClassVar[str] = "micro"
 
     def window(self, state: ExclusiveState, info: BucketInfo) -> Window:
-        return part(info.num_elements, (state.turn + info.rank) % info.size, info.size)
+        return rank_part(info.num_elements, (state.turn + info.rank) % info.size, info.size)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import LOCAL, SCALED, AllGather, AllToAll, Synchronization, part
+from horovod_sparse.collectives import LOCAL, SCALED, AllGather, AllToAll, Synchronization, rank_part
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
@@ -40,7 +40,7 @@ class OkTopkState(SparsifierState):
 
 
 def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
-    return np.array([part(info.num_elements, r, info.size)[0] for r in range(1, info.size)], np.int64)
+    return np.array([rank_part(info.num_elements, r, info.size)[0] for r in range(1, info.size)], np.int64)
 
 
 def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
@@ -255,7 +255,8 @@ class OkTopk(Sparsifier):
         first = int(sizes[: info.rank].sum())
         parts = []
         for rank in range(info.size):
-            start, stop = (min(max(edge - first, 0), len(kept)) for edge in part(union, rank, info.size))
+            edges = rank_part(union, rank, info.size)
+            start, stop = (min(max(edge - first, 0), len(kept)) for edge in edges)
             parts.append(kept[start:stop])
         messages, error = cut_and_pack(parts, FoldReport(), info, self.wire)
         arrived = yield AllToAll(messages)

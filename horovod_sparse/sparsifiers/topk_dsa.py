@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, Values
-from horovod_sparse.collectives import AllGather, Synchronization, part
+from horovod_sparse.collectives import AllGather, Synchronization, rank_part
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.shared import gather_parts
@@ -42,7 +42,7 @@ class TopkDSA(Sparsifier):
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         k = self.num_selected(info, state.step)
-        regions = [part(info.num_elements, rank, info.size) for rank in range(info.size)]
+        regions = [rank_part(info.num_elements, rank, info.size) for rank in range(info.size)]
         indices = accumulator.largest(k)
         selection = SparseVector(indices, accumulator.remove(indices))
         report = accumulator.report
@@ -82,7 +82,7 @@ class TopkDSA(Sparsifier):
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         n, dtype = info.num_elements, info.value_dtype
-        start, stop = part(n, info.rank, info.size)
+        start, stop = rank_part(n, info.rank, info.size)
         longest = min(stop - start, int(counts.sum()))
         sparse = [self.wire.message_bytes(count, n, dtype) for count in (0, longest)]
         dense = 4 * self.wire.num_value_words(stop - start, dtype)

@@ -22,7 +22,7 @@ from horovod_sparse.training import parts as common
 from horovod_sparse.training.engine import Facts, PartSpec
 
 
-def _collective(label: str, name: str, names: Sequence[str]) -> str:
+def _collective_name(label: str, name: str, names: Sequence[str]) -> str:
     """Returns the name of a part's collectives, equal on all ranks, different under another plan."""
     return f"{label}.{zlib.crc32(repr((name, names)).encode()):08x}"
 
@@ -47,7 +47,7 @@ class Part(common.BucketPart):
         kinds = self.bucket.recipe.sparsifier.rounds(self.bucket.info.size)
         kinds = kinds if topology is None else rounds_over_hosts(kinds, topology)
         waits = rounds_may_vary(spec.recipe.sparsifier, self.bucket.whole.num_elements, topology is not None)
-        collective = _collective(label, self.name, self.names)
+        collective = _collective_name(label, self.name, self.names)
         self.task = Task(collective, kinds, accumulator_dtype(self.dtype), waits, f"{label}.{self.name}")
         self._outputs = ReusedArrays(self.shapes, numpy_dtype(self.dtype))
 

@@ -64,7 +64,7 @@ class StateKeeper:
         """Raises if an entry does not fit, as far as variables are known by now; changes nothing."""
         if entry is None or (isinstance(entry, Mapping) and not entry):
             return
-        _check(entry, getattr(self.synchronizer, "recipe", None))
+        _check_recipe(entry, getattr(self.synchronizer, "recipe", None))
         if self._has_buckets_for(entry):
             checked_states(self.synchronizer, with_local_names(self.synchronizer, entry))
 
@@ -86,23 +86,24 @@ class WithState:
     _horovod_sparse_keeper: StateKeeper | None = None
 
     @property
-    def _bound(self) -> Any:
+    def _bound_synchronizer(self) -> Any:
         return getattr(self._horovod_sparse_keeper, "synchronizer", None)
 
     @property
     def telemetry(self) -> Telemetry:
         """Reports of the last step and means; empty before the first step."""
-        return Telemetry() if self._bound is None else self._bound.telemetry
+        return Telemetry() if self._bound_synchronizer is None else self._bound_synchronizer.telemetry
 
     @property
     def plan(self) -> Plan | None:
         """The plan of buckets; None before the first step, and without a sparsifier."""
-        return self._bound.plan if self._bound is not None and self._bound.parts else None
+        bound = self._bound_synchronizer
+        return bound.plan if bound is not None and bound.parts else None
 
     @property
     def decision(self) -> Decision | None:
         """The predictions and the profile that led to this plan; None without measured times."""
-        return None if self._bound is None else self._bound.decision
+        return None if self._bound_synchronizer is None else self._bound_synchronizer.decision
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals and sparsifier states; empty before the first step."""
@@ -129,7 +130,7 @@ class CheckpointedState(tf.train.experimental.PythonState):
         self._keeper.load_state_dict(from_bytes(value))
 
 
-def _check(entry: Any, recipe: Recipe | None) -> None:
+def _check_recipe(entry: Any, recipe: Recipe | None) -> None:
     """Raises if an entry is damaged or of another algorithm; needs no variables."""
     advice = (
         "now {} is used: use the same algorithm, or load without the state of horovod_sparse to start with "
@@ -144,7 +145,7 @@ def _check(entry: Any, recipe: Recipe | None) -> None:
 
 def with_local_names(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the entry with its variables renamed as they are called here; raises for another model."""
-    _check(entry, synchronizer.recipe)
+    _check_recipe(entry, synchronizer.recipe)
     known = shapes_of(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
     if saved == known:
@@ -202,7 +203,7 @@ def save(
     def entry() -> dict[str, Any]:
         if not (own := keeper.state_dict()):
             raise UnsupportedError("nothing can be saved before the first step: there are no residuals yet")
-        return {**own, "training": {"variables": [_saved(variable) for variable in variables]}}
+        return {**own, "training": {"variables": [_saved_variable(variable) for variable in variables]}}
 
     together = checkpoint.save_together(
         directory, entry, rank=int(process_set.rank()), keep=keep, owner=keeper, world_rank=int(hvd.rank())
@@ -271,7 +272,7 @@ def _keeper_of(source: Any) -> tuple[Any, Any]:
     return keeper, process_set
 
 
-def _saved(variable: Any) -> dict[str, Any]:
+def _saved_variable(variable: Any) -> dict[str, Any]:
     variable = as_variable(variable)
     array = np.asarray(variable.numpy())
     if array.dtype.hasobject:

@@ -124,19 +124,19 @@ class Task:
         except StopIteration as stop:
             self._coroutine, self.result = None, stop.value
             if self._round != len(self.kinds):
-                return self._end_with(self._mismatch("has ended"))
+                return self._end_with(self._mismatch_error("has ended"))
             return self._empty_messages()
         except Exception as error:
             return self._end_with(error)
         if type(request) is not self.next_kind:
-            return self._end_with(self._mismatch(f"asks for {type(request).__name__}"))
+            return self._end_with(self._mismatch_error(f"asks for {type(request).__name__}"))
         try:
             self._request = request
             return to_wire(request, self.value_dtype, self.ranks)
         except Exception as error:
             return self._end_with(error)
 
-    def _mismatch(self, what: str) -> CollectiveMismatchError:
+    def _mismatch_error(self, what: str) -> CollectiveMismatchError:
         declared = ", ".join(kind.__name__ for kind in self.kinds)
         return CollectiveMismatchError(
             f"{self.name} {what} in round {self._round}, but the graph was traced for {declared}. If the "

@@ -75,7 +75,7 @@ class VariablesEngine:
             for spec in single
         ]
 
-    def move_to(self, topology: Topology | None) -> None:
+    def set_topology(self, topology: Topology | None) -> None:
         """Does nothing: new parts are made for the new hosts."""
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:

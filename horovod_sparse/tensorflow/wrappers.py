@@ -56,7 +56,7 @@ class GradientReduction:
         return reduced_once(self.synchronizer.synchronize, grads, vars)
 
 
-def _taking_sparsifiers(make: Callable[..., Any]) -> Callable[..., Any]:
+def _accept_sparsifiers(make: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(make)
 
     @tf.autograph.experimental.do_not_convert
@@ -73,7 +73,7 @@ def _taking_sparsifiers(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if not hasattr(hvd._make_allreduce_grads_fn, "__wrapped__"):  # doctests import this module a second time
-    hvd._make_allreduce_grads_fn = _taking_sparsifiers(hvd._make_allreduce_grads_fn)
+    hvd._make_allreduce_grads_fn = _accept_sparsifiers(hvd._make_allreduce_grads_fn)
 
 
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take

@@ -34,11 +34,11 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 def kernels_for(device: torch.device) -> ModuleType:
     """Returns the fastest kernels for a device: Triton's on CUDA if it is installed, else PyTorch's."""
-    return _triton() if device.type == "cuda" else plain_kernels
+    return _load_triton_kernels() if device.type == "cuda" else plain_kernels
 
 
 @functools.cache
-def _triton() -> ModuleType:
+def _load_triton_kernels() -> ModuleType:
     try:
         import triton
 

@@ -35,7 +35,7 @@ _PATIENCE = 4
 _ALIKE = (errors.NonFiniteGradientError, errors.EditedGradientError)
 
 
-def _remove(handles: Iterable[Any]) -> None:
+def _remove_hooks(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
 
@@ -127,7 +127,7 @@ class GradientTraining(Training):
         hook = types.MethodType(type(self).on_gradient, weakref.proxy(self))
         handles = [one.register_post_accumulate_grad_hook(hook) for one in new]
         self._handles += handles
-        weakref.finalize(self, _remove, handles)
+        weakref.finalize(self, _remove_hooks, handles)
 
     def build(self, plan: Plan) -> None:
         self._part_of = {}
@@ -143,7 +143,7 @@ class GradientTraining(Training):
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook: counts a computed gradient, and starts the exchange of its bucket after the last one."""
         with self._hooks:
-            part, complete = self._part_of[parameter], self._count(parameter)
+            part, complete = self._part_of[parameter], self._count_gradient(parameter)
             ready = complete and part.num_missing == 0 and self.starts_early
             # `synchronize` starts the last bucket, whose message tells all ranks of edited gradients
             works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
@@ -151,11 +151,11 @@ class GradientTraining(Training):
                 part.take_gradients()
                 self._deferred_parts.append(part)
             if works:
-                self._start(part)
+                self._start_part(part)
             if self.starter.parked:
                 self.starter.advance(_PATIENCE)
 
-    def _count(self, parameter: torch.Tensor) -> bool:
+    def _count_gradient(self, parameter: torch.Tensor) -> bool:
         """Counts a gradient of a parameter; returns True after the last backward pass of the step."""
         part, delays, gradient = self._part_of[parameter], self.delays, parameter.grad
         if delays[parameter] <= 0:
@@ -173,7 +173,7 @@ class GradientTraining(Training):
                 "to sparsify it like any other, or make its layer with sparse=False"
             )
         if not self.under_way:
-            self._begin()
+            self._begin_step()
             # without a scaler there is no scale to read
             if loss_scale.scaled_passes or self.loss_scale.scaler is not None:
                 self.loss_scale.read()
@@ -183,14 +183,14 @@ class GradientTraining(Training):
         part.num_missing -= delays[parameter] == 0
         return delays[parameter] == 0
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         """Begins a step, before its first gradient."""
         for part in self.parts:
             if any((one.dtype, one.device) != (part.kind, part.device) for one in part.given):
                 part.check_kinds()
         self.under_way, self.is_synchronized, self.overflow, self.skipped = True, False, None, None
 
-    def _start(self, part: GradientBucket, *, cancels: bool = False) -> None:
+    def _start_part(self, part: GradientBucket, *, cancels: bool = False) -> None:
         tells = self.compares_first or part.whole  # Horovod's sparse messages carry their step
         turn = f" of an {('even', 'odd')[self.step % 2]} step" if tells else ""
         part.start(self.starter, self.loss_scale.value, turn, cancels=cancels)
@@ -208,7 +208,7 @@ class GradientTraining(Training):
             HorovodSparseError: the errors for which ranks cancel a step; see `horovod_sparse.errors`.
         """
         if not self.under_way:
-            self._begin()
+            self._begin_step()
             self.loss_scale.read_expected()
         idle_before = self.starter.idle_seconds
         taken = (part for part in self.parts if part.task is not None or part in self._deferred_parts)
@@ -221,7 +221,7 @@ class GradientTraining(Training):
                 self.agree()
             for part in self.parts:
                 if part.task is None:
-                    self._start(part, cancels=bool(edited))
+                    self._start_part(part, cancels=bool(edited))
             failures = self._wait_for_failures()
             if self.compares_first and not failures and self.step >= self.drift.next_step:
                 self.compare_models()
@@ -293,7 +293,7 @@ class GradientTraining(Training):
             if self.is_agreed:  # else nothing has been started
                 for part in self.parts:
                     if part.task is None:
-                        self._start(part)
+                        self._start_part(part)
                 failures = self._wait_for_failures()
                 alike = not failures or isinstance(worst(failures), _ALIKE)
         finally:
@@ -321,7 +321,7 @@ class GradientTraining(Training):
     def retire(self) -> None:
         """Removes the hooks, and cancels a step in progress."""
         self.is_retired = True
-        _remove(self._handles)
+        _remove_hooks(self._handles)
         self._handles = []
         if self.under_way:
             self.cancel_step()

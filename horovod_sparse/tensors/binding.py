@@ -101,15 +101,15 @@ class Binding(Steps):
             optimizer.register_step_post_hook(self._step_post_hook),
         ]
         self._handles += [
-            optimizer.register_state_dict_pre_hook(self._before_saving),
-            optimizer.register_state_dict_post_hook(self._after_saving),
-            optimizer.register_load_state_dict_pre_hook(self._before_loading),
-            optimizer.register_load_state_dict_post_hook(self._after_loading),
+            optimizer.register_state_dict_pre_hook(self._state_dict_pre_hook),
+            optimizer.register_state_dict_post_hook(self._state_dict_post_hook),
+            optimizer.register_load_state_dict_pre_hook(self._load_state_dict_pre_hook),
+            optimizer.register_load_state_dict_post_hook(self._load_state_dict_post_hook),
         ]
         # our hook runs before the user's post hooks
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)
         # with an empty state, torch.distributed.checkpoint would step the optimizer
-        for one in self._trained():
+        for one in self._trained_parameters():
             optimizer.state[one].setdefault("step", torch.tensor(0.0))
             optimizer.state[one].pop("exp_avg", None)
         # copies and pickles have no hooks, so they need a state that PyTorch's own step can use
@@ -128,13 +128,13 @@ class Binding(Steps):
 
     def state_for_copy(self) -> dict[str, Any]:
         """Returns the state for a copy of the optimizer, which PyTorch can step and `attach` can bind."""
-        self._before_saving(None)
+        self._state_dict_pre_hook(None)
         state = self._standalone_states(_with_moments(self.optimizer.state))
         return {**type(self.optimizer).__getstate__(self.optimizer), "state": defaultdict(dict, state)}
 
     # a step of the optimizer
 
-    def _trained(self) -> Iterator[torch.Tensor]:
+    def _trained_parameters(self) -> Iterator[torch.Tensor]:
         return (one for group in self.optimizer.param_groups for one in group["params"])
 
     @torch._disable_dynamo
@@ -153,7 +153,7 @@ class Binding(Steps):
         self.is_scaled = self._scaler_found[0] is not None
         if self.is_scaled:  # some of PyTorch's optimizers reject them without gradients
             self.optimizer.found_inf = self.optimizer.grad_scale = None
-        self._gradients = {one: one.grad for one in self._trained()}
+        self._gradients = {one: one.grad for one in self._trained_parameters()}
         for one in self._gradients:
             one.grad = None
         return loss
@@ -194,7 +194,7 @@ class Binding(Steps):
                 views = [part.parameter_view(number, one) for one in memory]
                 self.optimizer.state[parameter].update(zip(names, views, strict=False))
 
-    def _before_saving(self, _: Any) -> None:
+    def _state_dict_pre_hook(self, _: Any) -> None:
         if not self.facts:  # torch.distributed.checkpoint loads into the tensors that it finds here
             self.ensure_parts()
         for part in self.parts:
@@ -203,10 +203,10 @@ class Binding(Steps):
                 progress = {"step": torch.tensor(float(part.age(number))), LEANS: leans}
                 self.optimizer.state[one].update(progress)
 
-    def _after_saving(self, _: Any, saved: dict[str, Any]) -> None:
+    def _state_dict_post_hook(self, _: Any, saved: dict[str, Any]) -> None:
         """Hook after `optimizer.state_dict()`: converts the states to the form that PyTorch's step uses."""
         order = [number for group in saved["param_groups"] for number in group["params"]]
-        moved = dict(zip(self._trained(), order, strict=True))
+        moved = dict(zip(self._trained_parameters(), order, strict=True))
         saved["state"] = self._standalone_states(saved["state"], moved)
 
     def _standalone_states(
@@ -234,15 +234,15 @@ class Binding(Steps):
                     state["exp_avg"] = torch.zeros_like(moment)
         return found
 
-    def _before_loading(self, _: Any, saved: dict[str, Any]) -> None:
+    def _load_state_dict_pre_hook(self, _: Any, saved: dict[str, Any]) -> None:
         # PyTorch casts what it loads to the parameters' type
         self._uncast = saved
 
-    def _after_loading(self, _: Any) -> None:
+    def _load_state_dict_post_hook(self, _: Any) -> None:
         """Hook after `optimizer.load_state_dict()`: reads moments and residuals from what was loaded."""
         saved, self._uncast = self._uncast, {}
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        of_parameter = dict(zip(self._trained(), numbers, strict=True))
+        of_parameter = dict(zip(self._trained_parameters(), numbers, strict=True))
         states = saved["state"]
         self._loaded = {one: states[number] for one, number in of_parameter.items() if number in states}
         for one in of_parameter:

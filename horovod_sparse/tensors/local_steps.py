@@ -218,7 +218,7 @@ class LocalBinding(LocalTraining):
         settings: Settings,
     ) -> None:
         self.schedule, self.optimizer, self._model = schedule, optimizer, model
-        _have_local_steps.update(dict.fromkeys(self._trained(), True))
+        _have_local_steps.update(dict.fromkeys(self._trained_parameters(), True))
         #: of parameters that others may train, whether they were frozen, and a digest, where training begins
         self._known: dict[str, tuple[bool, bytes]] = {}
         #: hashes of the parameters before a state was loaded since the last step; None without a load
@@ -245,7 +245,7 @@ class LocalBinding(LocalTraining):
         if not (skipped is not None and bool(skipped)):
             self.after_step()
 
-    def _trained(self) -> Iterator[torch.Tensor]:
+    def _trained_parameters(self) -> Iterator[torch.Tensor]:
         given = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return (one for one in given if one.requires_grad and local(one).numel())
 
@@ -267,7 +267,7 @@ class LocalBinding(LocalTraining):
     def _begin_exchange(self, *, finishing: bool = False) -> bool:
         self._adopt_loaded()
         known = {id(parameter) for _, parameter in self.facts.values()}
-        if new := [list(one.shape) for one in self._trained() if id(one) not in known]:
+        if new := [list(one.shape) for one in self._trained_parameters() if id(one) not in known]:
             raise UnsupportedError(
                 f"the optimizer trains parameters of shapes {new[:3]} that LocalSteps did not find when it "
                 "was made: other ranks would not hear of them. On all ranks, finish() this one before "
@@ -295,7 +295,7 @@ class LocalBinding(LocalTraining):
 
         Ranks that have skipped steps, or have had fewer batches, are met by the others' exchanges.
         """
-        if not self._has_begun and any(one.grad is not None for one in self._trained()):
+        if not self._has_begun and any(one.grad is not None for one in self._trained_parameters()):
             raise UnsupportedError(
                 f"LocalSteps has seen no step() of {type(self.optimizer).__name__}, though there are "
                 "gradients: give it the optimizer whose step() moves the parameters"

@@ -123,11 +123,11 @@ def roll_back_before_loading(modules: Iterable[torch.nn.Module], training: Any) 
     for module in modules:
         if module not in _followers:
             _followers[module] = weakref.WeakSet()
-            module._register_load_state_dict_pre_hook(_before_loading, with_module=True)
+            module._register_load_state_dict_pre_hook(_load_state_dict_pre_hook, with_module=True)
         _followers[module].add(training)
 
 
-def _before_loading(module: torch.nn.Module, *_: Any) -> None:
+def _load_state_dict_pre_hook(module: torch.nn.Module, *_: Any) -> None:
     for training in _followers.get(module, ()):
         training.before_load()
 

@@ -78,7 +78,7 @@ def _start_reduce_scatter(
     tensor, answer = _as_summable(request.buffer)
     splits = torch.zeros(process_set.size(), dtype=torch.int32)
     for place, rank in enumerate(ranks):
-        begin, end = collectives.part(tensor.numel(), place, len(ranks))
+        begin, end = collectives.rank_part(tensor.numel(), place, len(ranks))
         splits[rank] = end - begin
     handle = hvd.alltoall_async(tensor, splits=splits, name=name, process_set=process_set)
 
@@ -162,7 +162,7 @@ class HorovodDriver(Driver):
         if self.mpi is not None:
             self.mpi.forget()
 
-    def move_to(self, topology: Topology | None) -> None:
+    def set_topology(self, topology: Topology | None) -> None:
         self._topology = topology
 
     def begin(self, training: Training) -> None:

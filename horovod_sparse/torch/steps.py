@@ -66,21 +66,21 @@ class StepSynchronizer(OverHorovod, Binding):
             facts, groups=groups, bucket_bytes=self.settings.bucket_bytes if groups is None else None
         )
 
-    def _after_saving(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        super()._after_saving(optimizer, saved)
+    def _state_dict_post_hook(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        super()._state_dict_post_hook(optimizer, saved)
         saved |= {"state": without_own(saved["state"]), ENTRY: self.state_dict()}
 
-    def _after_loading(self, optimizer: Any) -> None:
+    def _load_state_dict_post_hook(self, optimizer: Any) -> None:
         entry = self._entry
-        super()._after_loading(optimizer)
+        super()._load_state_dict_post_hook(optimizer)
         if entry is not None:
             self.load_state_dict(entry)
 
-    def _before_loading(self, optimizer: Any, saved: dict[str, Any]) -> None:
+    def _load_state_dict_pre_hook(self, optimizer: Any, saved: dict[str, Any]) -> None:
         self._entry = saved.get(ENTRY)
         if self._entry is not None:
             checked_entry(self, self._entry)
-        super()._before_loading(optimizer, saved)
+        super()._load_state_dict_pre_hook(optimizer, saved)
 
     def retire(self) -> None:
         """Returns the optimizer to PyTorch when another optimizer is made for its parameters."""

@@ -112,7 +112,7 @@ class Engine(Protocol):
     def carry_out(self, coroutine: Synchronization[Result], topology: Topology | None) -> Result:
         """Runs a coroutine on all ranks, and returns its result; `topology` says which ranks share a host."""
 
-    def move_to(self, topology: Topology | None) -> None:
+    def set_topology(self, topology: Topology | None) -> None:
         """Called with the topology on which all ranks have agreed."""
 
     def declared(self) -> Mapping[str, object]:

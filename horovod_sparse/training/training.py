@@ -138,7 +138,7 @@ class Training:
     def _set_topology(self, topology: Topology | None) -> None:
         if topology != self.topology:
             self.topology = topology
-            self.engine.move_to(topology)
+            self.engine.set_topology(topology)
 
     def topology_for(self, entry: Mapping[str, Any] | None) -> Topology | None:
         """Returns the topology on which ranks agreed, else that of this rank's entry; None if unknown."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
-from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization, part
+from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization, rank_part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
 from horovod_sparse.wire import Notes, WireFormat, note
@@ -132,4 +132,4 @@ def gather_parts(
 
 
 def _windows_by_rank(num_indices: int, size: int) -> list[Window]:
-    return [part(num_indices, rank, size) for rank in range(size)]
+    return [rank_part(num_indices, rank, size) for rank in range(size)]

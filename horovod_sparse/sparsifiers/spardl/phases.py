@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices, Values
-from horovod_sparse.collectives import Exchange, Synchronization, part
+from horovod_sparse.collectives import Exchange, Synchronization, rank_part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, bruck_all_gather
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, not_among, split_exactly
@@ -180,7 +180,7 @@ class Phases:
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
         """Gathers all blocks on all ranks by one allgather: each of d teams sends 1/d of a block."""
         layout = self._layout
-        start, stop = part(len(block), self._team, layout.teams)
+        start, stop = rank_part(len(block), self._team, layout.teams)
         mine = self.ledger.round(block[start:stop])
         sent = self._accumulator, mine.indices, mine.values, self._info, self._wire
         sum_ = yield from exchange_selections(*sent)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from horovod_sparse.collectives import AllGather, Exchange, part
+from horovod_sparse.collectives import AllGather, Exchange, rank_part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.rounds.pairs import bruck_counts, ceil_log2, mail_words
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
@@ -45,7 +45,7 @@ class TeamLayout:
         return [self.rank(team, position) for team in range(self.teams)]
 
     def window(self, block: int) -> Window:
-        return part(self.num_elements, block, self.team_size)
+        return rank_part(self.num_elements, block, self.team_size)
 
     def quota(self, block: int) -> int:
         """Returns how many elements of a block are kept: about k / Q; the quotas of all blocks add up to k.
@@ -98,7 +98,7 @@ class TeamLayout:
         if not notes_travel:
 
             def part_words(count: int) -> int:
-                start, stop = part(count, team, d)
+                start, stop = rank_part(count, team, d)
                 return mail_words(stop - start, 0, info, wire)
 
             return (*rounds, traffic_of(AllGather, [ends(part_words, quota)]))

@@ -106,7 +106,7 @@ def DistributedOptimizer(
             arguments.compression.serve(optimizer, recipe)
             if not recipe.feedback.applies_rate:
                 refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
-            reducer = _synchronizer(arguments, settings_of(optimizer))
+            reducer = _make_synchronizer(arguments, settings_of(optimizer))
         keeper = arguments.compression._horovod_sparse_keeper
     accumulation = None
     if backward_passes_per_step > 1:
@@ -131,7 +131,7 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _synchronizer(arguments: Arguments, own: Mapping[str, Any]) -> GradientSynchronizer:
+def _make_synchronizer(arguments: Arguments, own: Mapping[str, Any]) -> GradientSynchronizer:
     synchronizer = arguments.synchronizer()
     # ranks compare these, too: no variable tells of them. The rate is a variable, which may be broadcast
     told = {name: own[name] for name in own if name not in ("name", "learning_rate")}

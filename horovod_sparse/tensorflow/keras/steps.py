@@ -101,7 +101,7 @@ class KerasSteps(Steps):
     ) -> tuple[list[Any], tf.Tensor]:
         """Runs a pass, which changes the variables; returns the gradients, and whether ranks skipped it."""
         refuse_graphs()
-        self._note_variables(variables)
+        self._remember_variables(variables)
         own = [as_variable(one) for one in self._variables]
         numbers = {one.ref(): number for number, one in enumerate(own)}
         pairs = [
@@ -119,8 +119,8 @@ class KerasSteps(Steps):
                 for number, (_, one) in zip(present, pairs, strict=True)
             ]
             inputs = [as_rate(rate), *dense, *(one.read_value() for one in own)]
-            host, kinds = _host(weakref.ref(self), present, scaled), [tf.bool, *(one.dtype for one in own)]
-            skipped, *values = tf.numpy_function(host, inputs, kinds)
+            host, kinds = _host_function(weakref.ref(self), present, scaled), [one.dtype for one in own]
+            skipped, *values = tf.numpy_function(host, inputs, [tf.bool, *kinds])
         for one, value in zip(own, values, strict=True):
             one.assign(tf.ensure_shape(value, one.shape))
         return list(gradients), tf.ensure_shape(skipped, [])
@@ -129,7 +129,7 @@ class KerasSteps(Steps):
         super().agree()
         self.starter.label = self.label
 
-    def _note_variables(self, variables: Sequence[Any]) -> None:
+    def _remember_variables(self, variables: Sequence[Any]) -> None:
         if not self._variables:
             known = getattr(self.optimizer, "_trainable_variables", None)
             self._variables = list(known or variables)
@@ -202,7 +202,7 @@ class KerasSteps(Steps):
 
     def finish(self) -> None:
         """Ends a training, so that all ranks have equal variables; all ranks call it."""
-        self._note_variables(())
+        self._remember_variables(())
         self.ensure_parts()
         super().finish()
 
@@ -255,7 +255,7 @@ class KerasSteps(Steps):
         return super().save(**more)
 
 
-def _host(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) -> Any:
+def _host_function(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) -> Any:
     """Returns a graph's host function, which refers to the training weakly: TensorFlow never frees it."""
 
     def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:

@@ -102,9 +102,9 @@ def test_cuda_without_triton_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    torch_backend._triton.cache_clear()
+    torch_backend._load_triton_kernels.cache_clear()
     with caplog.at_level(logging.WARNING, logger="horovod_sparse"):
         chosen = [torch_backend.kernels_for(torch.device("cuda", 0)) for _ in range(2)]
-    torch_backend._triton.cache_clear()
+    torch_backend._load_triton_kernels.cache_clear()
     assert chosen == [torch_plain, torch_plain]
     assert ["Triton" in record.message for record in caplog.records] == [True]
