@@ -69,8 +69,9 @@ def attach(
     Returns:
         What has the telemetry, and is saved and loaded.
     """
+    wrappers = wrappers_of(model)
     # those that wait in the first step hear of errors of other ranks here
-    with sending_errors(model, replicas):
+    with sending_errors(wrappers, replicas):
         schedule = Schedule(every, delay)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression
         if isinstance(recipe, Sparsifier):
@@ -87,7 +88,6 @@ def attach(
         optimizer = unwrapped(optimizer)
         if hasattr(optimizer, "_local_hooks"):  # both would step it
             raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
-        wrappers = wrappers_of(model)
         if not recipe.feedback.applies_rate:
             if schedule != Schedule():
                 allowed = 'feedback "best" with every > 1 or delay > 0: others exchange in every step'

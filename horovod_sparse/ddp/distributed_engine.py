@@ -9,12 +9,13 @@ import socket
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.collectives import Synchronization
 from horovod_sparse.ddp.collectives import Carrier, Communicator
@@ -30,9 +31,9 @@ _log = logging.getLogger("horovod_sparse")
 
 #: seconds until the log says which ranks are missing, and between checks
 _QUIET_SECONDS, _LOOK_SECONDS = 5.0, 0.05
+_ABSENT = "have not come to their first step: all ranks call attach, or make LocalSteps, and train"
 
-#: by a group's name: number of models attached here, and of those at their first step
-_attached: Counter[str] = Counter()
+#: by a group's name: number of models at their first step
 _begun: Counter[str] = Counter()
 #: by group: one that is made when another was destroyed may have its name, and other ranks
 _errors: MutableMapping[dist.ProcessGroup, ConstructionErrors] = weakref.WeakKeyDictionary()
@@ -64,12 +65,12 @@ def _construction_errors(group: dist.ProcessGroup) -> ConstructionErrors:
 
 
 @contextlib.contextmanager
-def sending_errors(model: Any, given: Any) -> Iterator[None]:
+def sending_errors(wrappers: Sequence[DistributedDataParallel], given: Any) -> Iterator[None]:
     """Returns a context that publishes an error raised in it to the model's other ranks."""
     if getattr(given, "ndim", 0) == 1:  # a mesh
         given = given.get_group()
-    group = given if isinstance(given, dist.ProcessGroup) else getattr(model, "process_group", None)
-    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    group = given if isinstance(given, dist.ProcessGroup) else None
+    group = group or (wrappers[0].process_group if wrappers else dist.group.WORLD)
     try:
         yield
     except Exception as error:
@@ -78,14 +79,6 @@ def sending_errors(model: Any, given: Any) -> Iterator[None]:
         raise
     if group is not None:
         _construction_errors(group).withdraw_error()
-
-
-def publish_attach(group: dist.ProcessGroup | None) -> None:
-    """Publishes that this rank has called `attach` once more."""
-    if dist.is_initialized():
-        group = group or dist.group.WORLD
-        GroupStore(group)("attached", f"{_attached[group.group_name]}.{dist.get_rank(group)}", b"yes")
-        _attached[group.group_name] += 1
 
 
 def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -> Deadline:
@@ -103,20 +96,13 @@ def await_first_step(group: dist.ProcessGroup, deadline_seconds: float | None) -
         waited = time.monotonic() - since
         if waited > min(_QUIET_SECONDS, deadline.seconds) and not said:
             said = True
-            _log.warning("waiting for %s", _describe_missing(missing, number, store))
+            _log.warning("waiting for ranks %s %s", missing, _ABSENT)
         if waited > deadline.seconds:
-            what = f"the first step ({_describe_missing(missing, number, store)})"
+            what = f"the first step (ranks {missing} {_ABSENT})"
             raise DeadlineError(what, 0, deadline.seconds, dict.fromkeys(missing, ""))
         time.sleep(_LOOK_SECONDS)
     _begun[group.group_name] += 1
     return deadline
-
-
-def _describe_missing(missing: list[int], number: int, store: GroupStore) -> str:
-    absent = [one for one in missing if store("attached", f"{number}.{one}") is None]
-    if absent:
-        return f"ranks {absent}, which have not attached: all ranks call attach, or make LocalSteps"
-    return f"ranks {missing}, which have not come to their first step"
 
 
 #: a group of torch.distributed has one start
@@ -148,7 +134,6 @@ class DistributedEngine:
         #: made with the first step
         self.communicator: Communicator | None = None
         self._deadline_seconds = deadline_seconds
-        publish_attach(group)
 
     @property
     def group(self) -> dist.ProcessGroup:

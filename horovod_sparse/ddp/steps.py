@@ -145,10 +145,10 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         process_group: dist.ProcessGroup | None = None,
         **options: Unpack[LocalOptions],
     ) -> None:
-        with sending_errors(model, process_group):
+        wrappers = wrappers_of(model)
+        with sending_errors(wrappers, process_group):
             schedule, settings = LocalSchedule.of(every, options, "horovod_sparse.ddp.LocalSteps")
             optimizer = stepping_optimizer(optimizer, model)
-            wrappers = wrappers_of(model)
             if process_group is None or not wrappers:
                 process_group = group_of(model, wrappers, process_group, "process_group")
             stop_synchronizing(wrappers)
@@ -159,6 +159,8 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
 
 def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
     """Returns all DistributedDataParallel in or around a model: trainers pass the inner module."""
+    if not isinstance(model, torch.nn.Module):  # which is refused later
+        return []
     within = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     if within or not dist.is_initialized():
         return within

@@ -17,9 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.tensorflow.collectives import Wire, carry_out, wire_dtype
-from horovod_sparse.tensorflow.graph import HOST, WAITING, HostFunctions
-from horovod_sparse.tensorflow.parts import Part
-from horovod_sparse.tensorflow.task import Task, graph_lifetime_token
+from horovod_sparse.tensorflow.graph import HOST, HostFunctions
+from horovod_sparse.tensorflow.parts import Part, Task, graph_lifetime_token
 from horovod_sparse.tensorflow.tensors import numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesTraining
 
@@ -40,10 +39,7 @@ class Driver:
         tokens = []
         for batch in _join_small_parts(parts):
             given = [gradients[parts.index(part)] for part in batch]
-            if batch[0].task.waits:
-                tokens.append(self._host_rounds(batch[0].task, given[0], rate))
-            else:
-                tokens += self._graph_rounds([part.task for part in batch], given, rate)
+            tokens += self._graph_rounds([part.task for part in batch], given, rate)
         return tokens
 
     def _begin(self, task: Task, rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
@@ -97,28 +93,6 @@ class Driver:
                 messages = self.host.run(resume, answers, types(number + 1))
             return [held, *shaped(messages[:1], ([],))]
 
-    def _host_rounds(self, task: Task, gradients: Sequence[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
-        """Builds one host function that runs all rounds of a task, in the same order on all ranks.
-
-        In elastic training a function is traced once, and ranks come and go: `task.kinds` has as many rounds
-        as there are when the graph runs.
-        """
-
-        def run(rate: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-            wire, held = self._begin(task, rate, arrays), graph_lifetime_token([task])
-            while (kind := task.next_kind) is not None:
-                name = f"{task.name}.{kind.__name__}"
-                with tf.device(HOST):  # eagerly: a graph might find no thread, which this function has
-                    answer = carry_out(kind, *wire, name, self._process_set)
-                with task.working():
-                    wire = task.resume(*(one.numpy() for one in answer))
-            return held
-
-        with tf.device(HOST), WAITING.behind():
-            (token,) = self.host.run(run, [rate, *gradients], [tf.int32])
-        WAITING.note(token)
-        return token
-
 
 def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
     """Sets the static shapes of a host function's results, which TensorFlow cannot infer."""
@@ -132,7 +106,7 @@ def _join_small_parts(parts: Sequence[Part]) -> list[list[Part]]:
     batches: list[list[Part]] = []
     filling: dict[Any, list[Part]] = {}  # by the requests that they make
     for part in parts:
-        if part.task.waits or _num_bytes(part) >= _BATCH_BYTES:
+        if _num_bytes(part) >= _BATCH_BYTES:
             batches.append([part])
             continue
         kinds = part.task.kinds

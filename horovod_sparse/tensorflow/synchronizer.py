@@ -17,8 +17,7 @@ from horovod_sparse.tensorflow import graph
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import carry_out_together, nonfinite_marks, reduce_densely
 from horovod_sparse.tensorflow.driver import Driver, shaped
-from horovod_sparse.tensorflow.parts import Part
-from horovod_sparse.tensorflow.task import idle_seconds
+from horovod_sparse.tensorflow.parts import Part, idle_seconds
 from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch

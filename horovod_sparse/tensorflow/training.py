@@ -18,8 +18,7 @@ from horovod_sparse.plans import ParameterFacts, Plan, make_plan
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, present_start
 from horovod_sparse.tensorflow.collectives import carry_out_agreement, carry_out_together, label_of, ranks_of
-from horovod_sparse.tensorflow.parts import Part
-from horovod_sparse.tensorflow.task import Task
+from horovod_sparse.tensorflow.parts import Part, Task
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.topology import ClusterFacts, Placement, RankAndSize, Topology
 from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
@@ -60,9 +59,15 @@ class VariablesEngine:
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[Part]:
-        if topology is None and self._levels != "flat" and is_elastic():
-            topology = Topology.regular(ranks[1], 1)  # graphs are traced once, with two levels or one
-
+        if is_elastic():
+            for spec in specs:
+                sparsifier = spec.recipe.sparsifier
+                if self._levels != "flat" or sparsifier.rounds(2) != sparsifier.rounds(4):
+                    raise UnsupportedError(
+                        f"{sparsifier.describe()} with levels={self._levels!r} has other collectives at each "
+                        "number of ranks, and an elastic graph of TensorFlow is traced once: give topk or "
+                        "exdyna, say, and levels='flat'"
+                    )
         scale = None if self._arguments["op"] == "Average" else 1.0
         # a variable that stays dense is summed alone: Horovod joins the messages of a graph's operations
         single = [
@@ -219,10 +224,10 @@ class VariablesTraining(Training):
         """Makes the parts of a plan; graphs traced before stay valid if they have the same collectives."""
         former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
-        goes_on = known and len(former) == len(self.parts) and all(map(_same_rounds, former, self.parts))
+        goes_on = known and [one.task.kinds for one in former] == [one.task.kinds for one in self.parts]
         if goes_on:
             for before, part in zip(former, self.parts, strict=True):
-                before.task.kinds, part.task = part.task.kinds, before.task
+                part.task = before.task
         self._by_task = {part.task: part for part in self.parts}
         if former and not goes_on:
             self._retire()
@@ -245,10 +250,6 @@ def _warn_of_new_compressors(variable: Any, telemetry: Telemetry) -> None:
             variable.name,
         )
     setattr(variable, _LIVES, (*lives[-1:], telemetry))
-
-
-def _same_rounds(former: Part, part: Part) -> bool:
-    return former.task.waits or former.task.kinds == part.task.kinds
 
 
 def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:

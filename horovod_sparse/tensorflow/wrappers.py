@@ -30,21 +30,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def reduced_once(
-    reduce: Callable[[list[Any], list[Any]], list[Any]],
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-) -> list[Any]:
-    """Calls `reduce` with each variable once, and returns a gradient for every entry of `variables`."""
-    first: dict[Any, int] = {}
-    for i, variable in enumerate(variables):
-        first.setdefault(variable.ref(), i)
-    positions = first.values()
-    reduced = reduce([gradients[i] for i in positions], [variables[i] for i in positions])
-    found = dict(zip(first, reduced, strict=True))
-    return [found[variable.ref()] for variable in variables]
-
-
 class GradientReduction:
     """Replaces Horovod's own reduction of gradients; given to Horovod as `compression=`."""
 
@@ -53,7 +38,7 @@ class GradientReduction:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], vars: Sequence[Any], _generic_names: bool = False) -> list[Any]:
-        return reduced_once(self.synchronizer.synchronize, grads, vars)
+        return list(self.synchronizer.synchronize(grads, vars))
 
 
 def _accept_sparsifiers(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,12 +221,10 @@ class _DistributedTape(tf.GradientTape):
             )
             raise ArgumentError("learning_rate", learning_rate, allowed)
 
-        def reduce(given: list[Any], theirs: list[Any]) -> list[Any]:
-            if loss_scale is None:
-                reduced, self.skipped = synchronizer.synchronize_or_skip(given, theirs, learning_rate)
-                return reduced
-            return reduce_if_finite(synchronizer, given, theirs, learning_rate, as_variable(loss_scale))
-
-        results = reduced_once(reduce, gradients, variables)
+        given = gradients, variables, learning_rate
+        if loss_scale is None:
+            results, self.skipped = synchronizer.synchronize_or_skip(*given)
+        else:
+            results = reduce_if_finite(synchronizer, *given, as_variable(loss_scale))
         mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)

@@ -71,7 +71,7 @@ def measured_profile(
             for one in found.values():
                 one.grad = None
             recorder.begin(stamp())
-            loss().backward()
+            loss().backward(inputs=list(found.values()))
             recorder.end()
     finally:
         for hook, one, grad in zip(hooks, found.values(), before, strict=True):

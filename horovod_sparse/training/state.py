@@ -190,11 +190,10 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
         for part, state in zip(training.sparse, states, strict=True):
             part.bucket.state = state
     else:
-        _log.warning(
-            "residuals are kept, sparsifier states are reset: the checkpoint has another plan, number of "
-            "ranks, or hosts (%d ranks, %s) than this training (%d ranks, %s)",
-            *(entry["size"], plan, size, training.plan),
-        )
+        then, now = (f"{entry['size']} ranks", str(plan)), (f"{size} ranks", str(training.plan))
+        changed = [f"{old}, now {new}" for old, new in zip(then, now, strict=True) if old != new]
+        words = "residuals are kept, sparsifier states are reset: the checkpoint has %s"
+        _log.warning(words, "; ".join(changed) or "other buckets or hosts")
 
 
 def share_factor(old_rank: int, old_size: int, size: int) -> float:

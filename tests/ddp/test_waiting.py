@@ -25,11 +25,11 @@ def _group(size: int) -> dist.ProcessGroup:
     return dist.new_group(range(size))
 
 
-def test_who_has_not_attached_is_named(group, rank):
+def test_who_has_not_come_is_named(group, rank):
     replica = Replica(SHAPES, None, process_group=group)
     if rank == 0:
         ddp.attach(replica.model, "topk:density=0.1", deadline_seconds=1)
-        with pytest.raises(DeadlineError, match=r"ranks \[1.*\], which have not attached"):
+        with pytest.raises(DeadlineError, match=r"ranks \[1.*\] have not come"):
             replica.step(gradients(rank))
 
 

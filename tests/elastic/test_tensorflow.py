@@ -9,7 +9,7 @@ import pytest
 from elastic.job import HOSTS, elastic_job, of
 
 WORKER = Path(__file__).with_name("tf_worker.py")
-TRAINED = ["graph spardl:density=0.2", "keras randomk:density=0.2", "stock exdyna:density=0.2"]
+TRAINED = ["graph topk:density=0.2", "keras randomk:density=0.2", "stock exdyna:density=0.2"]
 
 
 def lawful(entries: list[dict[str, Any]]) -> None:

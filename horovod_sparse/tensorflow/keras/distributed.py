@@ -93,11 +93,6 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
                 )
             super().__setattr__(name, value)
 
-        def register_local_var(self, variable: Any) -> None:
-            raise UnsupportedError(
-                "local variables cannot be combined with this optimizer: give them an optimizer of their own"
-            )
-
         if is_keras3(base):
 
             def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:

@@ -93,7 +93,6 @@ REFUSED = [
     (ArgumentError, "^optimizer='sgd'.*keras.optimizers.SGD", lambda: wrapped("sgd")),
     (ArgumentError, "^gradtape=", lambda: hvd_tf.DistributedGradientTape(tf.GradientTape)),
     (ArgumentError, "^process_set=", {"process_set": 3}),
-    (UnsupportedError, "local variables", lambda: wrapped().register_local_var("weight")),
     (ArgumentError, "^loss_scale_factor=", lambda: wrapped(keras.optimizers.SGD(0.1, loss_scale_factor=4.0))),
     *(
         (UnsupportedError, "wrap a copy of the plain", lambda copied=copied: copied(wrapped()))
