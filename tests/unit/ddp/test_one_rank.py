@@ -133,11 +133,17 @@ def test_a_group_that_is_made_when_another_was_destroyed_has_its_own_rank():
     for rank in (1, 0):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         assert _construction_errors(dist.group.WORLD)._ranks(None) == (rank, [0, 1])
-        for make in (ddp.attach, partial(ddp.LocalSteps, every=2)):
-            group = dist.new_group([0, 1])
-            name = "replicas" if make is ddp.attach else "process_group"
+        group = dist.new_group([0, 1])
+        wrapper = DistributedDataParallel(net_of(), process_group=group)
+        local = partial(ddp.LocalSteps, "no optimizer", every=2)
+        for fails in (
+            partial(ddp.attach, net_of(), "no text", replicas=group),
+            partial(local, net_of(), process_group=group),
+            partial(ddp.attach, wrapper.module, "no text"),
+            partial(local, wrapper.module),
+        ):
             with pytest.raises(HorovodSparseError):
-                make(net_of(), "no optimizer", **{name: group})
+                fails()
             errors = _construction_errors(group)  # who waits for these ranks looks there
             assert errors._told == (rank, [0, 1])
             errors.withdraw_error()

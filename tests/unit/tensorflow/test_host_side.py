@@ -249,12 +249,18 @@ def test_a_plan_takes_in_variables_that_join_and_a_state_of_other_names(caplog):
     entry = compression.state_dict()
     step(first, joined)
     assert compression.synchronizer.plan == Plan((("weight",), ("joined",)))
+    both = compression.state_dict()
 
     other = made("error")
     other.load_state_dict(entry)
     compression, plan = other, Plan((("renamed",),))
     step(tf.Variable(tf.zeros(LENGTH), name="renamed"))
-    assert compression.synchronizer.plan == plan and "another plan" not in caplog.text
+    assert compression.synchronizer.plan == plan and "states are reset" not in caplog.text
+    other = made("error")
+    other.load_state_dict(both)
+    compression, plan = other, Plan((("weight", "joined"),))
+    step(*(tf.Variable(tf.zeros(LENGTH), name=name) for name in plan.names()))
+    assert "checkpoint has buckets: 2, of 1, 1 parameters; dense parameters: 0, now buckets: 1" in caplog.text
 
 
 def test_messages_between_pairs_are_refused(monkeypatch):

@@ -158,11 +158,12 @@ def test_backward_is_measured_before_a_training_and_changes_nothing(monkeypatch)
         first = Slow.apply(net[0].weight, "0.weight")
         second = Slow.apply(net[2].weight, "2.weight")
         hidden = torch.nn.functional.linear(torch.ones(4, 8), first, net[0].bias).relu()
-        return torch.nn.functional.linear(hidden, second, net[2].bias).sum()
+        return torch.nn.functional.linear(hidden, second, net[2].bias).sum() * unnamed
 
+    unnamed = torch.ones((), requires_grad=True)
     net[0].bias.grad = held = torch.ones(6)
     profile = hvd.measured_profile(loss, net.named_parameters(), "topk:density=0.5", cluster=PROFILE)
-    assert net[0].bias.grad is held and net[2].bias.grad is None
+    assert net[0].bias.grad is held and net[2].bias.grad is None and unnamed.grad is None
     found = profile.backward_seconds
     assert sorted(found) == sorted(NAMES)
     for name, value in seconds.items():
