@@ -17,7 +17,7 @@ from horovod_sparse.planning.calibration import QUICK, THOROUGH, Extent, calibra
 from horovod_sparse.planning.model import Fit
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
-from horovod_sparse.training.agreement import compared
+from horovod_sparse.training.agreement import compare
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
 _USUAL_KINDS = {"allgather", "allreduce", "broadcast", "exchange"}
@@ -99,7 +99,7 @@ def _measure(
     device = launch.run_agreed(lambda: _checked_device(options, launch))
     # ranks that measure different things would wait for each other
     told = {"device": device, "sparsifiers": str([one.describe() for one in sparsifiers])}
-    launch.carry_out(compared({**told, "extent": repr(extent)}))
+    launch.carry_out(compare({**told, "extent": repr(extent)}))
     cluster, memory = launch.cluster(device), None
     if device == "cuda":
         place = importlib.import_module("torch").device(device)

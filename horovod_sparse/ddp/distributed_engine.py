@@ -75,7 +75,7 @@ def sending_errors(wrappers: Sequence[DistributedDataParallel], given: Any) -> I
         yield
     except Exception as error:
         if group is not None:
-            _construction_errors(group).tell(error, None)
+            _construction_errors(group).publish(error, None)
         raise
     if group is not None:
         _construction_errors(group).withdraw_error()

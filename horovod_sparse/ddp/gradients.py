@@ -110,7 +110,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         for part in parts:
             part.tells_absent, part.keeps_sum = self._tells, self._of_ddp
         if self._of_ddp:
-            self.watch(parameter for part in parts for parameter in part.given)
+            self.register_hooks(parameter for part in parts for parameter in part.given)
 
     # a pass of DistributedDataParallel
 

@@ -26,7 +26,7 @@ from horovod_sparse.tensorflow.tensors import divided_by_ranks
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training import engine
-from horovod_sparse.training.agreement import compared, declaration, next_label
+from horovod_sparse.training.agreement import compare, declaration, next_label
 from horovod_sparse.training.collective_errors import ConstructionErrors
 
 #: What goes through an operation: the buffer, and how many elements of it go to (come from) each rank;
@@ -246,7 +246,7 @@ def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch
 def compare_dense_arguments(compression: Any, process_set: Any, **arguments: object) -> None:
     """Raises on all ranks if arguments differ; called by ranks without a sparsifier, others may have one."""
     given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
-    carry_out_agreement(compared(given), process_set)
+    carry_out_agreement(compare(given), process_set)
 
 
 def ranks_of(process_set: Any) -> str:

@@ -44,7 +44,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         """The synchronizer that `bind` made, or None."""
         return self._keeper.synchronizer
 
-    def serve(self, optimizer: Any = None, recipe: Recipe | None = None) -> None:
+    def reserve_for(self, optimizer: Any = None, recipe: Recipe | None = None) -> None:
         """Reserves this compressor for `optimizer` (None: for tapes); raises if it serves another one.
 
         They would share residuals and steps.
@@ -134,7 +134,7 @@ class Compression(
     metaclass=Algorithms,
     make=SparseCompressor,
     help_text=_COMMON_ARGUMENTS,
-    telling=construction_errors.telling,
+    publishing_errors=construction_errors.publishing_errors,
 ):
     """The values for the argument `compression=`; a superset of `horovod.tensorflow.Compression`.
 

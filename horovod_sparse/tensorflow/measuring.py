@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from horovod_sparse.planning.profile import Profile
 
 
-@construction_errors.telling
+@construction_errors.publishing_errors
 def measured_profile(
     loss: Callable[[], tf.Tensor],
     variables: Sequence[Any],

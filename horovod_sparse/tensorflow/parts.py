@@ -228,7 +228,7 @@ class Part(common.BucketPart):
             self.task.drop()
             self.abandon()
 
-    def take_back(self, names: Collection[str]) -> None:
+    def return_to_residual(self, names: Collection[str]) -> None:
         """Adds these variables' last sum to the residuals in equal shares, when no rank applies it."""
         # ranks that hold the same elements; with two levels those of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size

@@ -175,7 +175,7 @@ class GradientSynchronizer(VariablesTraining):
             arrays, outcome = self._finish_step(parts, found, scaled)
             for part in parts:
                 if not part.dense and outcome == Outcome.APPLIED:
-                    part.take_back(absent)
+                    part.return_to_residual(absent)
             is_due = check is not None and outcome == Outcome.APPLIED and before >= check.next_step
             return [*arrays, np.array(outcome, np.int32), np.array(is_due)]
 
@@ -185,7 +185,7 @@ class GradientSynchronizer(VariablesTraining):
             *sums, outcome, due = shaped(ended, [shape for _, shape in like])
             end = outcome
             if check is not None:
-                end = self._replicas.compared(due, check, variables, self.also_equal())
+                end = self._replicas.compare_when_due(due, check, variables, self.also_equal())
         for order in (self._order, graph.WAITING) if waits else (self._order,):
             order.note(end)
         if parts:
@@ -292,7 +292,7 @@ class Replicas:
         for check in self._checks.values():
             check.restart(self._training.step)
 
-    def compared(
+    def compare_when_due(
         self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any], also_equal: Sequence[Any]
     ) -> tf.Tensor:
         """Compares variables between ranks where `due`, before the step updates them."""

@@ -110,12 +110,12 @@ def divided_by_ranks(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
     return tensor / tf.cast(number, tensor.dtype)
 
 
-def times(gradient: Any, factor: Any) -> Any:
+def multiply(gradient: Any, factor: Any) -> Any:
     """Multiplies a gradient (or None, or `tf.IndexedSlices`) by a number."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+        return tf.IndexedSlices(multiply(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
 
 
@@ -134,11 +134,11 @@ def reduce_if_finite(
     if not reducer.is_needed:
         return list(gradients)
     scale = tf.convert_to_tensor(scale)
-    unscaled = [times(gradient, 1.0 / scale) for gradient in gradients]
+    unscaled = [multiply(gradient, 1.0 / scale) for gradient in gradients]
     results, skipped = reducer.synchronize_or_skip(unscaled, variables, learning_rate, scaled=skips)
     if skipped is not None:
         scale = tf.where(skipped, tf.cast(float("nan"), scale.dtype), scale)
-    return [times(gradient, scale) for gradient in results]
+    return [multiply(gradient, scale) for gradient in results]
 
 
 def aligned_zeros(num_bytes: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from horovod_sparse.tensorflow.collectives import carry_out_agreement, carry_out
 from horovod_sparse.tensorflow.parts import Part, Task
 from horovod_sparse.tensorflow.tensors import as_variable, dtype_name, unique_names
 from horovod_sparse.topology import ClusterFacts, Placement, RankAndSize, Topology
-from horovod_sparse.training.agreement import common_names, compared, plan_of_first_rank
+from horovod_sparse.training.agreement import common_names, compare, plan_of_first_rank
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, requested_transport
@@ -188,7 +188,7 @@ class VariablesTraining(Training):
         """Compares ranks' models; returns the variables by rank 0's names, and rank 0's plan."""
         rules, request = self.recipe.rules, self.request
         if not self.facts:
-            yield from compared(self.declared())
+            yield from compare(self.declared())
         found = facts_of(unique_names(new, list(self.facts)), new, rules)
         label, names = yield from common_names(self.engine.label, [fact for fact, _ in found.values()])
         facts = {
@@ -200,7 +200,7 @@ class VariablesTraining(Training):
         if self.facts:  # what else was asked for concerned the variables that were there
             plan = make_plan(facts, bucket_bytes=self._plan_arguments["bucket_bytes"])
         else:
-            yield from compared(described_request(request))
+            yield from compare(described_request(request))
             cluster = functools.partial(ClusterFacts.of, self.process_set, "tensorflow", hvd)
             first = first_plan(request, facts, self.recipe.sparsifier, cluster, **self._arguments_for(new))
             if request is not None:

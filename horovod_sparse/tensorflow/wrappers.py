@@ -50,7 +50,7 @@ def _accept_sparsifiers(make: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*positional, **named).arguments
         compression = given["compression"]
         if isinstance(compression, SparseCompressor):
-            compression.serve()
+            compression.reserve_for()
             return GradientReduction(Arguments(**given).checked().synchronizer())
         return compression if isinstance(compression, GradientReduction) else make(*positional, **named)
 
@@ -64,7 +64,7 @@ if not hasattr(hvd._make_allreduce_grads_fn, "__wrapped__"):  # doctests import 
 # Wrapping a tape happens within the user's tf.function: AutoGraph has nothing to do in here but to take
 # seconds for it.
 @tf.autograph.experimental.do_not_convert
-@construction_errors.telling
+@construction_errors.publishing_errors
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -112,7 +112,7 @@ def DistributedGradientTape(
         takes_part(process_set)  # raises where only Horovod's other binding was started
         stock = hvd.DistributedGradientTape
         return stock(gradtape, **arguments.taken_by(stock))
-    compression.serve()
+    compression.reserve_for()
     cls: Any = _DistributedTape
     if not issubclass(cls, kind := type(gradtape)):  # as Horovod's tape, with what the user's class overrides
         cls = type(kind.__name__, (cls, kind), {})

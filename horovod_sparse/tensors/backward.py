@@ -119,7 +119,7 @@ class GradientTraining(Training):
 
     # gradients
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+    def register_hooks(self, parameters: Iterable[torch.Tensor]) -> None:
         """Registers `on_gradient` as a hook of each of these parameters."""
         new = [one for one in parameters if one not in self._watched]
         self._watched |= set(new)

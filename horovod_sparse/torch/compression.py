@@ -91,7 +91,7 @@ class Compression(
     metaclass=common.Algorithms,
     make=SparseCompressor,
     help_text=_COMMON_ARGUMENTS,
-    telling=construction_errors.telling,
+    publishing_errors=construction_errors.publishing_errors,
 ):
     """The values for the argument `compression=`; a superset of `horovod.torch.Compression`.
 

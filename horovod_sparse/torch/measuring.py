@@ -21,10 +21,10 @@ from horovod_sparse.topology import ClusterFacts
 from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.driver import carry_out_together, construction_errors
-from horovod_sparse.training.agreement import compared
+from horovod_sparse.training.agreement import compare
 
 
-@construction_errors.telling
+@construction_errors.publishing_errors
 def measured_profile(
     loss: Callable[[], torch.Tensor],
     named_parameters: Iterable[tuple[str, torch.Tensor]],
@@ -83,7 +83,7 @@ def measured_profile(
 
     def measured() -> Synchronization[Profile]:
         told = {"compression": sparsifier.describe(), "named_parameters": str(list(found))}
-        yield from compared({**told, "cluster": "none" if given is None else given.digest()})
+        yield from compare({**told, "cluster": "none" if given is None else given.digest()})
         profile = given
         if profile is None:
             where = ClusterFacts.of(process_set, "torch", hvd, words)

@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     return getattr(sys.modules[HorovodOptimizer.__module__], name)
 
 
-@construction_errors.telling
+@construction_errors.publishing_errors
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -172,7 +172,7 @@ def DistributedOptimizer(
     return wrapped
 
 
-@construction_errors.telling
+@construction_errors.publishing_errors
 def _adopt(optimizer: Any) -> None:
     """Replaces the methods of an optimizer that Horovod made by this package's."""
     recipe, own = optimizer._compression.recipe, type(optimizer)  # a class of its own, made from the user's

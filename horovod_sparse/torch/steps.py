@@ -115,7 +115,7 @@ class LocalSteps(OverHorovod, LocalBinding):
 
     engine: HorovodEngine
 
-    @construction_errors.telling
+    @construction_errors.publishing_errors
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

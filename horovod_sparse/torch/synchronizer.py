@@ -100,7 +100,7 @@ class GradientSynchronizer(OverHorovod, GradientTraining):
         """Makes this optimizer the parameters' only owner, and registers hooks for their gradients."""
         parameters = [parameter for _, parameter in facts.values()]
         claim(self, parameters)
-        self.watch(parameters)
+        self.register_hooks(parameters)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
         """Makes parts for new parameters, and registers these with Horovod's optimizer."""

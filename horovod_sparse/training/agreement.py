@@ -5,7 +5,7 @@ newcomers; a checkpoint may be loaded on some ranks alone. Sizes and ranks may b
 but an exchange tells. That one is due must not depend on what a rank finds different: it is after every start
 of the collectives (a token that every ``hvd.init()`` changes) and after every load.
 
-First ranks compare what has to be equal (`compared`): one dictionary of facts a rank, under one name whatever
+First ranks compare what has to be equal (`compare`): one dictionary of facts a rank, under one name whatever
 it holds, so that ranks which do not do the same meet there. Then they tell where they stand
 (`agreed_status`). If anything differs there, states are reset from the furthest rank: each rank makes fresh
 ones for its place, at the agreed step and by the agreed plan, and multiplies its residuals by ``Q / P``, from
@@ -67,7 +67,7 @@ def declaration(compression: object, engine: str, **arguments: object) -> dict[s
     return {name: str(value) for name, value in given.items()} | version
 
 
-def compared(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
+def compare(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
     """Compares arguments (text by name) of all ranks; raises on all if one differs, and lists the values.
 
     Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
@@ -193,7 +193,7 @@ def describe_parameters(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
 
 def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
     """Returns rank 0's plan on all ranks; raises if ranks have different parameters."""
-    yield from compared({}, parameters)
+    yield from compare({}, parameters)
     return Plan.from_dict((yield from shared_lines(plan.to_dict()))[0])
 
 

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 from horovod_sparse import checks
 from horovod_sparse.collectives import Synchronization, shared_lines
 from horovod_sparse.errors import ArgumentError, CheckpointError, HorovodSparseError, StateMismatchError
-from horovod_sparse.training.agreement import compared
+from horovod_sparse.training.agreement import compare
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.encoding import read_tree, write_tree
 from horovod_sparse.training.state import FORMAT, joined, old_ranks_of
@@ -97,7 +97,7 @@ def load_together(
     Args:
         loaded: what is loaded beside the optimizer, in words; the same on all ranks.
     """
-    yield from compared({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
+    yield from compare({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
     entry = yield from read_checkpoint(directory, rank=rank, size=size, step=step)
     yield from call_on_all(lambda: check(entry), f"load {directory}")
     _owners[root_of(directory)] = owner

@@ -230,7 +230,7 @@ class ConstructionErrors:
 
         return cls(ranks, check=check)
 
-    def tell(self, error: Exception, process_set: Any) -> None:
+    def publish(self, error: Exception, process_set: Any) -> None:
         """Publishes this rank's error in the store for the other ranks; does not wait for them."""
         found = self._ranks(process_set)
         if found is None or len(found[1]) == 1:
@@ -271,7 +271,7 @@ class ConstructionErrors:
 
         return look
 
-    def telling(self, function: Function, *, is_last: bool = True) -> Function:
+    def publishing_errors(self, function: Function, *, is_last: bool = True) -> Function:
         """Wraps a constructor, so that its errors are published to the other ranks."""
 
         @functools.wraps(function)
@@ -280,7 +280,7 @@ class ConstructionErrors:
                 self._check()
                 made = function(*arguments, **named)
             except Exception as error:
-                self.tell(error, named.get("process_set"))
+                self.publish(error, named.get("process_set"))
                 raise
             if is_last:
                 self.withdraw_error()

@@ -31,7 +31,7 @@ class Algorithms(type):
     Args:
         make: the compressor's class, called with a recipe.
         help_text: says what all algorithms take; follows the algorithm's own help.
-        telling: has the other ranks hear of a factory's errors.
+        publishing_errors: has the other ranks hear of a factory's errors.
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_arguments: Any) -> Any:
@@ -46,11 +46,11 @@ class Algorithms(type):
         *,
         make: type,
         help_text: str,
-        telling: Callable[..., Any],
+        publishing_errors: Callable[..., Any],
     ) -> None:
         super().__init__(name, bases, body)
         cls._factories: dict[str, Callable[..., Any]] = {}
-        cls._given = make, help_text, functools.partial(telling, is_last=False)
+        cls._given = make, help_text, functools.partial(publishing_errors, is_last=False)
 
         def parse(text: str) -> Any:
             """Returns the compression that a text from a command line means.
@@ -64,7 +64,7 @@ class Algorithms(type):
             recipe = recipe_of(text)
             return getattr(cls, text) if recipe is None else make(recipe)
 
-        cls.parse = telling(parse)
+        cls.parse = publishing_errors(parse)
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         if name in ALGORITHMS or name in PRESETS:
@@ -78,7 +78,7 @@ class Algorithms(type):
         return sorted({*super().__dir__(), *PRESETS, *ALGORITHMS})
 
 
-def _factory(name: str, compressor: type, help_text: str, telling: Callable[..., Any]) -> Any:
+def _factory(name: str, compressor: type, help_text: str, publishing_errors: Callable[..., Any]) -> Any:
     def make(**arguments: Any) -> Any:
         return compressor(recipe(name, **arguments))
 
@@ -87,7 +87,7 @@ def _factory(name: str, compressor: type, help_text: str, telling: Callable[...,
     make.__doc__ = f"{inspect.getdoc(ALGORITHMS[algorithm])}\n{help_text}"
     signature = recipe_signature(algorithm).replace(return_annotation=compressor)
     make.__signature__ = signature  # type: ignore[attr-defined]
-    return telling(make)
+    return publishing_errors(make)
 
 
 def recipe_of(text: str) -> Recipe | None:

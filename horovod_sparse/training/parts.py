@@ -291,7 +291,7 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     return dataclasses.replace(found[0] if found else Progress(), step=step, since=step - age)
 
 
-def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progress:
+def resumed(own: Progress, furthest: Mapping[str, Any] | None, step: int) -> Progress:
     """Returns a bucket's progress at the step from which all ranks continue, after an agreement.
 
     Example:
@@ -301,7 +301,7 @@ def resumed(own: Progress, told: Mapping[str, Any] | None, step: int) -> Progres
         >>> resumed(Progress(5, 0.2), to_plain(Progress(7, 0.1)), 7).learning_rate
         0.2
     """
-    going_on = own if own.step or told is None else from_plain(own, told)
+    going_on = own if own.step or furthest is None else from_plain(own, furthest)
     # companions hold this rank's gradients: those of a new worker have age 0
     since = step - own.age
     return dataclasses.replace(going_on, step=step, since=since, summed=own.summed, leans=(0.0, 0.0))

@@ -254,7 +254,7 @@ class Training:
         return agreement.declaration(self.recipe, self.engine.name, **given)
 
     def _agreement(self) -> Synchronization[agreement.AgreedStatus]:
-        yield from agreement.compared(self.declared(), self.parameters)
+        yield from agreement.compare(self.declared(), self.parameters)
         yield from self._compare_plans()
         if self.settings.levels == "host":
             before, position = self.topology, own_position(self.engine.placement())

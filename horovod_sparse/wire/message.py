@@ -213,7 +213,7 @@ class Notes:
 
     Example:
         >>> reports = [FoldReport(carried_square_norm=4.0, projection=-1.5), FoldReport(first_nonfinite=7)]
-        >>> notes = Notes.of(np.stack([note(report) for report in reports]))
+        >>> notes = Notes.of(np.stack([note_of(report) for report in reports]))
         >>> notes.first_nonfinite, notes.norms, notes.projections
         ({1: 7}, array([2., 0.]), array([-1.5,  0. ]))
     """
@@ -225,14 +225,14 @@ class Notes:
 
     @classmethod
     def of(cls, notes: NDArray[np.int32]) -> Notes:
-        """Decodes notes, one row for every rank, as `note` encodes them."""
+        """Decodes notes, one row for every rank, as `note_of` encodes them."""
         notes = np.ascontiguousarray(notes)
         floats = notes.view(np.float32).astype(np.float64)
         marks = {rank: int(notes[rank, 0]) - 1 for rank in np.flatnonzero(notes[:, 0] > 0).tolist()}
         return cls(marks, floats[:, 1], notes[:, 2].astype(np.int64), floats[:, 3])
 
 
-def note(report: FoldReport) -> NDArray[np.int32]:
+def note_of(report: FoldReport) -> NDArray[np.int32]:
     """Encodes a fold's report as four words: words 2 to 5 of a message's header."""
     words = np.array([report.first_nonfinite + 1, 0, report.step % _STEPS, 0], np.int32)
     norm, projection = math.sqrt(report.carried_square_norm), max(-_LARGEST, report.projection)
@@ -272,7 +272,7 @@ def empty_message(length: int, count: int, report: FoldReport, tag: int | None) 
     """Returns a message of `length` words in which only the header is written."""
     buffer = np.empty(length, np.int32)
     buffer[0], buffer[1] = length if tag is None else -length, count
-    buffer[2:HEADER_WORDS] = note(report)
+    buffer[2:HEADER_WORDS] = note_of(report)
     if tag is not None:
         buffer[HEADER_WORDS] = tag
     return buffer

@@ -11,7 +11,7 @@ from horovod_sparse.collectives import Exchange, Synchronization, Words
 from horovod_sparse.errors import MessageError
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector
-from horovod_sparse.wire import Notes, WireFormat, note, pack, unpack_sum
+from horovod_sparse.wire import Notes, WireFormat, note_of, pack, unpack_sum
 
 
 def ceil_log2(number: int) -> int:
@@ -38,7 +38,7 @@ class Mail:
     def __init__(self, report: FoldReport, info: BucketInfo, wire: WireFormat) -> None:
         self._info, self._wire = info, wire
         self._notes = np.zeros((info.size, _WORDS_PER_NOTE), np.int32)
-        self._notes[info.rank] = note(report)
+        self._notes[info.rank] = note_of(report)
 
     def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
         """Returns a message that holds a vector of rounded values, and the notes about the given ranks."""

@@ -11,7 +11,7 @@ from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.collectives import AllGather, AllReduce, AllToAll, Synchronization, rank_part
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, Traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
-from horovod_sparse.wire import Notes, WireFormat, note
+from horovod_sparse.wire import Notes, WireFormat, note_of
 
 #: behind the values of an allreduce: a column of these per rank, which only that rank fills
 _NUMBERS_PER_RANK = 5
@@ -73,7 +73,7 @@ def _allreduce(
     buffer[:k] = values
     if report is not None:  # this rank's column; summed up, those of all ranks
         columns = buffer[padded:].reshape(_NUMBERS_PER_RANK, info.size)
-        own = note(report)
+        own = note_of(report)
         norm, projection = own.view(np.float32)[1::2]
         columns[:, info.rank] = *divmod(own[0], _HALF), norm, own[2], projection
     summed = yield AllReduce(buffer)
@@ -97,7 +97,7 @@ def _sum_in_parts(
     num_indices, padded = indices.size, wire.padded(indices.size)
     parts = _windows_by_rank(padded, info.size)
     values = np.concatenate([values, np.zeros(padded - num_indices, values.dtype)])
-    health = note(accumulator.report) if ask_health else np.zeros(0, np.int32)
+    health = note_of(accumulator.report) if ask_health else np.zeros(0, np.int32)
     messages = []
     for start, stop in parts:
         words = wire.encode_values(values[start:stop])

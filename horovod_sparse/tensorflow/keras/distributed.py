@@ -19,8 +19,8 @@ from horovod_sparse.tensorflow.tensors import (
     as_dense,
     as_variable,
     build,
+    multiply,
     reduce_if_finite,
-    times,
     variables_of,
 )
 
@@ -226,7 +226,7 @@ class Accumulation:
 
         def complete() -> None:
             factor = 1.0 / self.passes if self._average else 1.0
-            totals = [None if sum_ is None else times(sum_.read_value(), factor) for sum_ in sums]
+            totals = [None if sum_ is None else multiply(sum_.read_value(), factor) for sum_ in sums]
             # before the step, which may end in an error: nothing of it stays for the next one
             with tf.control_dependencies([total for total in totals if total is not None]):
                 done = [sum_.assign(tf.zeros_like(sum_)) for sum_ in sums if sum_ is not None]

@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras.distributed import Accumulation, DenseReducer, is_keras3, wrap
-from horovod_sparse.tensorflow.keras.steps import bound
+from horovod_sparse.tensorflow.keras.steps import bind_steps
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.compression import refuse_double_momentum
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@construction_errors.telling
+@construction_errors.publishing_errors
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -96,14 +96,14 @@ def DistributedOptimizer(
         if fixed is not None:
             raise ArgumentError("loss_scale_factor", fixed, "None: give a LossScaleOptimizer(optimizer)")
         if recipe.feedback.applies_rate and takes_part(process_set):
-            reducer = bound(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
+            reducer = bind_steps(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
             for method in ("finish", "common"):
                 object.__setattr__(optimizer, method, getattr(reducer, method))
         else:
             if (every, delay) != (1, 0):
                 allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
                 raise ArgumentError("compression", compression, allowed)
-            arguments.compression.serve(optimizer, recipe)
+            arguments.compression.reserve_for(optimizer, recipe)
             if not recipe.feedback.applies_rate:
                 refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
             reducer = _make_synchronizer(arguments, settings_of(optimizer))

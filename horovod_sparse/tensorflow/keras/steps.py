@@ -298,7 +298,7 @@ def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
     return with_rule(recipe, own, kind.__name__, [settings])
 
 
-def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
+def bind_steps(optimizer: Any, arguments: Arguments) -> KerasSteps:
     """Returns the passes of an optimizer, and makes it leave the update of variables to them."""
     recipe, settings = recipe_for(optimizer, arguments.compression.recipe), arguments.settings
     for name in ("merging", "tensor_selection", "profile"):
@@ -309,7 +309,7 @@ def bound(optimizer: Any, arguments: Arguments) -> KerasSteps:
         raise ArgumentError("levels", settings.levels, "'flat' with this feedback")
     if arguments.op != hvd.Average:
         raise ArgumentError("op", arguments.op, "Average: this feedback averages steps")
-    arguments.compression.serve(optimizer, recipe)
+    arguments.compression.reserve_for(optimizer, recipe)
     schedule = Schedule(arguments.every, arguments.delay)
     steps = KerasSteps(optimizer, recipe, settings, schedule, arguments.process_set, arguments.groups)
     arguments.compression._horovod_sparse_keeper.attach(steps)

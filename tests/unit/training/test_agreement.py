@@ -22,7 +22,7 @@ from horovod_sparse.training.agreement import (
     RankStatus,
     ReplicatedArray,
     agreed_status,
-    compared,
+    compare,
     declaration,
     differing_arrays,
     was_restarted,
@@ -109,7 +109,7 @@ def refused(coroutines):
 
 def test_all_settings_that_differ_are_named_on_all_ranks() -> None:
     given = [{"op": "Average", "passes": "1"}, {"op": "Sum", "passes": "2"}, {"passes": "1"}]
-    text = refused([compared(one, FACTS) for one in given])
+    text = refused([compare(one, FACTS) for one in given])
     assert text.startswith(
         "op differs: ranks [0] have Average, ranks [1] Sum, ranks [2] not given; "
         "passes differs: ranks [0, 2] have 1, ranks [1] 2; "

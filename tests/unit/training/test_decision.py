@@ -15,7 +15,7 @@ from horovod_sparse.simulation import run_lockstep
 from horovod_sparse.sparsifiers.exdyna import ExDyna
 from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import ClusterFacts
-from horovod_sparse.training.agreement import compared
+from horovod_sparse.training.agreement import compare
 from support.merging_models import profile_of_two
 
 FACTS = [ParameterFacts(name, size) for name, size in (("a", 4000), ("b", 10), ("c", 300_000), ("d", 20_000))]
@@ -125,7 +125,7 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
     ):
         given = {"merging": "optimal", "profile": PROFILE}
         texts = [described_request(asked(**one)) for one in (given, {**given, **arguments})]
-        for end in run_lockstep([compared(text) for text in texts], keep_errors=True):
+        for end in run_lockstep([compare(text) for text in texts], keep_errors=True):
             assert type(end) is errors.StateMismatchError
             assert re.search(match, str(end))
 
