@@ -57,7 +57,7 @@ class GradientParts:
             for array in arrays
         ]
         if len({array.dtype for array in given}) != 1:
-            raise ArgumentError("gradient", [array.dtype.name for array in given], "arrays of one type")
+            raise ArgumentError("gradient", [array.dtype.name for array in given], "arrays of one dtype")
         self.dtype = given[0].dtype
         plain = self.dtype in (np.float32, np.float64)
         self._flat = [array.reshape(-1) if plain else native_bits(array) for array in given]

@@ -246,7 +246,7 @@ class TwoLevelBucket(Bucket):
         if not selections:
             values = np.concatenate([one.sum for one in messages]).view(dtype)
             if values.size != n:
-                raise MessageError(f"{values.size} values arrived for a bucket of {n} elements")
+                raise MessageError(f"{values.size} values came for {n} elements: do models differ?")
             return WholeSum(values, counts, notes), marks, overflow
         whole = unpack_sum(np.concatenate(selections), len(selections), _INSIDE, n, dtype)
         return SparseSum(whole.indices, whole.values, counts, notes), marks, overflow

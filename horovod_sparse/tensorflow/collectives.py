@@ -86,7 +86,7 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], ranks: RankAndSize) ->
         return np.ascontiguousarray(request.buffer), NO_SPLITS
     if isinstance(request, collectives.Broadcast):
         if request.buffer.nbytes % 4:
-            raise UnsupportedError(f"a broadcast of {request.buffer.dtype}, which are not whole words")
+            raise UnsupportedError(f"a broadcast of {request.buffer.dtype}: give a type of 32-bit words")
         words = np.ascontiguousarray(request.buffer).view(np.int32)
         return (words if request.root == rank else _NOTHING), NO_SPLITS
     buffers = request.buffers if isinstance(request, collectives.AllToAll) else as_alltoall(request, size)

@@ -233,5 +233,5 @@ class LocalTraining(Steps):
             wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
             found = {name: tuple(values.shape) for name, values in local.get(what, {}).items()}
             if found != wanted:
-                raise StateMismatchError(f"local.{what} in the saved state is of another model")
+                raise StateMismatchError(f"local.{what} in the saved state is not of this model's shapes")
         return local

@@ -125,7 +125,7 @@ def _parse_progress(one: Mapping[str, Any], path: str = "") -> Progress:
     del fields["state"]  # which is checked against the sparsifier's own
     progress: Progress = from_plain(Progress(), fields, path)
     if not 0 <= progress.since <= progress.step:
-        raise StateMismatchError(f"{path}.since is {progress.since}, allowed: 0 to {progress.step}")
+        raise StateMismatchError(f"{path}.since is {progress.since}, not 0 to {progress.step}: damaged")
     return progress
 
 

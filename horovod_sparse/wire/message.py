@@ -315,7 +315,7 @@ def unpack_sum(
         array([2, 5, 2, 5], dtype=int32)
     """
     if buffer.dtype != np.int32 or buffer.ndim != 1:
-        raise MessageError(f"a gathered buffer must be a row of int32, got {buffer.dtype} {buffer.shape}")
+        raise MessageError(f"gathered messages must be a row of int32, not {buffer.dtype} {buffer.shape}")
     buffer = np.ascontiguousarray(buffer)
     heads = _read_headers(buffer, size, format, num_elements, dtype)
     words, total = buffer.view(np.uint32), sum(count for _, count, _, _ in heads)
@@ -358,7 +358,7 @@ def _read_headers(
     heads, start = [], 0
     for rank in range(size):
         if start + header > buffer.size:
-            raise MessageError(f"{buffer.size} words arrived, which end before the message of rank {rank}")
+            raise MessageError(f"{buffer.size} words end before rank {rank}'s message: do versions differ?")
         length, count, mark = buffer[start : start + 3].tolist()
         if (length > 0) != (tag is None) or (tag is not None and int(buffer[start + HEADER_WORDS]) != tag):
             raise MessageError(
@@ -379,5 +379,5 @@ def _read_headers(
         heads.append((start, count, mark, at))
         start += length
     if start != buffer.size:
-        raise MessageError(f"{buffer.size} words arrived, {start} belong to the messages of {size} ranks")
+        raise MessageError(f"{buffer.size} words for {size} ranks, {start} are messages: do versions differ?")
     return heads
