@@ -45,7 +45,7 @@ def test_a_refused_gradient_does_not_forget_the_step():
         accumulator.fold(np.zeros(4, np.float32))
     accumulator.abandon()
     assert accumulator.values().tolist() == [1, 2, 3]
-    with pytest.raises(ArgumentError, match="one type"):
+    with pytest.raises(ArgumentError, match="one dtype"):
         GradientParts([np.zeros(2, np.float32), np.zeros(2, np.float64)])
     with pytest.raises(ArgumentError, match="array of 4 elements"):
         HostAccumulator(4).fold(GradientParts([np.zeros(3, np.float32)]))
