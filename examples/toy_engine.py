@@ -109,8 +109,9 @@ class PipeEngine:
     def carry_out(self, coroutine: Synchronization[Any], topology: Any) -> Any:
         return carry_out(coroutine, self.execute)
 
-    def set_topology(self, topology: Any) -> None:
-        raise NotImplementedError("two levels: this toy knows no hosts")
+    def begin(self, training: Training) -> None:
+        if training.topology is not None:
+            raise NotImplementedError("two levels: this toy knows no hosts")
 
     def declared(self) -> Mapping[str, object]:
         return {}

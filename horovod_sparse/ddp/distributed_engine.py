@@ -174,9 +174,10 @@ class DistributedEngine:
         communicator.set_topology(topology)
         return communicator.run(name, coroutine)
 
-    def set_topology(self, topology: Topology | None) -> None:
-        if self.communicator is not None:
-            self.communicator.set_topology(topology)
+    def begin(self, training: Any) -> None:
+        communicator = self.running()
+        communicator.label = training.label
+        communicator.set_topology(training.topology)
 
     def declared(self) -> Mapping[str, object]:
         return {"shard": self.shard, "optimizer": type(self.optimizer).__name__}

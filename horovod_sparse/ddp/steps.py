@@ -39,10 +39,6 @@ class OverGroup:
     def starter(self) -> Communicator:
         return self.engine.running()
 
-    def agree(self: Any) -> None:
-        super().agree()  # type: ignore[misc]
-        self.starter.label = self.label
-
     def save(self: Any, **more: Any) -> dict[str, Any]:
         shard = {"shard": [*self.engine.shard]} if self.engine.shard else {}
         return super().save(**more, **shard)  # type: ignore[misc]

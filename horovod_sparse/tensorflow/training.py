@@ -80,7 +80,7 @@ class VariablesEngine:
             for spec in single
         ]
 
-    def set_topology(self, topology: Topology | None) -> None:
+    def begin(self, training: Training) -> None:
         """Does nothing: new parts are made for the new hosts."""
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -162,12 +161,9 @@ class HorovodDriver(Driver):
         if self.mpi is not None:
             self.mpi.forget()
 
-    def set_topology(self, topology: Topology | None) -> None:
-        self._topology = topology
-
     def begin(self, training: Training) -> None:
-        """Called on all ranks once they have agreed: sets the label, and chooses the transport."""
-        self.label = training.label
+        """Called on all ranks once they have agreed: takes label and topology, and chooses the transport."""
+        self.label, self._topology = training.label, training.topology
         self.choose_transport()
         sparsifiers = (part.bucket.recipe.sparsifier for part in training.sparse)
         kinds = {kind for sparsifier in sparsifiers for kind in sparsifier.rounds(training.size)}
@@ -279,16 +275,3 @@ class HorovodEngine(HorovodDriver):
 
     def to_array(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
-
-
-class OverHorovod:
-    """Mixin of a training whose collectives run over Horovod."""
-
-    engine: HorovodEngine
-    starter: Any = property(operator.attrgetter("engine"))
-
-    def agree(self: Any) -> None:
-        is_due = not self.is_agreed
-        super().agree()  # type: ignore[misc]
-        if is_due:
-            self.engine.begin(self)

@@ -15,7 +15,7 @@ from horovod_sparse.tensors.binding import Binding, without_own
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping_optimizer
 from horovod_sparse.tensors.models import ENTRY, checked_entry, claim, trained_by
 from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.driver import HorovodEngine, OverHorovod, construction_errors
+from horovod_sparse.torch.driver import HorovodEngine, construction_errors
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule, Schedule
 from horovod_sparse.training.settings import Settings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class StepSynchronizer(OverHorovod, Binding):
+class StepSynchronizer(Binding):
     """Exchanges an optimizer's own steps over Horovod; `state_dict` returns this rank's exact state.
 
     The optimizer gets the methods that Horovod's users call besides. Gradients stay on their ranks until
@@ -87,7 +87,7 @@ class StepSynchronizer(OverHorovod, Binding):
         self.detach()
 
 
-class LocalSteps(OverHorovod, LocalBinding):
+class LocalSteps(LocalBinding):
     """Local steps over Horovod: ranks train alone, and average their displacements every `every` steps.
 
         optimizer = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,7 @@ from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, claim
 from horovod_sparse.topology import ClusterFacts
 from horovod_sparse.torch._horovod import HorovodOptimizer, hvd
-from horovod_sparse.torch.driver import HorovodEngine, OverHorovod, raise_explained
+from horovod_sparse.torch.driver import HorovodEngine, raise_explained
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings
@@ -35,7 +35,7 @@ _log = logging.getLogger("horovod_sparse")
 _labels = itertools.chain([""], map("optimizer{}.".format, itertools.count(1)))
 
 
-class GradientSynchronizer(OverHorovod, GradientTraining):
+class GradientSynchronizer(GradientTraining):
     """Synchronizes gradients over Horovod; `decision` is why the plan was taken, where a profile decided."""
 
     engine: HorovodEngine

@@ -112,8 +112,8 @@ class Engine(Protocol):
     def carry_out(self, coroutine: Synchronization[Result], topology: Topology | None) -> Result:
         """Runs a coroutine on all ranks, and returns its result; `topology` says which ranks share a host."""
 
-    def set_topology(self, topology: Topology | None) -> None:
-        """Called with the topology on which all ranks have agreed."""
+    def begin(self, training: Any) -> None:
+        """Called on all ranks once they have agreed, also on the training's `label` and `topology`."""
 
     def declared(self) -> Mapping[str, object]:
         """Returns further arguments that have to be equal on all ranks, beside recipe and settings."""

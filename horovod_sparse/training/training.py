@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,12 +43,10 @@ class Training:
     """Base of a front end's training: its parts, plan, step number and topology, agreed between ranks.
 
     A front end derives from it: it knows when gradients are there, starts the parts, and waits for them.
-
-    Attributes:
-        starter: runs coroutines together with other ranks.
     """
 
-    starter: Any
+    #: the `Starter` of the parts' coroutines: the engine, unless a front end overrides it
+    starter: Any = property(operator.attrgetter("engine"))
 
     def __init__(self, engine: Engine, recipe: Recipe, settings: Settings, label: str = "") -> None:
         self.engine, self.recipe, self.settings = engine, recipe, settings
@@ -133,12 +132,7 @@ class Training:
     def _adopt_rank_and_size(self, topology: Topology | None) -> None:
         self.made_for = self.rank_and_size
         self.sizes.add(self.made_for[1])
-        self._set_topology(topology)
-
-    def _set_topology(self, topology: Topology | None) -> None:
-        if topology != self.topology:
-            self.topology = topology
-            self.engine.set_topology(topology)
+        self.topology = topology
 
     def topology_for(self, entry: Mapping[str, Any] | None) -> Topology | None:
         """Returns the topology on which ranks agreed, else that of this rank's entry; None if unknown."""
@@ -243,6 +237,7 @@ class Training:
         if self.topology is not None and start.loose:
             self._carry_out(gather_shards(self.parts, *self.residuals_and_progress()))
         self._loose, self._agreed_under = None, under
+        self.engine.begin(self)
         self.drift.restart(self.step)
 
     def _carry_out(self, coroutine: Synchronization[Any]) -> Any:
@@ -258,10 +253,9 @@ class Training:
         yield from self._compare_plans()
         if self.settings.levels == "host":
             before, position = self.topology, own_position(self.engine.placement())
-            topology = Topology.of((yield from shared_lines(position))) if self.size > 1 else None
-            self._set_topology(topology)
+            self.topology = Topology.of((yield from shared_lines(position))) if self.size > 1 else None
             # a rank whose number has changed has parts for its old number: then all ranks reset their states
-            if topology != before and self.made_for == self.rank_and_size:
+            if self.topology != before and self.made_for == self.rank_and_size:
                 self.replan(self.plan)
         return (yield from agreement.agreed_status(self._own_status()))
 

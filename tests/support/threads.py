@@ -79,7 +79,7 @@ class ThreadEngine:
     def declared(self) -> dict[str, object]:
         return {}
 
-    def set_topology(self, topology: Any) -> None:
+    def begin(self, training: Any) -> None:
         """Nothing is on hosts."""
 
     def carry_out(self, coroutine: Any, topology: Any) -> Any:

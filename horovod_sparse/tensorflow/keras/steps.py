@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from horovod_sparse.training.moves import StepPart
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.steps import Steps
+from horovod_sparse.training.training import Training
 
 
 class _Part(StepPart):
@@ -51,6 +53,10 @@ class _Engine(VariablesEngine):
         super().__init__(process_set, "flat")
         self.name, self.label = "horovod_sparse.tensorflow.keras", "horovod_sparse.keras"
         self.watch, self._moves_at_once = Watch(seconds, process_set), moves_at_once
+        self.starter = Exchanges(process_set, seconds)
+
+    def begin(self, training: Training) -> None:
+        self.starter.label = training.label
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
@@ -67,6 +73,7 @@ class KerasSteps(Steps):
 
     decision = None
     engine: _Engine
+    starter: Any = property(operator.attrgetter("engine.starter"))
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class KerasSteps(Steps):
     ) -> None:
         seconds = settings.deadline_seconds
         super().__init__(_Engine(schedule.moves_at_once, process_set, seconds), recipe, settings, schedule)
-        self.process_set, self.starter = process_set, Exchanges(process_set, seconds)
+        self.process_set = process_set
         self.optimizer, self._groups = optimizer, groups
         #: of Keras; those of the first step under tf-keras
         self._variables: list[Any] = []
@@ -124,10 +131,6 @@ class KerasSteps(Steps):
         for one, value in zip(own, values, strict=True):
             one.assign(tf.ensure_shape(value, one.shape))
         return list(gradients), tf.ensure_shape(skipped, [])
-
-    def agree(self) -> None:
-        super().agree()
-        self.starter.label = self.label
 
     def _remember_variables(self, variables: Sequence[Any]) -> None:
         if not self._variables:
