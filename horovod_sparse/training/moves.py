@@ -88,16 +88,20 @@ class OwnMoves:
         bucket, sparsifier = self._bucket, self._bucket.recipe.sparsifier
         n, step = bucket.info.num_elements, bucket.state.step
         facts: Mapping[str, float] = {}
-        after = None
+        after, most = None, None
         if isinstance(sparsifier, SelectAndGather):
             k = sparsifier.num_selected(bucket.info, step)
+            if bucket.recipe.feedback.steps_ahead:
+                # first: the next fold notes as many candidates, and then neither search reads all elements
+                most = bucket.accumulator.largest(n // _AHEAD + k)
             indices, facts, after = sparsifier.select(bucket.accumulator, k, bucket.state, bucket.info)
         else:
             indices = np.arange(n, dtype=np.int32)
         self._move([(indices, bucket.accumulator.remove(indices))])
         report.residual_norm = float(np.sqrt(bucket.accumulator.square_norm))
-        if bucket.recipe.feedback.steps_ahead and len(indices) < n:
-            self._next = bucket.accumulator.largest(n // _AHEAD)
+        if most is not None and len(indices) < n:
+            sent = np.searchsorted(most, indices).clip(max=len(most) - 1)
+            self._next = np.delete(most, sent[most[sent] == indices])
         bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
         self._report = report
