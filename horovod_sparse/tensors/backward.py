@@ -217,8 +217,7 @@ class GradientTraining(Training):
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
             self.join_any_new_parameters()
-            if not self.is_agreed:
-                self.agree()
+            self.agree()
             for part in self.parts:
                 if part.task is None:
                     self._start_part(part, cancels=bool(edited))

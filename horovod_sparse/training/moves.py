@@ -148,7 +148,6 @@ class OwnMoves:
         if self._resumed:
             self._send(starter, name, *self._resumed.popleft())
             return
-        self.step_back()
         bucket, info = self._bucket, self._bucket.info
         mine = self.moves[sum(one.num_moves for one in self.in_flight) :]
         indices, values = _sum_of_moves(mine, info)
