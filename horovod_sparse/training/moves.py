@@ -71,8 +71,8 @@ class OwnMoves:
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
         self.ahead: list[Move] = []
-        #: indices of the step ahead, which is taken when the pass ends
-        self._next: Indices | None = None
+        #: indices and values of the step ahead, which is taken when the pass ends
+        self._next: tuple[Indices, Values] | None = None
         #: some indices of the last move, and their parameters after the pass; for `was_edited`
         self._left: tuple[Indices, Any] | None = None
         #: number of moves and message of each exchange that was in flight when a checkpoint was saved
@@ -100,8 +100,8 @@ class OwnMoves:
         self._move([(indices, bucket.accumulator.remove(indices))])
         report.residual_norm = float(np.sqrt(bucket.accumulator.square_norm))
         if most is not None and len(indices) < n:
-            sent = np.searchsorted(most, indices).clip(max=len(most) - 1)
-            self._next = np.delete(most, sent[most[sent] == indices])
+            values = bucket.accumulator.take(most)  # 0 where they were sent
+            self._next = most[values != 0], values[values != 0]
         bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
         self._report = report
@@ -115,7 +115,7 @@ class OwnMoves:
     def end_pass(self) -> None:
         """Called at a pass's end: takes the step ahead, and remembers parameters for `was_edited`."""
         if self._next is not None:
-            self._step_ahead(self._next, self._bucket.accumulator.take(self._next))
+            self._step_ahead(*self._next)
             self._next = None
         self._remember_parameters()
 
