@@ -71,8 +71,6 @@ class GradientTraining(Training):
         self.skipped: BaseException | None = None
         #: by parameter: backward passes still missing in this step
         self.delays: dict[torch.Tensor, int] = {}
-        #: parts with all gradients that `synchronize` starts; these gradients must not change until then
-        self._deferred_parts: list[GradientBucket] = []
         # autograd runs the hooks of each device in a thread of its own
         self._hooks = threading.Lock()
         self._handles, self._watched = list[Any](), set[torch.Tensor]()
@@ -148,8 +146,7 @@ class GradientTraining(Training):
             # `synchronize` starts the last bucket, whose message tells all ranks of edited gradients
             works = ready and len(self.parts) - self.num_started > 1 and self.is_agreed
             if ready and not works:
-                part.take_gradients()
-                self._deferred_parts.append(part)
+                part.take_gradients()  # which must not change until `synchronize` starts the bucket
             if works:
                 self._start_part(part)
             if self.starter.parked:
@@ -211,8 +208,7 @@ class GradientTraining(Training):
             self._begin_step()
             self.loss_scale.read_expected()
         idle_before = self.starter.idle_seconds
-        taken = (part for part in self.parts if part.task is not None or part in self._deferred_parts)
-        edited = [name for part in taken for name in part.edited_names()]  # while they were exchanged
+        edited = [name for part in self.parts for name in part.edited_names()]  # since they were taken
         try:
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
                 refuse_later_momentum(self.recipe, self.optimizer.param_groups)
@@ -307,7 +303,7 @@ class GradientTraining(Training):
             part.task, part.num_missing = None, len(part.names)
         for parameter in self.delays:
             self.delays[parameter] = self.optimizer.backward_passes_per_step
-        self.under_way, self._deferred_parts, self.num_started = False, [], 0
+        self.under_way, self.num_started = False, 0
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns this rank's checkpoint entry, which ``torch.load(weights_only=True)`` can load."""
