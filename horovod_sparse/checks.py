@@ -1,4 +1,4 @@
-"""Checks of numbers that a user gives: whole numbers, densities, seconds, and what lies between two bounds.
+"""Checks of numbers that a user gives: whole numbers, densities, seconds, numbers in an interval.
 
 Each refuses with the argument's name, what was given, and what is allowed. True and False are no numbers.
 """

@@ -1,4 +1,4 @@
-"""The requests that a sparsifier may yield, and what comes back for each.
+"""The requests (collectives) that a sparsifier may yield, and the answer to each.
 
 A request says what is to be communicated, not how: a driver carries it out with Horovod, with
 mpi4py, or in the one-process simulator. Nothing here is special to Horovod. Buffers are 1-D
@@ -27,7 +27,7 @@ LOCAL: Mapping[str, bool] = {"local": True}
 #: of a field in units of the accumulator: it follows when the residual is multiplied
 SCALED: Mapping[str, bool] = {"scaled": True}
 
-#: who takes part: all ranks, those of this rank's host, or those with this rank's place on their hosts
+#: ranks that take part: all, those of this rank's host, or those at its position on their hosts
 Level: TypeAlias = Literal["all", "host", "across"]
 
 

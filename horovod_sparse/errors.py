@@ -1,4 +1,4 @@
-"""Every error a user can meet, by name; each message says which argument to change."""
+"""All errors of this package; each message says which argument to change."""
 
 from __future__ import annotations
 

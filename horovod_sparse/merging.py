@@ -1,4 +1,4 @@
-"""Plans: which parameters are synchronized together, which stay dense, and what that costs."""
+"""Public names of plans: which parameters are synchronized together, which stay dense, at what cost."""
 
 from horovod_sparse.planning.model import CostModel as CostModel
 from horovod_sparse.planning.model import Timeline as Timeline

@@ -1,4 +1,4 @@
-"""Plans, plain values: which parameters form which bucket, and which stay dense; made by size or by hand."""
+"""Plans (which parameters form which bucket, which stay dense) as values; made by size or by hand."""
 
 from __future__ import annotations
 

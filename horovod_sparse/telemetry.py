@@ -183,7 +183,7 @@ class Telemetry:
     """Collects reports about an optimizer's steps; costs O(buckets) per step.
 
     Attributes:
-        last: the last completed step, None before the first. Steps that were given up (a gradient was
+        last: the last completed step, None before the first. Steps that were cancelled (a gradient was
             not finite) do not count.
         num_steps: steps in the mean.
         num_skipped: steps that no rank has taken since a gradient was not finite, with on_nonfinite="skip".

@@ -1,4 +1,4 @@
-"""Finds thresholds, and steers them by how many elements passed."""
+"""Finds thresholds, and adapts them to the number of elements that reached the last one."""
 
 from __future__ import annotations
 

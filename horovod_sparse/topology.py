@@ -1,4 +1,4 @@
-"""Tells which ranks share a host, for synchronization in two levels, and where each rank stands.
+"""Which ranks share a host, for synchronization in two levels; and each rank's placement.
 
 Every rank says where it is in the first step after every start. Until then a training has no hosts, or those
 of its checkpoint.

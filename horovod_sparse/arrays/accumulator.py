@@ -1,4 +1,4 @@
-"""Residual plus gradient of a bucket, and the journal of what a step has changed in it."""
+"""The accumulator (residual plus gradient) of a bucket, and a journal that undoes a step's changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients as a host accumulator folds them: arrays, parts of a bucket, weighted sums; and their scaling."""
+"""Gradients in the forms that a host accumulator folds: joined arrays, weighted sums, clipped, scaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule and the report of a fold, and the kernels that an accumulator needs of its memory."""
+"""The rule and the report of a fold, and the interface of the kernels that an accumulator calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`horovod-sparse doctor`: looks for what makes a launch fail, hang or lag without a word.
+"""`horovod-sparse doctor`: finds what makes a launch fail, hang or lag without a message.
 
 What a training refuses by name itself, or says in its log, is not repeated here.
 """

@@ -1,4 +1,4 @@
-"""The command `horovod-sparse`: is it worth it, what does a cluster cost, what is wrong here."""
+"""The command `horovod-sparse`, which runs `worth-it`, `calibrate` or `doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a sparsifier on a process group of torch.distributed, one after the other, in a thread."""
+"""Carries out collectives over torch.distributed, one after another, in a thread of their own."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class _ThreadState:
         finally:
             self.working.acquire()
             self._carried = before + time.perf_counter() - began, None
-        if self.failure is not None:  # the owner has waited in vain, and taken the step back
+        if self.failure is not None:  # the caller has timed out, and rolled the step back
             raise self.failure
         return answer
 

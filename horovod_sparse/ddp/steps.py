@@ -121,8 +121,8 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
         compression: a sparsifier, as text ("sparseloco" is made for this) or as a recipe; None for none.
         outer: "sgd" (rate 1), "nesterov" (0.7, 0.9; without a compression alone), or an `OuterStep`.
         combine: "senders": a mean is over those that have sent something at its position, as in SparseLoCo's
-            program: the default where sums say who has sent what. "ranks": over all, by smaller steps.
-        delay: steps that go on while an exchange is under way. What they learn is kept.
+            program: the default where sums tell the senders. "ranks": over all, by smaller steps.
+        delay: steps made while an exchange is in flight; their progress is kept.
         process_group: the ranks that exchange; that of the DistributedDataParallel, or all, if left out. Of
             a model of `fully_shard` over ``mesh["shard"]`` those that have the same shard,
             ``mesh["replicate"].get_group()``: each exchanges its shard, and saves it.

@@ -1,4 +1,4 @@
-"""A bucket at work on one rank: memory, sparsifier, feedback, and what happened in a step.
+"""A bucket on one rank: its accumulator, sparsifier and feedback, and the steps that they make together.
 
 `Progress` is what a bucket has to know of its training so far, and hands on to buckets after it.
 """

@@ -1,4 +1,4 @@
-"""Finds a feedback by its name, and the rule that makes the steps of an optimizer of PyTorch."""
+"""Finds a feedback by its name, and the rule for a PyTorch optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGD: each rank has a velocity of its own, and sends steps of it."""
+"""SGD: each rank has a velocity of its own, whose steps it selects from and sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds every element to a few bits in NumPy, and adds up what ranks have sent."""
+"""Encodes every element in a few bits, and adds up all ranks' encoded elements; in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans by measured times: calibration, profiles, the model of a step. Most trainings load none of it."""
+"""Plans by measured times: calibration, profiles, the model of a step. Loaded on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward times of parameters, by which plans are made: medians over steps, means over ranks."""
+"""Measures each parameter's backward time for plans: medians over steps, means over ranks."""
 
 from __future__ import annotations
 

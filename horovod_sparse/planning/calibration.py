@@ -1,4 +1,4 @@
-"""Measuring a cluster through whatever carries out requests: from samples to a profile."""
+"""Measures collectives and selection on all ranks, and fits a profile to the times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a step: times fitted to measurements, costs of buckets, and two queues under a plan."""
+"""Predicts a step under a plan, from times fitted to measurements: computation, and one network queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments that decide about buckets, and the plans that are made by them."""
+"""Makes plans of the user's arguments `merging`, `tensor_selection` and `profile`."""
 
 from __future__ import annotations
 

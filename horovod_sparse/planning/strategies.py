@@ -1,4 +1,4 @@
-"""Strategies: by size alone, the greedy one of OMGS-SGD, and the best of all, found exactly."""
+"""Merging strategies: by size, the greedy one of OMGS-SGD, and the optimum by dynamic programming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulates P ranks in one process: the same coroutines, whose messages are counted."""
+"""Simulates P ranks in one process, and counts their messages."""
 
 from horovod_sparse.simulation.cluster import SimulatedCluster as SimulatedCluster
 from horovod_sparse.simulation.lockstep import AlphaBeta as AlphaBeta

@@ -1,4 +1,4 @@
-"""P ranks in one process, in lock-step, counting what they send: never the proof that something runs."""
+"""Runs P ranks' coroutines in one process in lock-step, and counts their bytes; it is no real network."""
 
 from __future__ import annotations
 

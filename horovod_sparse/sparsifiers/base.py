@@ -1,4 +1,4 @@
-"""The base of every sparsifier: a description, a state, and one coroutine."""
+"""The base class of sparsifiers: arguments, a state, and one coroutine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: top-k by a threshold from a sample, as DRAGONN and SIDCo take it, too."""
+"""Deep Gradient Compression: top-k by a threshold from a sample; DRAGONN and SIDCo sample the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DRAGONN: what passes a threshold is hashed into a fixed number of slots."""
+"""DRAGONN: elements above a threshold are hashed into a fixed number of slots."""
 
 from __future__ import annotations
 

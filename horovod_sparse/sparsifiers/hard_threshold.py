@@ -1,4 +1,4 @@
-"""Hard threshold: every rank sends whatever is at least as large as a fixed number."""
+"""Hard threshold: every rank sends all elements of at least a fixed magnitude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments that tapes and optimizers share: one set of them, which is checked and given on."""
+"""The arguments that tapes and optimizers share, checked in one place."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
         if output.nbytes != request.buffer.nbytes:
             raise CollectiveMismatchError(
                 f"a broadcast of {request.buffer.nbytes} bytes brought {output.nbytes}: the ranks do not "
-                "agree who sends, or the root has failed"
+                "agree on the root, or the root has failed"
             )
         return output.view(request.buffer.dtype)
     messages = np.split(output, np.cumsum(splits)[:-1])

@@ -1,4 +1,4 @@
-"""Has what `horovod.tensorflow.elastic` has: states that survive failures, of Keras 3, too."""
+"""Replaces `horovod.tensorflow.elastic`: states that survive failures, also of Keras 3's models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has what `horovod.tensorflow.functions` has: what is sent once. Variables may be Keras 3's."""
+"""Replaces `horovod.tensorflow.functions` (broadcasts), so that variables may be Keras 3's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts host functions into graphs, in an order of their own; refuses derivatives and graphs of XLA."""
+"""Adds host functions to graphs, ordered by their inputs; refuses derivatives and graphs of XLA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains variables that graphs synchronize: knows them by identity, from the first gradient on."""
+"""The training of variables in TensorFlow's graphs, which become known with their first gradients."""
 
 from __future__ import annotations
 

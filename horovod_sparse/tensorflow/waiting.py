@@ -1,9 +1,9 @@
 """Ends graphs that wait too long for other ranks, with an error: Horovod would wait for ever.
 
-No thread waits for a collective in a graph, so none can give up. The host function with which a step begins
-gives the graph a small array to hold until the step's end. A thread looks at tasks whose graph holds one. At
-the deadline it puts the error's text into a queue that an assertion in the graph waits for, and shuts Horovod
-down: then all that is under way fails, on all ranks.
+No thread of Python waits for a collective in a graph, so none can raise an error. The host function with
+which a step begins gives the graph a small array to hold until the step's end. A thread checks tasks whose
+graph holds one. At the deadline it puts the error's text into a queue that an assertion in the graph reads,
+and shuts Horovod down, which makes all collectives in flight fail, on all ranks.
 """
 
 from __future__ import annotations

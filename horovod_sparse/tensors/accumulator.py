@@ -1,4 +1,4 @@
-"""The accumulator in a tensor's memory, on any device PyTorch knows."""
+"""The accumulator in tensors, on any device of PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks start a bucket when its last gradient is there, and sums over ranks take the gradients' place.
+"""Hooks start a bucket's exchange after its last gradient; sums over ranks then replace the gradients.
 
 The front ends of Horovod and torch.distributed derive from it, and say when a step ends. That of
 torch.distributed has a hook of its own, since ranks have to start buckets in the same order.

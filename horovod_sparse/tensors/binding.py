@@ -1,4 +1,4 @@
-"""Hooks on an optimizer's step: its gradients are taken away, and the pass of `Steps` takes its place.
+"""Hooks that make an optimizer's `step()` run a pass of `Steps` instead of its own update.
 
 Nothing happens in the backward pass. The optimizer keeps its class, its schedules and its hooks: it passes
 over parameters without a gradient. The gradients come back after its step.
@@ -215,7 +215,7 @@ class Binding(Steps):
         """Returns copies of the optimizer's states in the form that PyTorch's own optimizer loads.
 
         The first moment is zeros, and second moments are as old as their own parameter. The residual is that
-        of common parameters, which has what this rank has moved: who loads it takes moves back.
+        of common parameters: it includes this rank's moves, which those do not contain.
         """
         found = {key: dict(state) for key, state in states.items()}
         hidden = self.moved() if self.hidden is None else self.hidden

@@ -1,4 +1,4 @@
-"""Gradients that are not in the host's memory: tensors on one device. Loaded with the first of them."""
+"""Gradients on a device (not in host memory), and their accumulators. Loaded with the first of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of a bucket, where autograd leaves them: a fold reads them, and the sum takes their place.
+"""Reads a bucket's gradients where autograd leaves them, and overwrites them with the sum over ranks.
 
 On the CPU gradients are NumPy arrays over PyTorch's memory, served by numba's kernels. On any other device
 they stay tensors (`device_memory.py`), served by Triton's kernels or PyTorch's. Messages are NumPy arrays on

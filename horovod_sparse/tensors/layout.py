@@ -1,4 +1,4 @@
-"""Tensors as NumPy, buckets, checkpoints and comparisons of replicas see them."""
+"""Converts tensors for NumPy, buckets, checkpoints and comparisons between ranks."""
 
 from __future__ import annotations
 

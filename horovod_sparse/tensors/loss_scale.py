@@ -1,8 +1,8 @@
-"""The factor by which `torch.amp.GradScaler` has multiplied the loss of the backward pass under way.
+"""Finds the factor by which `torch.amp.GradScaler` has multiplied the loss of the present backward pass.
 
 Residuals outlive a scale, so a gradient has to be divided by it before error feedback takes it in, which is
-while backward goes on. A scaler tells its scale to nobody. So, once a sparsifier is in use, two methods of
-`torch.amp.GradScaler` do a little more than before, for whoever calls them (a loop, Lightning, Accelerate):
+while backward goes on. A scaler does not publish its scale. So, once a sparsifier is in use, two methods of
+`torch.amp.GradScaler` are wrapped, also for trainers that call them (Lightning, Accelerate):
 
 * `scale` marks the scaled loss, so that its backward pass, and no other, is known to be scaled;
 * `unscale_`, which `step` calls too, has one of our optimizers synchronize first: what is unscaled, looked

@@ -1,4 +1,4 @@
-"""Buckets on a device, which are timed for plans."""
+"""Makes buckets on a device, for `calibration` to time."""
 
 from __future__ import annotations
 

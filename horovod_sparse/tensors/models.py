@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model: what a plan knows of them, who exchanges them, what is loaded."""
+"""A model's parameters and buffers: their facts for plans, their owner, and checks before a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bucket of tensors whose steps a rank makes on its own: moves reach the parameters' own memory."""
+"""Buckets of tensors with own steps, which move the parameters in their own memory."""
 
 from __future__ import annotations
 

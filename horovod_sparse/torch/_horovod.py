@@ -1,4 +1,4 @@
-"""Horovod's PyTorch binding: how to get it where it is missing, which start it is, and its private names.
+"""Horovod's PyTorch binding: its import, a token of its present start, and uses of its private names.
 
 Horovod's optimizers register gradient hooks in `_register_hooks`, after they have checked their arguments:
 `pass_new_optimizers_to` takes over those with a sparsifier there. A parameter belongs to the optimizer made
@@ -6,10 +6,10 @@ for it last, of this package or of Horovod (`claim`). Every ``hvd.init()`` makes
 Horovod 0.28.1 keeps in Python: comparing tables by identity notices a new start.
 
 **Who frees tensors.** When a worker is lost, Horovod's thread lets go of all tensors under way while it holds
-a mutex. A tensor wants the interpreter's lock when Python's reference is the only one left; and a hook that
+a mutex. Freeing a tensor needs the interpreter's lock if Python's reference is the last one; and a hook that
 starts a collective holds that lock and waits for that mutex: both wait for ever. So every tensor that Horovod
-gets from us has a holder besides, which is let go of when the collective has ended well, or when Horovod
-starts again.
+gets is also held by another tensor (`hold_tensors`) until its collective has succeeded, or Horovod starts
+again.
 """
 
 from __future__ import annotations

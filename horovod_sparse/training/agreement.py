@@ -50,7 +50,7 @@ _TRAINED = "trained parameter"
 
 _log = logging.getLogger("horovod_sparse")
 _BEGINS_ANEW = (
-    "this job was started again, and the training begins at step 0: those who held its state ended before "
+    "this job was started again, and the training begins at step 0: the ranks with its state ended before "
     "others had it, or no checkpoint was loaded. If this is no new training, stop, and load one"
 )
 

@@ -1,10 +1,10 @@
-"""Errors of one rank, raised on all, so that no rank waits for one that has given up; and what they mean.
+"""Raises the errors of one rank on all ranks, so that none waits for ever; and decides what they mean.
 
 Making an optimizer or a tape is no collective, so a rank that cannot (a misspelt argument, on one rank alone)
 would leave the others waiting until their deadline. It puts its error into the launcher's store, and ranks
 that have waited for a moment look there. A collective would not do: one that not all ranks join is a stall.
-Such an error is taken out again when the rank has made what it wanted after all, or begins to agree with the
-others; and who has read one waits a little more.
+A rank withdraws its error once it makes an optimizer after all, or begins to agree with the others; so a
+rank that has read one waits a moment before it raises it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class NonFinitePolicy:
     * "raise": `NonFiniteGradientError` on every rank. Nothing is applied.
     * "skip": nothing is applied, and nothing raised: no rank's optimizer steps.
 
-    A step that no rank applies is given up whole: residuals are what they were before it. So is a sum that
+    A step that no rank applies is rolled back: residuals are as before it. So is a sum that
     overflows though every gradient is finite.
     """
 

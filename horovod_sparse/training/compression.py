@@ -1,4 +1,4 @@
-"""The argument `compression` of every front end: factories, checks, and what Horovod asks of a compressor."""
+"""The argument `compression` of every front end: factories, checks, and Horovod's `compress`."""
 
 from __future__ import annotations
 

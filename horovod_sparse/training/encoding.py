@@ -1,4 +1,4 @@
-"""States as plain values, and these as zip files without pickle: numbers, strings, containers, arrays."""
+"""Converts states to numbers, strings, containers and arrays, and these to zip files without pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training asks of a framework and its collectives (`Engine`), and who runs coroutines (`Driver`).
+"""The interface of a framework and its collectives (`Engine`), and the `Driver` that runs coroutines.
 
 A new front end (another framework, or other collectives than Horovod's) writes
 
@@ -212,7 +212,7 @@ class Driver:
         After a failure that the next `wait` is to raise nothing is started: the task has ended with it.
         """
         if name in self.parked:
-            self.advance()  # what was started before a restart of Horovod is not under way any more
+            self.advance()  # drops collectives that were started before a restart of Horovod
         if name in self.parked:
             coroutine.close()
             raise UnsupportedError(
@@ -298,7 +298,7 @@ class Driver:
         Tasks get the failure as their error, or one that says so. With `forget` messages of MPI are dropped,
         too; without, other ranks may still receive them.
         """
-        error = self._failure or UnsupportedError("the synchronization was given up before its end")
+        error = self._failure or UnsupportedError("the synchronization was cancelled before its end")
         for task, coroutine, _ in list(self.parked.values()):
             coroutine.close()
             self._finish(task, error=error)

@@ -1,4 +1,4 @@
-"""Local steps: each rank trains alone for many steps, then all exchange how far they have come.
+"""Local steps: each rank trains alone for many steps, then ranks exchange their displacements.
 
 ``theta_r`` is what H steps of rank r's own optimizer make of the common ``theta``. Buckets carry
 ``theta - theta_r`` as if it were a gradient. The mean over ranks moves the common parameters (`OuterStep`),

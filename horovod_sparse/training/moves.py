@@ -1,4 +1,4 @@
-"""A bucket's own moves: a rank moves at once by what it sends, and the mean over ranks replaces that later.
+"""A bucket's moves: a rank applies its selection at once; the mean over ranks replaces it later.
 
 With `steps_ahead` a rank also moves by the largest elements of its residual until its next pass: the next
 gradient sees most of what is still unsent, which would overshoot otherwise.

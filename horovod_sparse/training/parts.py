@@ -1,4 +1,4 @@
-"""Buckets of parameters as all front ends see them, and how moves and sums over ranks reach parameters.
+"""The front ends' common base of buckets, and how moves and sums over ranks reach parameters.
 
 A residual belongs to its parameter: by its name it is saved, and survives other buckets.
 """
@@ -78,14 +78,14 @@ class Parameters:
         """Restores old values, multiplies by weight decay, subtracts a sum over ranks, then further moves.
 
         Args:
-            undone: ascending, unique positions, and what stood there, as this method returned it.
+            undone: ascending, unique positions, and their old values, as this method returned them.
             shrunk: factors, and the numbers of the parameters that each multiplies.
             total: the sum.
             scale: its factor.
             again: ascending, unique positions, and float32 or float64 values to subtract.
 
         Returns:
-            At how many different positions the sum was, and what stood at those of `again` before each.
+            The number of different positions in the sum, and the values at those of `again` before each.
         """
         factor_of = {number: factor for factor, numbers in (shrunk or {}).items() for number in numbers}
         placed = [

@@ -1,4 +1,4 @@
-"""Schedules of exchanges: every so many passes (`Schedule`), or local steps (`LocalSchedule`)."""
+"""How often ranks exchange: every so many passes (`Schedule`) or local steps (`LocalSchedule`)."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class LocalSchedule(Schedule):
         if combine not in COMBINES:
             raise UnknownNameError("combine", str(combine), COMBINES)
         if combine == "senders" and not named and not isinstance(recipe.sparsifier, Dense):
-            why = f"'ranks' with {recipe.sparsifier.name}: its sums do not say who has sent what"
+            why = f"'ranks' with {recipe.sparsifier.name}: its sums do not say which ranks sent an element"
             raise ArgumentError("combine", combine, why)
         object.__setattr__(self, "outer", outer)
         object.__setattr__(self, "recipe", recipe)

@@ -1,4 +1,4 @@
-"""`Settings`: what a user may say of a training beside its sparsifier, in every front end."""
+"""`Settings`: the arguments of a training beside its sparsifier, for every front end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of one rank's training in a checkpoint: saved, loaded, and for another number of ranks.
+"""A rank's checkpoint entry: made, checked, loaded, and converted to another number of ranks.
 
 Residuals belong to parameters and are saved by name, in the parameter's shape; states of sparsifiers belong
 to buckets. Both differ from rank to rank, so every rank saves an entry of its own.

@@ -1,4 +1,4 @@
-"""The pass: what happens in `optimizer.step()` where the exchange belongs to it.
+"""Passes: `optimizer.step()` folds, selects, moves and exchanges this rank's own steps.
 
 On each rank ``u`` is the optimizer's own step of its own gradient, and::
 

@@ -1,4 +1,4 @@
-"""The life of a training, the same with every engine: parts, their plan, what ranks agree upon, checkpoints.
+"""A training with any engine: its parts and plan, the agreement between ranks, checkpoints.
 
 A sparsifier's state lives longer than the collectives. In elastic training Horovod is started again, with
 survivors and newcomers; a checkpoint may be loaded on some ranks, or one of another step. So before the first

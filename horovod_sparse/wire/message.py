@@ -1,4 +1,4 @@
-"""Writes one selection as one int32 buffer: a round is one collective, and fuses with others.
+"""Encodes a selection as one int32 buffer, so that a round is one collective.
 
 Layout, in 32-bit words::
 
@@ -24,8 +24,8 @@ comes before the indices::
 So a rank that expects another format, or another bucket, raises instead of decoding rubbish.
 
 The length in front makes concatenated messages separable, so an allgather of unequal lengths needs
-no second exchange of sizes. Words 2 to 5, a note (`Notes`), save a collective of their own. With a mark of
-NaN or Inf all ranks give the step up; the mean of the norms is the global error of ExDyna, Eq. (1); numbers
+no second exchange of sizes. Words 2 to 5, a note (`Notes`), save a collective of their own. A mark of NaN
+or Inf makes all ranks cancel the step; the mean of the norms is the global error of ExDyna, Eq. (1); numbers
 of steps tell ranks that have come apart, and projections how alike gradients are. Rounds without such headers
 carry notes, too.
 """

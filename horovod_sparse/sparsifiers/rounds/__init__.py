@@ -1,1 +1,1 @@
-"""Rounds that several algorithms have: messages in pairs, sums by region, sums at indices that all know."""
+"""Rounds that several algorithms share: messages in pairs, sums by region, sums at common indices."""

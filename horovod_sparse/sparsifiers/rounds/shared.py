@@ -1,4 +1,4 @@
-"""The second half of sparsifiers whose ranks all know the same indices: the sum of values there."""
+"""The sum of all ranks' values at indices that every rank knows: a last round of several algorithms."""
 
 from __future__ import annotations
 

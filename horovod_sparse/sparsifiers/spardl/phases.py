@@ -1,4 +1,4 @@
-"""The phases of SparDL as coroutines, and the residuals of what they discard."""
+"""The phases of SparDL as coroutines, and the ledger from which residuals are computed."""
 
 from __future__ import annotations
 

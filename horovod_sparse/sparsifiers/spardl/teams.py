@@ -1,4 +1,4 @@
-"""SparDL's teams: who is where, what a step costs, how many by the paper's formulas, what goes between."""
+"""SparDL's teams: their layout, their traffic, the best number of them, and the state between steps."""
 
 from __future__ import annotations
 

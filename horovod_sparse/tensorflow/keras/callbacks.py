@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks for Keras 3, where its own fail, and for tf-keras; and callbacks of ours."""
+"""Horovod's Keras callbacks, made to work with Keras 3 and tf-keras, and this package's own callbacks."""
 
 from __future__ import annotations
 

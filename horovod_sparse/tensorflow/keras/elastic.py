@@ -1,4 +1,4 @@
-"""As `horovod.tensorflow.keras.elastic`: the state of a model, of Keras 3, too, and its callbacks."""
+"""Replaces `horovod.tensorflow.keras.elastic`: state and callbacks, also of Keras 3's models."""
 
 from __future__ import annotations
 
