@@ -279,7 +279,7 @@ class Accumulator:
         self._apply_quantized()
         found = self._journal.found
         if found is not None and np.array_equal(found[0], indices):
-            where = found[0]  # known to be sound
+            where = found[0]  # checked by the selection
         else:
             where = self._kernels.checked_indices(indices, keep=True)
         return where, self._journal.remember(where)

@@ -84,7 +84,7 @@ class WholeGradient(Accumulator):
         own, health = buffer[:n], buffer[n:]
         health[:] = 0
         first = self._copy_gradient(own)
-        if self.report.first_nonfinite == n:  # this rank refuses the step
+        if self.report.first_nonfinite == n:  # this rank cancels the step
             first = n
         position = first + 1
         digits = [position >> 2 * DIGIT_BITS, position >> DIGIT_BITS, position]

@@ -70,7 +70,7 @@ def attach(
         What has the telemetry, and is saved and loaded.
     """
     wrappers = wrappers_of(model)
-    # those that wait in the first step hear of errors of other ranks here
+    # ranks that wait in their first step read errors published here
     with sending_errors(wrappers, replicas):
         schedule = Schedule(every, delay)
         recipe = recipe_of(compression) if isinstance(compression, str) else compression

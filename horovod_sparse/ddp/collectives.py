@@ -306,7 +306,7 @@ class Communicator:
                 self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
             except errors.DeadlineError as error:
                 idle = shared.working.acquire(timeout=_END_SECONDS)
-                shared.failure = error  # of whatever is waited for next
+                shared.failure = error  # the next `wait` raises it
                 if idle:
                     shared.working.release()
                 raise

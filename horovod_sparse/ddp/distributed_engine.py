@@ -48,7 +48,7 @@ class GroupStore:
 
     def __call__(self, scope: str, key: str, value: bytes | None = None) -> bytes | None:
         name = f"{scope}/{key}"
-        with contextlib.suppress(RuntimeError):  # whoever keeps the store has gone
+        with contextlib.suppress(RuntimeError):  # the process with the store has ended
             if value is not None:
                 self._store.set(name, value)
                 self._store.add(f"{name}/there", 1)

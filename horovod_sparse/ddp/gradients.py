@@ -141,7 +141,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
                 "elements would go into later steps. Put such backward passes into model.no_sync(), or "
                 'attach(model, "best", optimizer), which exchanges in optimizer.step()'
             )
-        for part in self.parts:  # to what stands there autograd adds
+        for part in self.parts:  # autograd adds to gradients that exist
             part.carried = part.last_sum if self._sums_untouched else None
         self._begin_step()
         self.loss_scale.read()
@@ -177,7 +177,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         if self.step > before:
             for part in self.parts:
                 part.remember_sum()
-            for one in self._part_of:  # not held: whoever clears gradients frees them
+            for one in self._part_of:  # weak references: clearing gradients has to free them
                 grad = one.grad
                 left = (lambda: None, 0) if grad is None else (TensorWeakRef(grad), grad._version)
                 self._left.append((one, *left))

@@ -72,7 +72,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         schedule: Schedule,
     ) -> None:
         engine = DistributedEngine(model, recipe, optimizer, group, settings.deadline_seconds)
-        #: has each DistributedDataParallel synchronize again
+        #: makes each DistributedDataParallel synchronize again
         self.silenced = contextlib.ExitStack()
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
         roll_back_before_loading([inner_of(model)], self)

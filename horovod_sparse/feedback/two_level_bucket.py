@@ -234,11 +234,11 @@ class TwoLevelBucket(Bucket):
                 overflows.append(start + message.overflow)
             for host, ranks in enumerate(map(list, self.topology.hosts)):
                 norms[ranks] += 0.0 if message.norms is None else message.norms[host] ** 2
-                if (position := message.marks[host]) == self.info.num_elements:  # this rank itself refuses
+                if (position := message.marks[host]) == self.info.num_elements:  # this rank itself cancels
                     marks[column[host]] = n
                 elif position is not None:
                     found = min(start + position, stop - 1)
-                    for rank in ranks:  # but for one that refuses the step by itself
+                    for rank in ranks:  # but for one that cancels the step itself
                         marks[rank] = n if marks.get(rank) == n else min(found, marks.get(rank, n))
         notes = Notes(marks, None if messages[0].norms is None else np.sqrt(norms))
         overflow = min(overflows, default=None)

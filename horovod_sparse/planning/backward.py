@@ -67,7 +67,7 @@ class BackwardRecorder:
             seconds = max(0.0, float(self._between(before, stamp)))
             total += seconds
             if place == 0:
-                # nobody tells where forward ends; nothing can be sent before, so nothing hangs on it
+                # where forward ends is unknown; nothing can be sent before, so it does not matter
                 self._forward_seconds.append(seconds)
             self._rows[name].append((seconds if place else 0.0, place))
             before = stamp

@@ -163,13 +163,13 @@ def bytes_by_round(sparsifier: Sparsifier, size: int, num_elements: int) -> Iter
     if sparsifier.density_scope != "per rank":
         from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold  # which top-k does without
 
-        # windows that exclude each other share k out; elsewhere every rank's own count is k
+        # exclusive windows divide k among ranks; elsewhere every rank selects k
         if isinstance(sparsifier, ExclusiveThreshold):
             selected = max(1, round(selected / size))
     counts = np.full(size, selected, np.int64)
     by_rank = [
         sparsifier.traffic(BucketInfo("bucket", num_elements, rank, size, "float32"), counts)
-        for rank in range(min(size, 4))  # ranks may play different parts: a broadcast has a root
+        for rank in range(min(size, 4))  # ranks may send different amounts: a broadcast has a root
     ]
     for traffic in zip(*by_rank, strict=True):
         yield COLLECTIVES[traffic[0].kind], max(item.bytes_sent for item in traffic)

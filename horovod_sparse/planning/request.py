@@ -23,7 +23,7 @@ _log = logging.getLogger("horovod_sparse")
 #: stands in for times that a strategy does not read
 _NO_COST = CostModel(AffineTime(), AffineTime())
 _DEFAULT = fixed(bytes=DEFAULT_BUCKET_BYTES)
-#: the names that `merging=` takes; `fixed(...)` takes an argument and so is given itself
+#: the names that `merging=` takes; `fixed(...)` has an argument, so users pass the object
 STRATEGIES: dict[str, Strategy] = {
     "layerwise": layerwise,
     "single": single,

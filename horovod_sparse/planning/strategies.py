@@ -76,7 +76,7 @@ def omgs(workload: Workload, cost: CostModel) -> Plan:
     num_layers = elements.size
     by_gain = cost.selection.fixed_seconds > 0.0
     merged = np.zeros(num_layers, bool)
-    # layer l of the paper stands at l - 1
+    # layer l of the paper has index l - 1
     for layer in range(num_layers - 1, 0, -1):
         if (_ends_earlier if by_gain else _merging_pays)(layer, elements, backward, cost):
             merged[layer] = True

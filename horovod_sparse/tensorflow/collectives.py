@@ -56,7 +56,7 @@ def hide_from_folding(gradient: Any) -> Any:
     one = tf.minimum(hvd.size_op(), 1)  # known only when the graph runs
     if gradient.shape.rank == 0:
         return gradient * tf.cast(one, gradient.dtype)
-    # all of it: where that begins is known only then. Nothing is copied. A shape of that kind would not do:
+    # a slice of all: its start is known only then. Nothing is copied. An unknown shape would not do:
     # a vector's follows from its number of elements
     same = tf.slice(gradient, tf.fill([tf.rank(gradient)], one - 1), tf.fill([tf.rank(gradient)], -1))
     same.set_shape(gradient.shape)

@@ -49,5 +49,5 @@ def broadcast_variables(
             variable.assign(bits(received, variable.dtype))
 
     with tf.device("/cpu:0"):
-        tf.function(assign, autograph=False)()  # in a graph all are under way at once, and Horovod joins them
+        tf.function(assign, autograph=False)()  # in a graph Horovod fuses all broadcasts
     return None

@@ -197,7 +197,7 @@ class VariablesTraining(Training):
         }
         rules.warn_of_unmatched(facts)
         parameters = [fact for fact, _ in facts.values()]
-        if self.facts:  # what else was asked for concerned the variables that were there
+        if self.facts:  # the other requests were about the earlier variables
             plan = make_plan(facts, bucket_bytes=self._plan_arguments["bucket_bytes"])
         else:
             yield from compare(described_request(request))

@@ -167,7 +167,7 @@ class _WatchThread:
             try:
                 error = watch.overdue_error(time.perf_counter())
             except Exception as problem:  # Horovod was shut down meanwhile, or a process set is no more
-                # a thread that ended here would leave all that comes later without a deadline
+                # if the thread ended here, later collectives would have no deadline
                 words = "the deadline of collectives could not be checked, will retry: %s"
                 warn_once(words, str(problem))
                 continue
@@ -182,7 +182,7 @@ def _fail_and_shut_down(watch: Watch, error: DeadlineError, watches: list[Watch]
     watch.fail_graph(error)
     time.sleep(_SPREAD_SECONDS)
     ending = threading.Thread(target=hvd.shutdown, name="horovod_sparse.shutdown", daemon=True)
-    # before Horovod's own, which must not come in between: two ends at a time never end
+    # before Horovod's own exit handler: two shutdowns at a time deadlock
     atexit.register(ending.join, ENDS_SECONDS)
     ending.start()
     ending.join(ENDS_SECONDS)
@@ -190,7 +190,7 @@ def _fail_and_shut_down(watch: Watch, error: DeadlineError, watches: list[Watch]
         _log.critical("Horovod does not end either, since a rank has stopped: this process is ended")
         logging.shutdown()
         sys.stderr.flush()
-        os._exit(1)  # what waits is in Horovod's own threads, where no exception can be raised
+        os._exit(1)  # Horovod's own threads wait, where no exception can be raised
     for one in watches:
         one.forget()
 

@@ -91,7 +91,7 @@ class WholeTensor(WholeGradient):
             own += torch.as_tensor(self._carried, device=own.device)
         finite = torch.isfinite(own)
         position = torch.where(finite.all(), 0, 1 + torch.argmin(finite.to(torch.uint8)))
-        if self.report.first_nonfinite == n:  # this rank refuses the step
+        if self.report.first_nonfinite == n:  # this rank cancels the step
             position = torch.full_like(position, n + 1)
         for place in range(HEALTH_NUMBERS):  # the first is the highest
             shift = DIGIT_BITS * (HEALTH_NUMBERS - 1 - place)

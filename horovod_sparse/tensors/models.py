@@ -18,7 +18,7 @@ from horovod_sparse.tensors.layout import dtype_name, local, on_host
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.state import check_entry, checked_states
 
-#: key of this rank's exact entry in an optimizer's state_dict; PyTorch ignores unknown keys
+#: key of this rank's checkpoint entry in an optimizer's state_dict; PyTorch ignores unknown keys
 ENTRY = "horovod_sparse"
 _ADVICE = (
     "the training uses {}: use the same algorithm, or load None (a state_dict without 'horovod_sparse') to "

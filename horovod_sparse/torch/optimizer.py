@@ -135,7 +135,7 @@ def DistributedOptimizer(
         _check_sparse(optimizer, compression.recipe, op, gradient_predivide_factor)
     else:
         refuse_without_sparsifier({**options, "every": every, "delay": delay}, compression)
-    if not sparse or not process_set.included():  # a rank that is left out trains alone
+    if not sparse or not process_set.included():  # a rank outside of the process set trains alone
         if not process_set.included():
             refuse_second_binding(hvd, process_set)
         given = named_parameters, Compression.none if sparse else compression, backward_passes_per_step, op
@@ -145,7 +145,7 @@ def DistributedOptimizer(
         if settings.max_grad_norm is not None:
             norm = settings.max_grad_norm
             dense.register_step_pre_hook(lambda *_: clip_gradients(dense.param_groups, norm))
-        # so that scripts work with any compression, and on ranks that are left out
+        # so that scripts work with any compression, and on ranks outside of the process set
         dense.telemetry, dense.plan, dense.decision = Telemetry(), None, None
         dense.replan = lambda plan: None
         return dense

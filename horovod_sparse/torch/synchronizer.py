@@ -253,7 +253,7 @@ class Methods(torch.optim.Optimizer):
             self.synchronize()
         synchronizer.is_synchronized = synchronizer.for_scaler = False
         if synchronizer.overflow is not None:
-            raise synchronizer.overflow  # by who scales losses, but does not step by the scaler
+            raise synchronizer.overflow  # to a loop that does not call scaler.step
         if synchronizer.skipped is not None:
             return None
         result = super(self.__class__, self).step()
@@ -287,7 +287,7 @@ class Methods(torch.optim.Optimizer):
         """Sets the gradients to zero, or to None."""
         if self._synchronizer.under_way:
             raise AssertionError(_IN_FLIGHT.format(method="zero_grad"))
-        if self._synchronizer.for_scaler:  # it has skipped the step that gradients were synchronized for
+        if self._synchronizer.for_scaler:  # the scaler has skipped the last step
             self._synchronizer.is_synchronized = self._synchronizer.for_scaler = False
         super(self.__class__, self).zero_grad(set_to_none)
 

@@ -197,8 +197,8 @@ def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Sync
     return Plan.from_dict((yield from shared_lines(plan.to_dict()))[0])
 
 
-#: how often a name was taken where something was communicated first, which all ranks do. Counting where
-#: optimizers are made would give those of a rank that makes some for itself alone other names
+#: how often each name was taken, counted at the first communication, which all ranks have in common: a rank
+#: may make further optimizers for itself alone
 _taken: Counter[tuple[str, str]] = Counter()
 
 

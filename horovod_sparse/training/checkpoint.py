@@ -113,7 +113,7 @@ def has_checkpoint(directory: str | os.PathLike[str]) -> Synchronization[bool]:
 def _was_saved_by_others(root: Path, owner: Any, world_rank: int) -> bool:
     """True if the newest checkpoint there is of a job without this rank; raises if of another optimizer."""
     if _owners.get(root, owner) is not owner:
-        gc.collect()  # an optimizer that nobody has any more may lie in a circle
+        gc.collect()  # a reference cycle may keep an unused optimizer
     if _owners.get(root, owner) is not owner:
         raise CheckpointError(
             f"{root} holds checkpoints of another optimizer or sparsifier of this process. {ONE_EACH}"
@@ -143,7 +143,7 @@ def write_checkpoint(
             if path.name.startswith(_HIDDEN):
                 shutil.rmtree(path, ignore_errors=True)
         attempt, last = max(map(attempt_and_step, complete_checkpoints(root)), default=(1, -1))
-        return root, attempt + (step <= last)  # taken back
+        return root, attempt + (step <= last)  # the training went back
 
     root, attempt = yield from call_on_all(begin, "make the directory")
     everyone = yield from shared_lines([step, digest, attempt, uuid.uuid4().hex])
@@ -185,7 +185,7 @@ def write_checkpoint(
     yield from call_on_all(lambda: publish(False), f"publish {name}")
     for old in sorted(complete_checkpoints(root), key=attempt_and_step)[:-keep]:
         removed = root / f".removed-{old}"
-        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+        with contextlib.suppress(OSError):  # the next save removes it
             os.rename(root / old, removed)  # in one piece, too
             shutil.rmtree(removed)
     return folder

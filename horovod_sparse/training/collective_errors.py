@@ -109,7 +109,7 @@ def horovod_binding(framework: str, has: str) -> Any:
         set_horovod_stall_limit()
         init(*arguments, **named)
 
-    found.mpi_ops._basics.init = started  # which all ways to start it call
+    found.mpi_ops._basics.init = started  # every way to start Horovod calls it
     return found
 
 
@@ -219,7 +219,7 @@ class ConstructionErrors:
             if not hvd.is_initialized():
                 return None
             chosen = process_set
-            if getattr(process_set, "process_set_id", None) is None:  # none, or what is none
+            if getattr(process_set, "process_set_id", None) is None:  # None, or no process set
                 chosen = hvd.global_process_set
             own, everyone = int(hvd.rank()), list(chosen.ranks or ())
             return (own, everyone) if own in everyone else None
@@ -296,7 +296,7 @@ class ConstructionErrors:
         own, ranks = self._told
         missing = [rank for rank in ranks if rank != own]
         while missing and time.monotonic() < end:
-            # others have the same error, or have read of it
+            # until the others have an error, too, or have read this one
             missing = [one for one in missing if not (self._get(str(one)) or self._get(f"{own}.{one}"))]
             time.sleep(0.1)
 

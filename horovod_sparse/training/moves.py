@@ -183,7 +183,7 @@ class OwnMoves:
 
         `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
         """
-        self.step_back()  # it stands on the moves
+        self.step_back()  # it was applied on top of the moves
         exchange, undone = self.in_flight.popleft(), [(one.indices, one.before) for one in self.moves[::-1]]
         self.moves, self._left = self.moves[exchange.num_moves :], None
         again = [(move.indices, move.values) for move in self.moves]
@@ -218,7 +218,7 @@ class OwnMoves:
     def roll_back(self) -> None:
         """Undoes all moves that no mean has replaced, and returns them to the residual."""
         pending = self.pending()
-        if self.was_edited():  # these are another model's parameters, which somebody has loaded
+        if self.was_edited():  # other parameters were loaded over the moves
             self.moves, self.ahead, self._left = [], [], None
         self._undo()
         self._next = None

@@ -287,7 +287,7 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     """
     found = [known[name] for name in names if name in known]
     step = max((one.step for one in found or known.values()), default=0)
-    age = min((one.age for one in found), default=0)  # nobody's companions pass for older ones than they are
+    age = min((one.age for one in found), default=0)  # a higher age would spoil the bias correction
     return dataclasses.replace(found[0] if found else Progress(), step=step, since=step - age)
 
 

@@ -142,7 +142,7 @@ class Settings:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         if self.levels != "flat" and self.profile is not None:
             raise ArgumentError("levels", self.levels, "'flat' with profile=, which has no times of levels")
-        requested_transport()  # refuses what the environment says of the transport, if it cannot be
+        requested_transport()  # raises if the environment names an unknown one
         resolved = {"deadline_seconds": seconds if seconds < math.inf else 0.0}
         for name, value in {**resolved, "check_every": every}.items():
             object.__setattr__(self, name, value)

@@ -77,7 +77,7 @@ def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
         _check(entry, recipe, advice)
     except StateMismatchError:
         raise
-    except Exception as error:  # whatever damaged values make of Python
+    except Exception as error:  # damaged values can raise anything
         raise StateMismatchError(
             f"the saved state cannot be read ({type(error).__name__}: {str(error)[:200]})"
         ) from error
@@ -152,7 +152,7 @@ def checked_states(training: Any, entry: Mapping[str, Any]) -> list[Any] | None:
         bucket = part.bucket
         info = dataclasses.replace(bucket.whole, rank=rank, size=size)
         if topology is not None:
-            from horovod_sparse.feedback.two_level_bucket import shard_of  # which one level needs not
+            from horovod_sparse.feedback.two_level_bucket import shard_of  # not needed with one level
 
             info = shard_of(info, topology)
         fresh = bucket.recipe.sparsifier.init(info)
@@ -181,7 +181,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
         for bucket_names, one in zip(plan.buckets, entry["buckets"], strict=True)
         for name in bucket_names
     }
-    # of what is dense nothing but the step was saved
+    # of dense parameters only the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
     held = multiplied([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
     training.load_residuals(held, progress)

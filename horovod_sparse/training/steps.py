@@ -200,7 +200,7 @@ class Steps(Training):
         if not self.schedule.moves_at_once:
             facts.present, facts.shrink = present_in(self.parts), [part.now.shrink for part in self.parts]
         facts.shrink = facts.shrink or [1.0] * len(self.parts)
-        # names that are under way must differ
+        # collectives in flight need different names
         name = f"pass{self._num_begun % (self.schedule.delay + 2)}"
         self._send_facts(facts, name)
         if finishing and not self.schedule.moves_at_once:
@@ -245,7 +245,7 @@ class Steps(Training):
                 except errors.HorovodSparseError as error:
                     failures.append(error)
             if failures := self.failures_of_all_shards(failures):
-                all_finishing, failure = False, worst(failures)  # ranks that failed alone do not know
+                all_finishing, failure = False, worst(failures)  # a rank that failed alone has not read it
                 if not isinstance(failure, errors.NonFiniteGradientError):
                     self.roll_back()
                     raise failure
@@ -334,7 +334,7 @@ class Steps(Training):
         passes, self._to_resume = self._to_resume, None
         if self.started_anew or "shares" in passes or not self.schedule.moves_at_once:
             for part in self.parts:
-                OwnMoves.roll_back(part.moves)  # those of the rank whose parameters these are
+                OwnMoves.roll_back(part.moves)  # those of the rank from which the parameters were loaded
             for number, (share, moves) in enumerate(passes.get("shares", ())):
                 for part, one in zip(self.parts, moves, strict=True):
                     part.moves.add_to_residual(one, share - (number == 0))
@@ -365,7 +365,7 @@ class Steps(Training):
             return
         self.agree()
         while True:
-            self._land(0)  # statistics that are averaged next are the last then
+            self._land(0)  # the next exchange then averages the final statistics
             all_finish = self._begin_exchange(finishing=True) or self._land(0)
             self._check_drift_when_due()
             if all_finish:
