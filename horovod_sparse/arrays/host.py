@@ -95,7 +95,7 @@ class Candidates:
         return self._bound, self._count, self._places, self._words
 
     def forget(self) -> None:
-        """Discards the candidates, because values have changed since the fold."""
+        """Discards the candidates; called when values have changed since the fold."""
         self._count[0], self._fresh = _STALE, False
 
     def kth(self, k: int) -> tuple[Any, int] | None:

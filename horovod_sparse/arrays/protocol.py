@@ -206,7 +206,7 @@ class Kernels(Protocol):
         """Returns every stride-th magnitude, from element `offset` on."""
 
     def checked_indices(self, indices: Any, *, keep: bool = False) -> Memory:
-        """Checks indices, and copies them to where the values are; with `keep` always as a copy."""
+        """Checks indices, and moves them to the values' device; with `keep` as a copy of the caller's."""
 
     def from_host(self, values: Any) -> Memory:
         """Copies k values from the host to where the accumulator's are, in its dtype."""

@@ -117,7 +117,7 @@ class WholeGradient(Accumulator):
 
 
 def positions_by_rank(health: NDArray[Any], size: int) -> dict[int, int]:
-    """Returns each failed rank's index of NaN or Inf, from the columns behind a sum.
+    """Returns {failed rank: index of its NaN or Inf}, from the numbers summed behind a gradient.
 
     Example:
         >>> positions_by_rank(np.array([0, 0, 0, 1, 0, 2], np.float32), 2)

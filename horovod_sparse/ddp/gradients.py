@@ -214,7 +214,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return (optimizer, step_closure), {name: one for name, one in named.items() if name != "closure"}
 
     def _synchronize_for_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Called before a loss scaler looks at gradients, so that all ranks' scalers see the same."""
+        """Called before a loss scaler reads gradients: synchronizes them, so that ranks find the same."""
         self.loss_scale.expect(scaler)
         self.synchronize()
         self.for_scaler = self.overflow is None  # else it skips the step

@@ -243,7 +243,7 @@ class Bucket:
     def _sum_over_ranks(
         self, report: BucketStep, scale: float | None
     ) -> Synchronization[tuple[SparseSum, int | None]]:
-        """Returns the sum, and where it overflows or None; rolls back if the step must not be applied."""
+        """Runs the sparsifier; returns the sum and an overflow's index or None; undoes a failed step."""
         self._before = self.state, self._progress
         sum_, after = yield from self._run_sparsifier(report)
         self.state = dataclasses.replace(after, step=after.step + 1)
@@ -314,7 +314,7 @@ class Bucket:
             result = yield request
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls back the last step, after its collectives: the selection returns to the residual.
+        """Rolls back the last step: its selection returns to the residual; `drop`: the gradient leaves it.
 
         The gradient stays folded in, unless it is dropped. The learning rate that the residual was scaled to
         stays.

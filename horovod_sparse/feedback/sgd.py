@@ -56,7 +56,7 @@ class VelocityFeedback(Rule):
         return replace(self, **own)
 
     def own_step(self, kind: str, group: Mapping[str, Any], age: int) -> OwnStep:
-        """Returns the `OwnStep`; the group's momentum may have been changed since the last pass.
+        """Returns a group's `OwnStep` for one pass; raises if it got momentum since `attach`.
 
         Example:
             >>> group = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.25, "nesterov": False}

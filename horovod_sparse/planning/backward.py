@@ -26,7 +26,7 @@ class BackwardTimes:
 
 
 class BackwardRecorder:
-    """Collects the stamps of a few steps, and computes their medians.
+    """Collects time stamps of gradients in a few steps, and computes medians of the seconds between.
 
     A stamp is what tells a time: seconds of a clock, or an event of a device.
 
@@ -51,11 +51,11 @@ class BackwardRecorder:
         self._before, self._stamps = stamp, []
 
     def arrived(self, name: str, stamp: Any) -> None:
-        """Records that a gradient is complete."""
+        """Called when a gradient is complete, with a time stamp."""
         self._stamps.append((name, stamp))
 
     def end(self) -> None:
-        """Evaluates a step's stamps, after its last gradient."""
+        """Called after a step's last gradient: stores the times between its stamps."""
         before, stamps = self._before, self._stamps
         if not stamps:
             return

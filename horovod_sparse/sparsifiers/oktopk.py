@@ -64,7 +64,7 @@ _FINENESS = 1.1
 
 @functools.lru_cache(maxsize=64)
 def reported_orders(k: int) -> NDArray[np.int64]:
-    """Returns which ranks in the order of size a message reports: 1 to 10, then each a tenth more, to k."""
+    """Returns the orders of magnitudes in a message (1: largest): 1 to 10, then steps of a tenth, to k."""
     orders = [1]
     while orders[-1] < k:
         orders.append(min(k, max(orders[-1] + 1, math.ceil(orders[-1] * _FINENESS))))

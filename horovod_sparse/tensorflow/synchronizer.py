@@ -202,7 +202,7 @@ class GradientSynchronizer(VariablesTraining):
     def _finish_step(
         self, parts: Sequence[Part], found: Sequence[BaseException], scaled: bool
     ) -> tuple[list[np.ndarray], Outcome]:
-        """Returns each variable's sum or average; zeros in a skipped step, NaN after an overflow.
+        """Ends a step; returns variables' sums (zeros if skipped, NaN after overflow), and its outcome.
 
         Raises the step's error, and the next step may follow. `found` are errors that all ranks have alike.
         """
@@ -288,7 +288,7 @@ class Replicas:
         return None if alone or not check.every else check
 
     def restart(self) -> None:
-        """Restarts the comparisons after all ranks have agreed on a step."""
+        """Called after ranks have agreed on a step: schedules comparisons from there."""
         for check in self._checks.values():
             check.restart(self._training.step)
 

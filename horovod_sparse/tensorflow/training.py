@@ -162,7 +162,7 @@ class VariablesTraining(Training):
     # variables that come
 
     def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-        """Makes buckets for variables that have their first gradient; all ranks call it together."""
+        """Makes buckets for variables with their first gradient, on all ranks; True if there are any."""
         if not self.engine.label:
             self.engine.label = label_of("horovod_sparse", self.process_set, variables)
         new = [

@@ -95,7 +95,7 @@ class _HorovodOwner:
 
 
 def claim_for_horovod(optimizer: Any) -> None:
-    """Marks the parameters of one of Horovod's own optimizers as its."""
+    """Makes one of Horovod's own optimizers the owner of its parameters (`claim`)."""
     optimizer._owner_of_parameters = _HorovodOwner(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # claims among Horovod's own optimizers need no action

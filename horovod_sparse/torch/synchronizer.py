@@ -191,7 +191,7 @@ class Methods(torch.optim.Optimizer):
         return self._synchronizer.decision
 
     def replan(self, plan: Plan) -> None:
-        """Changes the buckets, between two steps; every rank does so alike. Residuals are kept.
+        """Changes the plan of buckets between two steps; all ranks call it with the same. Residuals stay.
 
         Raises:
             ArgumentError: if the plan does not fit.

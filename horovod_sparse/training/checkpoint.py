@@ -111,7 +111,7 @@ def has_checkpoint(directory: str | os.PathLike[str]) -> Synchronization[bool]:
 
 
 def _was_saved_by_others(root: Path, owner: Any, world_rank: int) -> bool:
-    """True if the newest checkpoint there is of a job without this rank; raises if of another optimizer."""
+    """True if ranks without this one saved the newest checkpoint; raises if another optimizer did."""
     if _owners.get(root, owner) is not owner:
         gc.collect()  # a reference cycle may keep an unused optimizer
     if _owners.get(root, owner) is not owner:

@@ -139,7 +139,7 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a step with its error; `drop` says that gradients leave the residuals."""
+    """A step's outcome and error; with `drop` the step's gradients have to leave the residuals."""
 
     outcome: Outcome
     error: BaseException | None = None

@@ -83,7 +83,7 @@ class LocalTraining(Steps):
     # what ranks agree upon
 
     def agree(self) -> None:
-        """Agrees as `Training.agree` does; all ranks have to have the same common parameters."""
+        """Agrees on step and plan (`Training.agree`); raises if ranks' common parameters differ."""
         if self._has_begun and self.is_agreed:
             return
         self.roll_back()  # what was in flight when the collectives ended

@@ -132,7 +132,7 @@ def scaled(total: SparseSum, scale: float) -> Any:
 
 
 class BucketPart:
-    """A bucket with its parameters' names and shapes, as a training holds it.
+    """A `Bucket` with its parameters' names and shapes: one of the parts of a training.
 
     Args:
         spec: which, and how.

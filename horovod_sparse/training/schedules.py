@@ -46,7 +46,7 @@ class Schedule:
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
-        """Raises if a sparsifier or setting needs other ranks in every step."""
+        """Raises if the recipe or a setting needs an exchange in every step, and this schedule has fewer."""
         if not self.moves_at_once:
             return
         if not isinstance(recipe.sparsifier, (SelectAndGather, Dense)):

@@ -152,7 +152,7 @@ class Steps(Training):
             )
 
     def _wait(self, facts: RankFacts, tasks: Sequence[Task]) -> None:
-        """Waits for an exchange; errors of single parts stay in their tasks."""
+        """Waits for all collectives of an exchange; a part's error stays in its task."""
         more = [] if facts.averaged is None else [facts.averaged[1]]
         self.starter.wait([facts.task, *more, *tasks])
 
