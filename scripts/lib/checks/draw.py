@@ -39,9 +39,15 @@ def docstrings() -> list[str]:
 
 
 def errors() -> list[str]:
-    """Exceptions that the package raises with a message, as their source text."""
-    raised = ((path, node.exc) for path, node in nodes(ast.Raise))
-    return [f"{path}: {ast.unparse(one)}" for path, one in raised if isinstance(one, ast.Call) and one.args]
+    """Exceptions that the package raises with a message, as source text with the value of `allowed`."""
+    texts, allowed = [], None
+    for path, node in sorted(nodes(ast.Assign, ast.Raise), key=lambda one: (one[0], one[1].lineno)):
+        if isinstance(node, ast.Assign):
+            allowed = node.value if ast.unparse(node.targets[0]) == "allowed" else allowed
+        elif isinstance(node.exc, ast.Call) and node.exc.args:
+            node.exc.args = [allowed if ast.unparse(one) == "allowed" else one for one in node.exc.args]
+            texts.append(f"{path}: {ast.unparse(node.exc)}")
+    return texts
 
 
 def names(public: bool) -> list[str]:
