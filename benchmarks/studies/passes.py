@@ -36,7 +36,7 @@ TASKS: dict[str, tuple[int, tuple[float, ...]]] = {
     "gpt": (600, (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)),
     "cnn": (300, (0.01, 0.03, 0.1, 0.3)),
     "resnet": (300, (0.01, 0.03, 0.1, 0.3, 1.0)),
-    "resnet18": (120, ()),
+    "resnet18": (150, ()),
 }
 #: method -> compression, and arguments of `attach` or, with an outer step, of `LocalSteps`
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,7 +54,7 @@ DENSITIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _network(task: str) -> Task:
-    """A task; images of digits are 14 x 14 for ResNet-20."""
+    """A task; images of digits are 14 x 14 for ResNets."""
     if task == "gpt":
         return gpt_task(layers=2, width=64, batch_size=8, length=64)
 
@@ -68,11 +68,11 @@ def _network(task: str) -> Task:
     class ResNet(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = resnet("resnet18" if task == "resnet18" else "resnet20", 10)
+            self.body = resnet("resnet20" if task == "resnet" else task, 10)
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            scaled = nn.functional.avg_pool2d(images.unsqueeze(1), 1 if task == "resnet18" else 2)
-            return self.body(scaled.expand(-1, 3, -1, -1))
+            small = nn.functional.avg_pool2d(images.unsqueeze(1), 2)
+            return self.body(small.expand(-1, 3, -1, -1))
 
     return replace(digits_task(batch_size=16), make_model=cnn if task == "cnn" else ResNet)
 
