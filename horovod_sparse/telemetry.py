@@ -48,11 +48,11 @@ class BucketReport:
     """A `BucketStep` with the facts that only the front end knows, such as waiting times.
 
     Attributes:
-        num_union: different elements that came back: the union of all ranks' selections.
-        dense_bytes: what an allreduce would have sent instead.
+        num_union: number of different elements in the sum: the union of all ranks' selections.
+        dense_bytes: bytes that an allreduce would have sent instead.
         norms: float [P], L2 norm of the residual that every rank began the step with, if messages carry it.
-        wait_seconds: between the bucket's start and its end that this rank sat waiting for it.
-        apply_seconds: of scattering the sum into the gradient.
+        wait_seconds: seconds that this rank waited for the bucket's collectives, and did nothing else.
+        apply_seconds: seconds of writing the sum to the gradients.
     """
 
     step: BucketStep
@@ -63,7 +63,7 @@ class BucketReport:
     apply_seconds: float = 0.0
 
 
-#: what a step's totals add up: of what buckets tell, and of what a front end knows of them
+#: fields of `BucketStep` (and of `BucketReport`) that a step's report adds up
 _OF_STEPS = "num_elements", "num_target", "num_selected", "bytes_sent", "bytes_inside"
 _SPENT = "fold_seconds", "select_seconds"
 _OF_REPORTS = "num_union", "dense_bytes", "apply_seconds"
@@ -81,7 +81,7 @@ class StepReport:
     Attributes:
         step: number of the step, from 1; in a mean, the number of steps.
         global_error: NaN if a bucket's messages do not carry norms.
-        wait_seconds: that this rank had nothing to do but wait for collectives.
+        wait_seconds: seconds that this rank waited for collectives, and did nothing else.
         buckets: in bucket order; empty in a mean.
     """
 

@@ -55,9 +55,9 @@ def attach(
         model: a `DistributedDataParallel` without a communication hook; any module; or, with `replicas`, what
             `fully_shard` has sharded over the ranks of a host alone.
         compression: a sparsifier, also of your own; its text (``"exdyna:density=0.001"``); or a recipe.
-        optimizer: of all its parameters. It may be left out where gradients of a DistributedDataParallel are
-            exchanged: parameters of all groups share buckets then, and a residual does not follow the
-            learning rate (``scale_residual``).
+        optimizer: the optimizer of all the model's parameters. It may be left out if gradients of a
+            DistributedDataParallel are exchanged: then parameters of all groups share buckets, and residuals
+            do not follow the learning rate (``scale_residual``).
         every: steps from one exchange to the next, 1 or more; with "best" alone, like `delay`.
         delay: exchanges after which a mean is applied; 1 hides an exchange behind the next pass.
         replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
@@ -67,7 +67,7 @@ def attach(
             `levels` (with whole parameters) and `deadline_seconds`.
 
     Returns:
-        What has the telemetry, and is saved and loaded.
+        The training, with its `telemetry`; `save` and `load` take it.
     """
     wrappers = wrappers_of(model)
     # ranks that wait in their first step read errors published here

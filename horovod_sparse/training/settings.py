@@ -73,43 +73,41 @@ class Settings:
 
     Attributes:
         plan: which parameters form which bucket, in place of `groups` and `bucket_bytes`.
-        bucket_bytes: of gradient in a bucket; 32 MiB if left out.
+        bucket_bytes: bytes of gradients in a bucket; 32 MiB by default.
         merging: how buckets are made: "layerwise", "single", "omgs", "optimal",
             ``fixed(num_elements=...)``, ``fixed(bytes=...)`` (`horovod_sparse.merging.fixed`), a function
-            of a workload and a cost model, or a `Plan`. Those that go by times ("omgs", "optimal", a
-            function) need `profile`.
+            of a workload and a cost model, or a `Plan`. "omgs", "optimal" and a function need `profile`.
         tensor_selection: which parameters are sparsified: "cost" (where it pays, by measured times), "all",
-            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function of a parameter's
-            facts that says yes or no. If nothing is said of buckets either, buckets of fewer than 65,536
-            elements stay dense, which one warning tells.
+            ``min_elements(...)`` (`horovod_sparse.merging.min_elements`), or a function that returns a bool
+            for a parameter's facts. By default buckets of fewer than 65,536 elements stay dense, with one
+            warning, unless another argument about buckets is given.
         profile: a `horovod_sparse.merging.Profile`, which ``hvd.measured_profile(...)`` makes, or the path of
             a saved one, the same on all ranks; with `levels` "flat".
-        synchronize_at: "backward" begins to synchronize while backward goes on; "step" when `step` or
-            `synchronize` is called, and nothing overlaps: whatever was done to a rank's own gradients until
-            then counts (Lightning's ``gradient_clip_val``, clipping by Hugging Face's Trainer).
-        max_grad_norm: clips what is applied: scales all synchronized gradients down to this norm over all
-            of them, as ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
+        synchronize_at: "backward" synchronizes during the backward pass; "step" begins when `step` or
+            `synchronize` is called, without overlap, so that trainers may change a rank's own gradients
+            before (Lightning's ``gradient_clip_val``, clipping by Hugging Face's Trainer).
+        max_grad_norm: scales all synchronized gradients down to this norm over all of them, as
+            ``torch.nn.utils.clip_grad_norm_`` after `synchronize` does. (The `clip_norm` of
             a feedback clips each rank's own gradients before they are accumulated, by bucket.)
         deadline_seconds: after so many seconds of waiting for other ranks `DeadlineError` is raised (a graph
-            of TensorFlow quotes it); 0 waits for ever. If left out, what HOROVOD_SPARSE_DEADLINE_SECONDS
-            says, or 300.
-        on_nonfinite: what is done where a gradient is NaN or Inf on some rank. "raise"; "skip": no rank
+            of TensorFlow quotes it); 0 waits for ever. By default HOROVOD_SPARSE_DEADLINE_SECONDS, or 300.
+        on_nonfinite: what happens if a gradient is NaN or Inf on some rank. "raise"; "skip": no rank
             applies the step, which the telemetry counts. What "skip" means to each front end: `step`
             does nothing, but raises where it has a closure, and behind a `torch.amp.GradScaler` the scaler
             skips; with `horovod_sparse.ddp` no parameter has a gradient after ``backward()``, so PyTorch's
             optimizers leave all as it is; an optimizer of Keras does not step, and `iterations` does not
             count; a tape gives zeros and its `skipped` is true, which has to guard the update
             (``if not tape.skipped: optimizer.apply_gradients(...)``).
-        check_every: after so many steps, again and again, and after the first one that follows a start or a
-            load, ranks compare a checksum of their parameters, and of the optimizer's state and settings
-            where they are known; 0 for never. If left out, what HOROVOD_SPARSE_CHECK_EVERY says, or 1000.
-            Where they differ every rank raises a `DriftError`, which names what differs, and the ranks.
+        check_every: every so many steps, and after the first step that follows a start or a load, ranks
+            compare checksums of their parameters, and of the optimizer's state and settings where these are
+            known; 0 for never. By default HOROVOD_SPARSE_CHECK_EVERY, or 1000. If any differ, every rank
+            raises a `DriftError`, which names the arrays and ranks that differ.
         levels: "flat": all ranks are alike; "host": gradients are summed densely within each host first, and
             sparsified between hosts, see docs/merging.md.
 
     `plan` and Horovod's `groups` exclude each other and all of `bucket_bytes`, `merging` and
-    `tensor_selection`; `bucket_bytes` is short for ``merging=fixed(bytes=...)``. What is left to
-    the environment is read when a front end is made.
+    `tensor_selection`; `bucket_bytes` is short for ``merging=fixed(bytes=...)``. Environment variables are
+    read when a front end is made.
     """
 
     plan: Plan | None = None
