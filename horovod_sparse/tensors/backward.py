@@ -44,14 +44,14 @@ class GradientTraining(Training):
     """Starts each bucket's exchange when backward computes its last gradient; `synchronize` waits for all.
 
     Attributes:
-        optimizer: of the parameters; None where nobody has given one.
-        under_way: whether a gradient has come since the last synchronization.
+        optimizer: the parameters' optimizer; None if the user gave none.
+        under_way: True if a gradient was computed since the last synchronization.
         loss_scale: the scale of this step's losses.
         overflow: the error of a step that a loss scaler skips, since it finds Inf in the gradients.
         num_started: parts that were started in this step.
         skipped: the error of a step that ``on_nonfinite="skip"`` skips.
-        is_synchronized: whether the gradients are sums over ranks, which no step has used yet.
-        for_scaler: whether a loss scaler has had them synchronized for that step.
+        is_synchronized: True if the gradients are sums over ranks, and no step has used them yet.
+        for_scaler: True if a loss scaler has made them be synchronized for that step.
         takes_coo: whether sparse (COO) gradients are synchronized.
         starts_early: whether buckets start within the backward pass, and not in `synchronize` alone.
     """

@@ -1,7 +1,7 @@
 """Hooks that make an optimizer's `step()` run a pass of `Steps` instead of its own update.
 
-Nothing happens in the backward pass. The optimizer keeps its class, its schedules and its hooks: it passes
-over parameters without a gradient. The gradients come back after its step.
+Nothing happens in the backward pass. The optimizer keeps its class, its schedules and its hooks. Its own
+update does nothing, since parameters have no `.grad` during its step; they get it back afterwards.
 """
 
 from __future__ import annotations

@@ -155,15 +155,15 @@ class GradientBucket(ParameterBucket):
     Attributes:
         tells_absent: whether ranks tell each other which parameters have a gradient. If not, a trained
             parameter without a gradient has one of zeros.
-        absent: numbers of those without a gradient: nothing of them is sent.
-        unused: numbers of those that have none on any rank, and get none.
+        absent: numbers of parameters without a gradient, of which nothing is sent.
+        unused: numbers of parameters without a gradient on any rank, which get none.
         streams: CUDA streams that write the gradients; None on other devices.
-        num_missing: parameters whose gradient is not complete yet in this step.
-        task: under way, None before `start`.
+        num_missing: number of parameters whose gradient is not complete yet in this step.
+        task: the exchange in flight; None before `start`.
         scale: see `Bucket.step`.
-        carried: indices and values of a sum that stands in the gradients beside what is to be exchanged: it
-            was put there after a former pass, to which this one adds.
-        last_sum: indices and values of the last sum, where `keeps_sum` asks for them.
+        carried: indices and values of an earlier sum over ranks that the gradients contain, since this pass
+            was accumulated on it; it is subtracted before the exchange.
+        last_sum: indices and values of the last sum, if `keeps_sum`; else None.
     """
 
     tells_absent = keeps_sum = False

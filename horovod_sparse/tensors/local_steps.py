@@ -145,7 +145,7 @@ class Displacement:
     def return_to_start(self) -> None:
         """Sets the parameters to `start` plus the steps that this rank made since the exchange began.
 
-        A NaN of that time stays: all ranks hear of it in the next exchange.
+        A NaN of those steps stays, and is found in the next exchange.
         """
         for number, own in enumerate(self._parameters):
             parameter, start = local(own), self._parameter_view(self.start, number)
@@ -293,7 +293,7 @@ class LocalBinding(LocalTraining):
     def finish(self) -> None:
         """Ends a training: takes part in exchanges until all ranks have called it, even with unequal steps.
 
-        Ranks that have skipped steps, or have had fewer batches, are met by the others' exchanges.
+        Ranks that have skipped steps, or have had fewer batches, take part in the others' exchanges.
         """
         if not self._has_begun and any(one.grad is not None for one in self._trained_parameters()):
             raise UnsupportedError(

@@ -31,7 +31,7 @@ def new_facts(
 ) -> Facts:
     """Returns the optimizer's parameters that are not in `known`, with their facts, in order of names.
 
-    Without an optimizer these are all that `names` has and that want a gradient.
+    Without an optimizer these are all parameters in `names` that require a gradient.
     """
     group_of, unnamed = dict[torch.Tensor, int](), dict[torch.Tensor, str]()
     for i, group in enumerate([{"params": names}] if optimizer is None else optimizer.param_groups):

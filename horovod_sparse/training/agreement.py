@@ -1,22 +1,21 @@
 """Ranks compare settings before they synchronize, and their parameters from time to time afterwards.
 
-A sparsifier's state lives longer than Horovod: in elastic training it is started again, with survivors and
-newcomers; a checkpoint may be loaded on some ranks alone. Sizes and ranks may be what they were, so nothing
-but an exchange tells. That one is due must not depend on what a rank finds different: it is after every start
-of the collectives (a token that every ``hvd.init()`` changes) and after every load.
+A sparsifier's state lives longer than Horovod: elastic training restarts Horovod, with surviving and with new
+ranks; and a checkpoint may be loaded on some ranks alone. A rank cannot notice this by itself, since its
+number and the number of ranks may be the same as before. So all ranks communicate after every start of the
+collectives (a token that every ``hvd.init()`` changes) and after every load.
 
-First ranks compare what has to be equal (`compare`): one dictionary of facts a rank, under one name whatever
-it holds, so that ranks which do not do the same meet there. Then they tell where they stand
-(`agreed_status`). If anything differs there, states are reset from the furthest rank: each rank makes fresh
-ones for its place, at the agreed step and by the agreed plan, and multiplies its residuals by ``Q / P``, from
-P ranks to Q: a gradient is applied with the weight that it was computed for. So the mean over ranks stays,
-but for what ranks that are gone have taken with them.
+First they compare what has to be equal (`compare`): each rank sends one dictionary, under a name that does
+not depend on it, so that ranks with different arguments meet there, too. Then they compare steps, plans and
+states (`agreed_status`). If any differ, all continue from the furthest rank: each makes fresh states for its
+rank, at the agreed step and by the agreed plan, and multiplies its residuals by ``Q / P``, from P ranks to Q,
+since a sum is divided by the number of ranks. So the mean residual stays, but for residuals of ranks that are
+gone.
 
-What breaks equality later (a loop that changes parameters on one rank, a state that was loaded on one, memory
-that flips a bit) breaks it without a word. So every N steps each rank digests what has to be equal at the
-speed of memory, and all compare one number in one message (`DriftCheck`); where it differs, they look for
-what does. What differs from rank to rank by design (gradients, residuals, statistics of batches) is not
-compared.
+Later errors (a loop that changes parameters on one rank, a state that one rank loaded, a flipped bit in
+memory) raise nothing by themselves. So every N steps each rank computes checksums of what has to be equal,
+and all compare one hash in one message (`DriftCheck`); if hashes differ, a second message finds the arrays
+that do. Gradients, residuals and batch statistics differ between ranks by design, and are not compared.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def declaration(compression: object, engine: str, **arguments: object) -> dict[s
 def compare(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ()) -> Synchronization[None]:
     """Compares arguments (text by name) of all ranks; raises on all if one differs, and lists the values.
 
-    Every rank begins with it, whatever it goes on with: where ranks would go on differently, they would wait
-    for each other's collectives for ever, or add up what does not belong together.
+    Every rank calls it first: with different arguments, ranks would later wait for each other's collectives
+    for ever, or add up unrelated elements.
     """
     everyone = yield from shared_lines({**given, **describe_parameters(parameters)})
     if differing := differences(everyone, "not given"):

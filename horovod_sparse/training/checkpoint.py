@@ -14,8 +14,8 @@ each host's own: each host publishes what it sees. A directory holds one trainin
 A rank's file repeats the manifest and the rank, and zip has a CRC: a changed byte, a changed manifest, and a
 file of another rank, step or save are errors.
 
-The number behind a step is 1, and grows by 1 whenever a training saves that was taken back: so what it saves
-then is newer than the later steps that it has left.
+The number behind a step is the attempt, from 1: it grows whenever a training saves that went back to an
+earlier step, so that its checkpoints are newer than those of the later steps before.
 """
 
 from __future__ import annotations

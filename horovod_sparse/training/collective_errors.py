@@ -196,8 +196,8 @@ _END_SECONDS = 5.0
 class ConstructionErrors:
     """Publishes an error in making an optimizer or tape, so that other ranks raise it and do not hang.
 
-    `ranks` gives, of a process set, this rank and all as they are counted in the world (None outside of it);
-    `check` refuses what this rank would find out in its first step only.
+    `ranks` returns, for a process set, this rank and all ranks by their numbers in the world (None outside of
+    it); `check` raises errors that this rank would raise in its first step only.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Algorithms(type):
     Args:
         make: the compressor's class, called with a recipe.
         help_text: says what all algorithms take; follows the algorithm's own help.
-        publishing_errors: has the other ranks hear of a factory's errors.
+        publishing_errors: wraps a factory, so that its errors reach the other ranks.
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_arguments: Any) -> Any:
@@ -123,9 +123,9 @@ def refuse_double_momentum(
 ) -> None:
     """Raises if the optimizer has momentum besides the feedback's; warns if the feedback is for plain SGD.
 
-    Steps that are normalized already are refused, too, where the front end has no optimizer apply them
-    (`adopts`). Warned of are moments (Adam) behind momentum correction, `scale_residual` where something
-    outlives the step, and momentum of either kind behind plain error feedback at low density.
+    Also raises for a feedback with an optimizer's own steps, unless the front end applies these (`adopts`).
+    Warns of Adam behind momentum correction, of `scale_residual` with an optimizer that has momentum or
+    moments, and of momentum or moments behind plain error feedback at low density.
     """
     feedback = recipe.feedback
     if feedback.applies_rate and not adopts:
@@ -179,9 +179,9 @@ def keep_selected(recipe: Recipe, array: np.ndarray, number: int) -> np.ndarray:
     Horovod calls `compress` for a single tensor, and sends every element of what that returns.
 
     Args:
-        recipe: whose sparsifier selects, by its rules for parameters.
-        array: of float32 or float64.
-        number: of the call, from which random numbers follow.
+        recipe: the recipe whose sparsifier selects, by its rules for parameters.
+        array: float32 or float64.
+        number: number of the call, which seeds random numbers.
     """
     warn_once(
         "Horovod's own allreduce sends every element of what a sparsifier compresses: elements that are not "

@@ -58,8 +58,8 @@ def set_horovod_stall_limit() -> None:
 class Deadline:
     """Raises `DeadlineError` once a collective has waited longer than `deadline_seconds`.
 
-    A rank that waits for long tells the launcher's store what for, so that errors can name the ranks that do
-    not. Time in which this process was stopped (a suspended job, Ctrl-Z) does not count.
+    A rank that waits for long writes to the launcher's store what it waits for, so that errors can name the
+    ranks that do not wait. Time in which this process was stopped (Ctrl-Z) does not count.
     """
 
     def __init__(

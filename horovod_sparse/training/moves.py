@@ -3,8 +3,8 @@
 With `steps_ahead` a rank also moves by the largest elements of its residual until its next pass: the next
 gradient sees most of what is still unsent, which would overshoot otherwise.
 
-``(theta - x) + x`` is not theta in floating point. So each move keeps the parameters' values that stood
-there; they are put back, the last move first, before a mean is subtracted: k values a move, no copy of n.
+``(theta - x) + x`` is not theta in floating point. So each move stores the k old values of the parameters
+that it changes; they are written back, the last move's first, before a mean is subtracted.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class OwnMoves:
 
     Attributes:
         moves: this rank's moves that no mean has replaced yet, the oldest first.
-        ahead: the step ahead that stands in the parameters; none, or one.
-        in_flight: exchanges that have begun and not landed, the oldest first.
+        ahead: the step ahead that the parameters contain; none, or one.
+        in_flight: exchanges whose mean has not been applied yet, the oldest first.
     """
 
     def __init__(self, part: StepPart) -> None:
@@ -306,10 +306,10 @@ class StepPart(BucketPart):
     """A bucket of parameters with own steps; `moves` applies them at once, or their sum once it has arrived.
 
     Attributes:
-        parameters: as moves reach them.
-        now: how gradients become steps in this pass.
-        gradients: of the parameters in this pass; None where there is none.
-        num_bytes: of the gradient.
+        parameters: the parameters' memory, which moves change.
+        now: this pass's `OwnStep`, which turns gradients into steps.
+        gradients: each parameter's gradient in this pass, or None.
+        num_bytes: bytes of the bucket's gradient.
     """
 
     num_bytes: int

@@ -135,12 +135,12 @@ class BucketPart:
     """A `Bucket` with its parameters' names and shapes: one of the parts of a training.
 
     Args:
-        spec: which, and how.
-        shapes: of the parameters, in their order.
+        spec: the names of the parameters, and the recipe.
+        shapes: the parameters' shapes, in the same order.
         ranks: this rank, and the number of ranks.
-        dtype: name of the type of gradients.
-        memory: makes the bucket's accumulator.
-        topology: gradients are summed within hosts first; None where they are not.
+        dtype: name of the gradients' dtype.
+        memory: function that makes the bucket's accumulator.
+        topology: which ranks share a host, if gradients are summed within hosts first; else None.
         **summing: see `TwoLevelBucket`.
 
     Attributes:
@@ -209,8 +209,8 @@ def host_accumulator(info: BucketInfo, recipe: Recipe, *, whole: bool = False) -
 def dense_groups(parameters: Sequence[ParameterFacts]) -> list[tuple[str, ...]]:
     """Returns groups of dense parameters to sum together: neighbours of one kind, up to a size.
 
-    A collective for every bias takes the thread that computes longer than it takes the network. Where
-    much has come together it is sent, so that it is under way while backward goes on.
+    A collective for every bias would cost more time of the computing thread than of the network. A group is
+    closed at a size, so that it is sent while backward goes on.
 
     Example:
         >>> dense_groups([ParameterFacts("b", 9), ParameterFacts("w", 80_000), ParameterFacts("a", 9)])

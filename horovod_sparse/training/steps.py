@@ -280,7 +280,7 @@ class Steps(Training):
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns the checkpoint entry, with this rank's own moves and the exchanges in flight.
 
-        While common parameters are shown moves are saved in the residual: no moves belong to these.
+        Within `common()` moves are saved in the residual, since common parameters contain none.
         """
         if self.hidden is not None:
             saved = super().save(**more)
@@ -359,7 +359,7 @@ class Steps(Training):
     def finish(self) -> None:
         """Ends a training, so that all ranks have equal parameters; all ranks call it.
 
-        A rank that has taken fewer steps meets the others' exchanges until they finish, too.
+        A rank that has taken fewer steps takes part in the others' exchanges until they finish, too.
         """
         if not self.parts:
             return
