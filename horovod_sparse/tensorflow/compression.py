@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow.compression import *  # noqa: F403
 
-from horovod_sparse.errors import ArgumentError, UnsupportedError
+from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
-from horovod_sparse.training.compression import Algorithms
+from horovod_sparse.tensorflow.tensors import dtype_name
+from horovod_sparse.training.compression import Algorithms, keep_selected
 from horovod_sparse.training.settings import Settings
 
 
@@ -37,6 +39,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         #: the optimizer whose gradients it sparsifies; None for tapes
         self._optimizer: weakref.ref[Any] | None = None
         self._served = recipe
+        self._num_compressed = 0
         self._keeper = self._horovod_sparse_keeper = StateKeeper()
 
     @property
@@ -97,11 +100,20 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         """Returns this compressor's state for ``tf.train.Checkpoint(residuals=...)``."""
         return CheckpointedState(self._keeper)
 
-    def compress(self, tensor: tf.Tensor) -> Any:
-        """Called by Horovod's `allreduce`, whose lone tensor would leave no residual: raises."""
-        raise UnsupportedError(
-            "allreduce takes no sparsifier: give it to a DistributedGradientTape or -Optimizer"
-        )
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
+        """Returns the tensor with 0 for all elements that one rank would not select; keeps no residual."""
+        if dtype_name(tensor.dtype) is None:
+            return tensor, None
+        self._num_compressed += 1
+        keep = partial(keep_selected, self.recipe, number=self._num_compressed)
+        wide = tensor if tensor.dtype == tf.float64 else tf.cast(tensor, tf.float32)
+        kept = tf.ensure_shape(tf.numpy_function(keep, [wide], wide.dtype), tensor.shape)
+        return tf.cast(kept, tensor.dtype), None
+
+    def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
+        """Returns the tensor unchanged."""
+        return tensor
 
     def __repr__(self) -> str:
         return f"Compression.parse({self.recipe.describe()!r})"

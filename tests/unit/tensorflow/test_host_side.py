@@ -218,9 +218,12 @@ def test_elastic_training_begins_anew_or_ends_with_the_error_of_a_host_function(
         hvd.elastic.run(train)(Mock(**{"restore.side_effect": KeyError}))
 
 
-def test_horovods_allreduce_of_a_lone_tensor_is_refused():
-    with pytest.raises(UnsupportedError, match="DistributedGradientTape"):
-        hvd.allreduce(tf.ones(2), compression=hvd.Compression.topk(density=0.5))
+@pytest.mark.parametrize("way", [lambda call: call, tf.function])
+def test_horovods_allreduce_gets_what_one_rank_would_send(way):
+    for dtype in (tf.float32, tf.float64, tf.bfloat16):
+        compress = way(lambda tensor: hvd.Compression.topk(density=0.5).compress(tensor)[0])
+        assert tf.cast(compress(tf.constant([1, -4], dtype)), tf.float32).numpy().tolist() == [0, -4]
+    assert compress(tf.constant([1, -4], tf.int32)).numpy().tolist() == [1, -4]
 
 
 def test_a_compressor_for_every_step_is_warned_of(caplog):
