@@ -197,7 +197,7 @@ class MpiCarrier:
 
     Args:
         ranks: in the world, the same on all of them: all make their carriers together.
-        is_current: false once Horovod was started again; what is under way then is dropped.
+        is_current: returns False once Horovod was started again; messages in flight are dropped then.
     """
 
     def __init__(self, ranks: Sequence[int], is_current: Callable[[], bool]) -> None:

@@ -14,17 +14,17 @@ class BucketStep:
     """Counts and times of one step of one bucket; with two levels the counts are of the whole host.
 
     Attributes:
-        num_target: k, what was asked for.
-        num_received: elements that came back, duplicates of different ranks counted each.
-        bytes_sent: payload bytes this rank put into collectives; with two levels, in those among hosts.
-        bytes_inside: payload bytes that this rank put into collectives within its host, besides.
-        residual_norm: L2 norm of what this rank holds back after this step: ||e_{i,t+1}|| in ExDyna's
-            Algorithm 1. Without error feedback, of what is lost.
-        global_error: ExDyna, Eq. (1), ``||e_t|| = mean over ranks of ||e_{i,t}||``: of what the ranks
-            held back when this step began; NaN where the messages do not carry norms.
-        fold_seconds: of the fused pass.
-        select_seconds: of everything else done on this rank between collectives.
-        facts: the algorithm's own (threshold, imbalance, density_error, ...).
+        num_target: k, the number of elements that the density asks for.
+        num_received: number of elements in all ranks' messages, repeated indices counted each time.
+        bytes_sent: payload bytes that this rank sent; with two levels, between hosts.
+        bytes_inside: payload bytes that this rank sent within its host, with two levels.
+        residual_norm: L2 norm of this rank's residual after this step: ||e_{i,t+1}|| in ExDyna's
+            Algorithm 1. Without error feedback, of the dropped elements.
+        global_error: ExDyna, Eq. (1), ``||e_t|| = mean over ranks of ||e_{i,t}||``: of the residuals at the
+            step's begin; NaN if messages do not carry norms.
+        fold_seconds: seconds of the fold.
+        select_seconds: seconds of everything else that this rank computed between collectives.
+        facts: the algorithm's own numbers (threshold, imbalance, density_error, ...).
     """
 
     bucket: str
@@ -185,10 +185,10 @@ class Telemetry:
     Attributes:
         last: the last completed step, None before the first. Steps that were cancelled (a gradient was
             not finite) do not count.
-        num_steps: steps in the mean.
-        num_skipped: steps that no rank has taken since a gradient was not finite, with on_nonfinite="skip".
-        transport: how messages between two ranks travel, and why so; empty where there are none.
-        selection: why buckets stay dense though nobody asked for that; empty where none do.
+        num_steps: number of steps in the mean.
+        num_skipped: steps that all ranks skipped because of NaN or Inf, with on_nonfinite="skip".
+        transport: how messages between two ranks travel, and the reason; empty if there are none.
+        selection: why buckets stay dense by default; empty if none do.
     """
 
     last: StepReport | None = None

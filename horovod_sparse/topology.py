@@ -1,7 +1,7 @@
 """Which ranks share a host, for synchronization in two levels; and each rank's placement.
 
-Every rank says where it is in the first step after every start. Until then a training has no hosts, or those
-of its checkpoint.
+Ranks exchange their hosts in the first step after every start. Until then a training's topology is unknown,
+or that of its checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RankAndSize = tuple[int, int]
 class Topology:
     """Says which ranks share a host: N hosts with L ranks each.
 
-    A *column* is made of the ranks with the same place on their hosts, one of every host.
+    A *column* consists of one rank of every host: those with the same number on their hosts.
 
     Example:
         >>> topology = Topology(((0, 1), (2, 3), (4, 5)))

@@ -69,14 +69,14 @@ class Accumulator:
     Made as `HostAccumulator`, or by a front end in its own memory.
 
     Args:
-        kernels: of the memory.
-        num_companions: arrays like the values that a feedback keeps beside them, such as a velocity.
+        kernels: the operations on arrays in this memory.
+        num_companions: number of arrays like the values that a feedback also keeps, such as a velocity.
 
     Attributes:
         dtype: float64 for float64 gradients, float32 for all others (half types accumulate in float32).
         companions: arrays of n elements beside the values, and restored with them: a velocity, for example.
-        step: synchronizations that there have been, which the report of the next fold says.
-        report: of the last fold; reading its numbers may wait for a device.
+        step: number of synchronizations so far, which the next fold's report contains.
+        report: the last fold's report; reading its numbers may wait for a device.
     """
 
     def __init__(self, kernels: Kernels, num_companions: int) -> None:

@@ -116,12 +116,12 @@ def joined_pieces(
 class WeightedParts(GradientParts):
     """A gradient with weight decay: ``weights[0] gradient + weights[1] parameter``, computed in pieces.
 
-    An optimizer's own step is made of it: a loss scale is divided out, and weight decay added, as it is read.
+    Used for own steps: the loss scale is divided out, and weight decay added, while a fold reads it.
 
     Args:
-        gradients: as `GradientParts` takes them.
-        parameters: as many, of the same sizes; read only where weights[1] is not 0.
-        weights: of gradient and parameter.
+        gradients: arrays as for `GradientParts`.
+        parameters: as many arrays of the same sizes; read only if weights[1] is not 0.
+        weights: the factors of gradient and parameter.
 
     Example:
         >>> parts = WeightedParts([np.array([1.0, 2.0])], [np.array([4.0, 4.0])], (2.0, 0.5))

@@ -1,6 +1,6 @@
 """Front end for torch.distributed: DistributedDataParallel, FSDP2 and plain modules.
 
-Needs no Horovod. `attach` does it.
+Needs no Horovod. `attach` and `LocalSteps` are its entry points.
 """
 
 from __future__ import annotations

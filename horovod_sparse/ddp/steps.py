@@ -107,21 +107,22 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
     ``theta <- theta - lr (mean + momentum v)``, the mean over ranks of ``theta - theta_r``, or of what a
     compression sends of it. See `horovod_sparse.training.local_steps`.
 
-    The training loop stays as it is. Hooks count the steps that the optimizer has really taken, so passes
-    that are accumulated, and steps that a `torch.amp.GradScaler` skips, do not count. Moments stay with their
-    rank. A DistributedDataParallel synchronizes no gradients from now on, as within ``no_sync()``. A loop
-    whose ranks may do different numbers of steps, or whose last round is not whole, ends with `finish`.
+    The training loop stays as it is. Hooks count the steps that the optimizer has really taken, so
+    accumulated passes, and steps that a `torch.amp.GradScaler` skips, do not count. Moments stay on their
+    ranks. A DistributedDataParallel synchronizes no gradients from now on, as within ``no_sync()``. Call
+    `finish` after the loop if ranks may take different numbers of steps, or if the last round has fewer than
+    `every`.
 
     Args:
-        optimizer: any of PyTorch, which trains parameters of `model`.
+        optimizer: any optimizer of PyTorch that trains parameters of `model`.
         model: a module, or a DistributedDataParallel without a communication hook. All ranks begin with equal
-            parameters, and all that are trained are this optimizer's, or another's that has LocalSteps, too.
-            Its float buffers and counters (integers of one element) are averaged in every exchange.
+            parameters. Each trained parameter belongs to an optimizer with LocalSteps. Float buffers and
+            counters (integers of one element) are averaged in every exchange.
         every: H, local steps from one exchange to the next.
         compression: a sparsifier, as text ("sparseloco" is made for this) or as a recipe; None for none.
         outer: "sgd" (rate 1), "nesterov" (0.7, 0.9; without a compression alone), or an `OuterStep`.
-        combine: "senders": a mean is over those that have sent something at its position, as in SparseLoCo's
-            program: the default where sums tell the senders. "ranks": over all, by smaller steps.
+        combine: "senders": the mean of an element is over the ranks that sent it, as in SparseLoCo's program:
+            the default if sums tell the senders. "ranks": over all ranks, which makes smaller steps.
         delay: steps made while an exchange is in flight; their progress is kept.
         process_group: the ranks that exchange; that of the DistributedDataParallel, or all, if left out. Of
             a model of `fully_shard` over ``mesh["shard"]`` those that have the same shard,

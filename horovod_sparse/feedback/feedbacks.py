@@ -213,11 +213,11 @@ class OwnStep:
     """Rule, weights and rates that turn a parameter group's gradients into an optimizer's steps in one pass.
 
     Attributes:
-        feedback: folds them.
-        weights: factors of gradient and parameter, whose sum is folded.
-        shrink: factor of the parameters, by weight decay apart from the gradient.
+        feedback: the rule that folds gradients.
+        weights: the factors of gradient and parameter; their weighted sum is folded.
+        shrink: factor that multiplies the parameters: decoupled weight decay.
         rate: learning rate.
-        matrices: makes steps of whole parameters, in place of the fold; see `Muon`.
+        matrices: `Matrices`, which makes steps of whole parameters before the fold; None but for Muon.
     """
 
     feedback: Feedback
@@ -257,9 +257,9 @@ class Rule(Feedback):
         """Returns the `OwnStep` of a PyTorch parameter group for one pass, by its present settings.
 
         Args:
-            kind: name of PyTorch's optimizer.
-            group: parameter group of it.
-            age: passes before this one.
+            kind: name of the optimizer's class in PyTorch: "Adam", "AdamW", "SGD", ...
+            group: one of its parameter groups.
+            age: number of passes before this one.
         """
         raise NotImplementedError
 

@@ -24,10 +24,10 @@ def broadcast_variables(
     dropout becomes the same on all ranks; ``model.weights`` has not.
 
     Args:
-        variables: the same ones on all ranks, in the same order.
-        root_rank: whose values they are.
+        variables: the same variables on all ranks, in the same order.
+        root_rank: the rank whose values are sent.
         process_set: the ranks that take part.
-        inplace: accepted for Horovod's sake: values are assigned.
+        inplace: accepted for compatibility; values are always assigned.
     """
     every = [as_variable(variable) for variable in variables]
     if not tf.executing_eagerly():

@@ -32,8 +32,8 @@ _log = logging.getLogger("horovod_sparse")
 class Task:
     """Runs a coroutine in a graph's fixed rounds, anew in every step.
 
-    None of its methods raises, or the others would wait for ever: the exception stands in `error`, and empty
-    messages take the place of the rounds that are left.
+    No method raises, since other ranks would wait for ever: the exception is stored in `error`, and the
+    remaining rounds send empty messages.
     """
 
     def __init__(

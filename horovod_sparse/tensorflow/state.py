@@ -190,10 +190,10 @@ def save(
 
     Args:
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
-        source: whose residuals they are: a sparsifier that tapes use (``Compression.topk(...)``), or an
-            optimizer that `DistributedOptimizer` made with one; after a step.
-        keep: checkpoints that stay, this one among them.
-        variables: of TensorFlow or Keras, saved by their order.
+        source: the owner of the residuals: a sparsifier that tapes use (``Compression.topk(...)``), or an
+            optimizer of `DistributedOptimizer` with one; after a step.
+        keep: number of checkpoints to keep, this one included.
+        variables: variables of TensorFlow or Keras, saved by their order.
 
     Returns:
         The step: synchronizations done so far.

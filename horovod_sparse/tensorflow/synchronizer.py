@@ -85,8 +85,8 @@ class GradientSynchronizer(VariablesTraining):
     def agree(self) -> None:
         """Makes all ranks agree on step, plan and states, after every start of Horovod.
 
-        Who comes first to a bucket does so for all: a rank that traces for the first time before its buckets
-        are in the graph, any other one in the first host function of its next step.
+        The first bucket agrees for all: at the first trace before its buckets are in the graph, later in the
+        first host function of the next step.
         """
         if self.is_agreed and not self._agreeing.locked():
             return

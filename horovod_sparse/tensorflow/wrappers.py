@@ -92,7 +92,7 @@ def DistributedGradientTape(
       out of a larger loss, and says nothing. A plain tape before this one has gradients of gradients.
 
     Args:
-        gradtape: to compute gradients with.
+        gradtape: the user's tape, which has recorded the loss.
         compression: a sparsifier (``Compression.exdyna(density=0.001)``), made once, outside of the loop,
             since it keeps the residuals; or one of Horovod's.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see

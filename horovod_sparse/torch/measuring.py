@@ -36,15 +36,15 @@ def measured_profile(
 ) -> Profile:
     """Measures the times that "omgs", "optimal" and ``tensor_selection="cost"`` need; all ranks call it.
 
-    Before the optimizer is made. Nothing is trained, but what `loss` itself changes (statistics of batches).
+    Call it before the optimizer is made. It trains nothing; only `loss` itself may change batch statistics.
 
     Args:
-        loss: computes the loss of a batch; called in `num_steps` + 1 steps.
-        named_parameters: as from ``model.named_parameters()``.
+        loss: function that computes the loss of a batch; called in `num_steps` + 1 steps.
+        named_parameters: names and parameters, as from ``model.named_parameters()``.
         compression: a sparsifier, or its text.
         process_set: the ranks that train.
-        num_steps: steps whose backward pass is measured.
-        cluster: what `horovod-sparse calibrate` has measured; measured in about two seconds if left out.
+        num_steps: number of steps whose backward pass is measured.
+        cluster: a profile from `horovod-sparse calibrate`; by default measured here, in about two seconds.
 
     Returns:
         A profile for ``profile=``, equal on all ranks; its `save` writes it for the next run.

@@ -85,8 +85,8 @@ def DistributedOptimizer(
     raises an error in its next step.
 
     Args:
-        optimizer: of PyTorch; its parameter groups are taken over.
-        named_parameters: names, as from ``model.named_parameters()``; in checkpoints, errors and plans.
+        optimizer: an optimizer of PyTorch, whose parameter groups are shared.
+        named_parameters: as from ``model.named_parameters()``; checkpoints, errors and plans use the names.
         compression: a sparsifier (``Compression.exdyna(density=0.001)``), text for `Compression.parse`,
             or one of Horovod's compressors.
         backward_passes_per_step: passes whose gradients are accumulated before they are synchronized.
@@ -102,9 +102,9 @@ def DistributedOptimizer(
             are taken.
 
     Returns:
-        An optimizer of a class derived from that of `optimizer`, with `telemetry`, `plan`, `decision` and
-        `replan` besides. With "best", "adam", "rmsprop" or "sgd" as feedback the very `optimizer`, whose own
-        steps are exchanged: gradients stay on their ranks, and may be accumulated and clipped before `step`.
+        An optimizer of a class derived from that of `optimizer`; it also has `telemetry`, `plan`, `decision`
+        and `replan`. With "best", "adam", "rmsprop" or "sgd" as feedback `optimizer` itself, whose own steps
+        are exchanged: gradients stay on their ranks, and may be accumulated and clipped before `step`.
 
     Raises:
         ArgumentError: for arguments that exclude each other, or are not allowed.

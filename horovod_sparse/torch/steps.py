@@ -94,8 +94,8 @@ class LocalSteps(LocalBinding):
         local = hvd.LocalSteps(optimizer, model, every=30, compression="sparseloco")
 
     Args:
-        optimizer: any of PyTorch, not made by `DistributedOptimizer`.
-        model: the module whose parameters it trains.
+        optimizer: an optimizer of PyTorch, not one of `DistributedOptimizer`.
+        model: the module whose parameters the optimizer trains.
         every: H, local steps from one exchange to the next.
         process_set: the ranks that exchange.
         **options: see `horovod_sparse.ddp.LocalSteps`: `compression`, `outer`, `combine`, `delay`,

@@ -286,7 +286,7 @@ class SparseSum:
         indices: int32; an index may stand more than once (its values add up).
         values: as long, float32 or float64; None where only indices were sent.
         counts: int64 [P], elements selected by each rank.
-        notes: facts that every rank has sent about itself.
+        notes: all ranks' `Notes`.
         facts: the algorithm's own telemetry (threshold, imbalance, ...).
     """
 

@@ -24,14 +24,14 @@ from horovod_sparse.tensorflow.waiting import Watch
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Copies one rank's model and optimizer variables to all ranks when training begins.
 
-    What does not exist before the first batch follows after it, as in Horovod. Residuals and states of random
-    generators stay each rank's own. An optimizer that is not distributed is an error, unless the model has a
-    `train_step` of its own.
+    Variables that are created in the first batch are copied after it, as in Horovod. Residuals and states of
+    random generators are not copied. A plain optimizer is an error, unless the model has a `train_step` of
+    its own.
 
     Args:
-        root_rank: whose variables they are.
-        device: where the broadcast happens.
-        local_variables: variables that are left alone.
+        root_rank: the rank whose variables are copied.
+        device: the device of the broadcast.
+        local_variables: variables that are not copied.
     """
 
     def __init__(

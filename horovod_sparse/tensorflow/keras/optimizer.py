@@ -62,8 +62,8 @@ def DistributedOptimizer(
     * `tf.IndexedSlices` are gathered, as Horovod does it, or sparsified with ``sparse_as_dense=True``.
 
     Args:
-        optimizer: of Keras 3 or tf-keras.
-        name: of the optimizer; its own if left out.
+        optimizer: an optimizer of Keras 3 or tf-keras.
+        name: the optimizer's new name; by default its own.
         compression: a sparsifier (``Compression.exdyna(density=0.001)``), text for `Compression.parse`, or
             one of Horovod's compressors.
         op: Average or Sum.
@@ -72,7 +72,7 @@ def DistributedOptimizer(
         num_groups: old name of an integer `groups`.
         groups: number of buckets, or lists of variables that form one each.
         process_set: the ranks that take part.
-        scale_local_gradients: accepted for Horovod's sake: no variable is local.
+        scale_local_gradients: accepted for compatibility; no variable is local.
         every: steps from one exchange to the next, with "best" alone: see `horovod_sparse.training.steps`.
         delay: exchanges after which a mean is applied, with "best" alone.
         **options: settings of the training, all but `synchronize_at` and `max_grad_norm`: see
@@ -154,11 +154,11 @@ def load_model(
     SavedModel folder of tf-keras Keras restores the weights, and no state of the optimizer.
 
     Args:
-        filepath: of the model.
+        filepath: the model's file.
         custom_optimizers: classes of optimizers that are not in Keras.
         custom_objects: names and classes that the file refers to.
         compression: as all further arguments, for `DistributedOptimizer`.
-        legacy_opts: accepted for Horovod's sake: the file knows which optimizer it holds.
+        legacy_opts: accepted for compatibility; the file says which optimizer it holds.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=known)
