@@ -110,7 +110,7 @@ class Parameters:
 
     def from_saved(self, saved: Any) -> Any:
         """Converts what `to_save` returned back."""
-        return np.array(saved)
+        return np.asarray(saved).copy()
 
     def foldable(self, gradients: Sequence[Any], weights: tuple[float, float]) -> Any:
         """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; None counts as zeros."""

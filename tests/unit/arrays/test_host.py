@@ -103,7 +103,7 @@ def test_an_abandoned_step_restores_values_and_companions(kind):
     for accumulator in both(keeps):
         accumulator.fold(given_to(accumulator, first), FoldRule(**FOLDS[kind]))
         accumulator.clear(accumulator.largest(70))
-        before = np.array(accumulator.companions[0]) if normalizes else None
+        before = np.asarray(accumulator.companions[0]).copy() if normalizes else None
         gradient = bad.copy()
         accumulator.fold(given_to(accumulator, gradient), FoldRule(**FOLDS[kind]))
         np.testing.assert_array_equal(gradient, bad)
@@ -111,7 +111,7 @@ def test_an_abandoned_step_restores_values_and_companions(kind):
         accumulator.abandon()
         accumulator.drop(given_to(accumulator, gradient))
         found.append((accumulator.values().copy(), accumulator.largest(70), accumulator.square_norm))
-        moment = np.array(accumulator.companions[0]) if normalizes else np.zeros(N)
+        moment = np.asarray(accumulator.companions[0]) if normalizes else np.zeros(N)
         np.testing.assert_allclose(moment, before if normalizes else 0, rtol=1e-4, atol=1e-4)
     wanted = both(keeps)[0]
     wanted.fold(given_to(wanted, first), FoldRule(**FOLDS[kind]))

@@ -11,14 +11,9 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.kernels.quantization import Quantization, decode_sum, encode
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import WholeSum
-from horovod_sparse.sparsifiers.qsgd import QSGD
 from horovod_sparse.sparsifiers.rounds.quantized import HEADER, blank, sum_quantized
 from support.gradients import gaussian
 from support.sampling import rows_by
-
-
-def exactly(values: list[float], dtype: Any = np.float32) -> np.ndarray:
-    return np.array(values, dtype)
 
 
 @rows_by("exponent,code", [-900, -100, 100, 1018], [(0, 0, "mean"), (7, 0, "max"), (7, 0, "l2")], each=3)
@@ -46,19 +41,6 @@ def test_a_majority_over_groups_has_a_mean_of_its_own_in_each() -> None:
         part = slice(start, min(start + 32, n))
         unit = sizes[:, part].mean(1).sum()
         np.testing.assert_allclose(summed[part], unit * np.sign(np.sign(given[:, part]).sum(0)), rtol=1e-5)
-
-
-def test_qsgd_by_hand() -> None:
-    """Norm 4, s = 4: multiples of 1 stay what they are, whatever is drawn."""
-    cluster = SimulatedCluster(recipe("qsgd", levels=4), 5, 2)
-    given_ = [exactly([4, -2, 1, 0, 3]), exactly([8, 2, -4, 6, 0])]
-    assert cluster.step(given_).tolist() == [12, 0, -3, 6, 3]
-    assert not np.any(cluster.residuals())
-    message = blank(QSGD(levels=4).quantization, 5, np.float32, FoldReport())
-    encode(exactly([4, -2, 1, 0, 3]), QSGD(levels=4).quantization, 0, message[HEADER:])
-    assert message[:2].tolist() == [-12, 5]
-    assert message[HEADER : HEADER + 1].view(np.float32).tolist() == [1.0]
-    assert [bin(word) for word in message[HEADER + 1 :]] == ["0b10", "0b10100", "0b10010", "0b1"]
 
 
 @pytest.mark.parametrize(("levels", "norm"), [(1, "max"), (7, "max"), (7, "l2"), (1, "l2")])

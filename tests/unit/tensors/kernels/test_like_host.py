@@ -42,20 +42,8 @@ def test_any_history_on_a_device_has_the_hosts_bits(place: Any) -> None:
 @pytest.mark.parametrize("kind", ["sparse", "cluster"])
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 2305), ("float64", 1157)])
 def test_windows_of_clusters_have_the_hosts_bits(place: Any, kind: str, dtype: str, n: int) -> None:
-    changes = [
-        "look",
-        "clear",
-        "add",
-        "put",
-        "mask",
-        "look",
-        "abandon",
-        "look",
-        "assign",
-        "clear",
-        "look",
-        "abandon",
-    ]
+    changes = ["look", "clear", "add", "put", "mask", "look", "abandon", "look"]
+    changes += ["assign", "clear", "look", "abandon"]
     sizes = {"n": n, "dtype": dtype, "density": 0.02, "companions": 1, "kind": kind, "share": 0.0, "seed": 5}
     play({**sizes, "steps": [(FoldRule(), changes)]}, place.device, kernels=place.kernels)
 
