@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.script import NAME, SCRIPT, cluster, namespaces, own_network, pids, status
+from support.jobs import is_alive
 
 _RANK = Path(__file__).resolve().parent / "allreduce.py"
 # Four bytes per element. No allreduce can do with less than 2 (P - 1) copies of them in all, and
@@ -128,15 +129,6 @@ def _sleepers(name: str) -> list[int]:
     ]
 
 
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    # An ended process keeps its entry until its parent has asked how it ended.
-    return state != "Z"
-
-
 def test_down_after_a_killed_run_ends_its_ranks_and_leaves_everything_as_before() -> None:
     name = f"{NAME}-k"
     links = own_network()
@@ -154,7 +146,7 @@ def test_down_after_a_killed_run_ends_its_ranks_and_leaves_everything_as_before(
     finally:
         cluster("down", "--name", name)
         stray.wait()
-    assert [pid for pid in victims if _runs(pid)] == []
+    assert [pid for pid in victims if is_alive(pid)] == []
     assert [space for space in namespaces() if name in space] == []
     assert own_network() == links
     assert not Path(f"/run/horovod_sparse_cluster/{name}").exists()

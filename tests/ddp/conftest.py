@@ -7,8 +7,8 @@ Horovod is not imported here. A rank that fails ends, which ends the others' col
 
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,18 +28,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 _LIKE_HOROVOD = SimpleNamespace(rank=dist.get_rank, size=dist.get_world_size, shutdown=lambda: None)
 pytest_runtest_call = runtest_hook(_LIKE_HOROVOD, lambda name: dist.barrier(), (RuntimeError,))
-rank, size = fixtures(_LIKE_HOROVOD)[:2]
+
+
+def _broadcast(made: Any) -> Any:
+    found = [made]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+rank, size, _, folder = fixtures(_LIKE_HOROVOD, _broadcast)
 
 
 @pytest.fixture(name="process_set")
 def process_set() -> Callable[[list[int]], dist.ProcessGroup]:
     """Makes process groups: as the launches of Horovod have it."""
     return dist.new_group
-
-
-@pytest.fixture(name="folder")
-def folder(tmp_path: Path) -> str:
-    """The first rank's, on all ranks."""
-    found = [str(tmp_path)]
-    dist.broadcast_object_list(found)
-    return found[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.jobs import HOROVODRUN, Job, of, ran, started
+from support.jobs import HOROVODRUN, Job, is_alive, of, ran, started
 from support.sampling import rest_nightly
 
 WORKER, TF_WORKER = (Path(__file__).with_name(name) for name in ("worker.py", "tf_worker.py"))
@@ -57,13 +57,6 @@ def test_an_interrupt_ends_the_job(tmp_path):
         while is_alive(pid) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not is_alive(pid)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def test_what_a_job_outlives(tmp_path):

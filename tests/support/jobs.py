@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["HOROVODRUN", "Diary", "Job", "entries_in", "of", "ran", "started", "until_told", "without_dynamo"]
-
 HOROVODRUN = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "lib" / "horovodrun.py"), "--gloo")
 
 
@@ -27,6 +25,14 @@ def entries_in(folder: Path) -> list[dict[str, Any]]:
     lines = [line for path in folder.glob("*.diary") for line in path.read_text().splitlines(True)]
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     return sorted(entries, key=lambda entry: entry["time"])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended keeps its entry until its parent has asked how."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def until_told(folder: Path, fact: str) -> None:

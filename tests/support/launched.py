@@ -7,7 +7,9 @@ Import this before Horovod and before a framework: it sets what they read when t
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +62,9 @@ def runtest_hook(hvd: Any, meet: Callable[[str], object], failures: tuple[type[B
     return pytest_runtest_call
 
 
-def fixtures(hvd: Any) -> tuple[Any, Any, Any]:
+def fixtures(hvd: Any, broadcast: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
+    """What tests of ranks ask for; `broadcast` returns the first rank's object."""
+
     @pytest.fixture(name="rank")
     def rank() -> int:
         return int(hvd.rank())
@@ -84,4 +88,9 @@ def fixtures(hvd: Any) -> tuple[Any, Any, Any]:
             if hvd.is_initialized():  # not after a failed test
                 hvd.remove_process_set(one)
 
-    return rank, size, process_set
+    @pytest.fixture(name="folder")
+    def folder() -> Path:
+        """The same on all ranks."""
+        return Path(broadcast(tempfile.mkdtemp() if hvd.rank() == 0 else None))
+
+    return rank, size, process_set, folder

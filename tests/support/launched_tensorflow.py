@@ -1,9 +1,7 @@
 """What all tests of TensorFlow and of tf-keras on ranks have; see `launched`."""
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from support.launched import fixtures, measure_little, pytest_itemcollected, runtest_hook
 
@@ -28,7 +26,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 pytest_runtest_call = runtest_hook(
     hvd, lambda name: hvd.allreduce(tf.constant(0.0), name=f"end.{name}"), (tf.errors.OpError, ValueError)
 )
-rank, size, process_set = fixtures(hvd)
+rank, size, process_set, folder = fixtures(hvd, lambda made: hvd.broadcast_object(made, 0, name="folder"))
 
 
 @pytest.fixture
@@ -39,12 +37,6 @@ def everywhere() -> Callable[[np.ndarray], np.ndarray]:
         return hvd.allgather(tf.constant(array[None]), name="everywhere").numpy()
 
     return gather
-
-
-@pytest.fixture
-def folder(rank: int) -> Path:
-    """The same on all ranks."""
-    return Path(hvd.broadcast_object(tempfile.mkdtemp() if rank == 0 else None, 0, name="folder"))
 
 
 @pytest.fixture

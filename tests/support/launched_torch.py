@@ -21,7 +21,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 pytest_runtest_call = runtest_hook(hvd, lambda name: hvd.barrier(), (hvd.HorovodInternalError,))
-rank, size, process_set = fixtures(hvd)
+rank, size, process_set, folder = fixtures(hvd, lambda made: hvd.broadcast_object(made, 0, name="folder"))
 
 
 @pytest.fixture(scope="module")

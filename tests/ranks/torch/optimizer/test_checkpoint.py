@@ -1,9 +1,5 @@
 """All ranks save to a folder and go on from it: the same bits, other plans, sizes and models."""
 
-import tempfile
-from pathlib import Path
-
-import horovod.torch as stock
 import pytest
 import torch
 
@@ -15,13 +11,6 @@ from support.optimizers import make, residuals_of, train_step
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
 gradients = gradients_for(SHAPES)
-
-
-@pytest.fixture
-def folder(rank):
-    """The same on all ranks."""
-    made = tempfile.mkdtemp() if rank == 0 else None
-    return Path(stock.broadcast_object(made, 0, name="folder"))
 
 
 def adam(model, compression):
