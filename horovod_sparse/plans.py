@@ -172,7 +172,7 @@ def fixed_elements(parameters: Sequence[ParameterFacts], num_elements: int) -> P
 def num_buckets(parameters: Sequence[ParameterFacts], count: int) -> Plan:
     """Returns a plan with `count` buckets of nearly equally many parameters, as Horovod's ``groups=count``.
 
-    There are more where kinds would mix, and fewer where there are fewer parameters.
+    There are more if kinds would mix, and fewer if there are fewer parameters.
 
     Example:
         >>> num_buckets([ParameterFacts(name, 1) for name in "abcde"], 2).buckets

@@ -1,6 +1,6 @@
 """`horovod-sparse doctor`: finds what makes a launch fail, hang or lag without a message.
 
-What a training refuses by name itself, or says in its log, is not repeated here.
+Errors and log lines of a training itself are not repeated here.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ class BackwardTimes:
 class BackwardRecorder:
     """Collects time stamps of gradients in a few steps, and computes medians of the seconds between.
 
-    A stamp is what tells a time: seconds of a clock, or an event of a device.
+    A stamp marks a time: seconds of a clock, or an event of a device.
 
     Args:
-        names: of the parameters.
-        num_warmup: steps that do not count.
-        between: returns the seconds between two stamps.
+        names: names of the parameters.
+        num_warmup: number of first steps that do not count.
+        between: function that returns the seconds between two stamps.
     """
 
     def __init__(self, names: Sequence[str], num_warmup: int, between: Callable[[Any, Any], float]) -> None:
@@ -76,7 +76,7 @@ class BackwardRecorder:
     def times(self) -> BackwardTimes | None:
         """Returns medians over the recorded steps; None without any gradient.
 
-        What delays another gradient in every step (a rank that had to leave its core to others) is in no
+        A delay that hits another gradient in every step (the rank lost its core for a moment) is in no
         gradient's median; so all are scaled by the same factor to the median of whole steps.
         """
         if not self._forward_seconds:

@@ -125,7 +125,7 @@ def _least_squares(design: NDArray[np.float64]) -> NDArray[np.float64]:
 class CostModel:
     """Predicts the times of a bucket or dense parameter, for one sparsifier, density and cluster.
 
-    What waits for the network together may go as one, as Horovod does it: all but one save `fixed_seconds`.
+    Messages that wait for the network together may be fused, as in Horovod: `fixed_seconds` then counts once.
     The paper's model, and `optimal`'s proof, are without it for buckets.
     """
 
@@ -268,10 +268,10 @@ class _Message(NamedTuple):
 def predict(workload: Workload, plan: Plan, cost: CostModel) -> Timeline:
     """Predicts a step under a plan, by Eqs. (5) to (8) and (17) of OMGS-SGD.
 
-    Computation: backward of one parameter after the other; when the last gradient of a bucket is there,
-    its selection, and then backward goes on. Communication: in the order of readiness, one at a time,
-    each not before it is ready. A dense parameter is ready with its gradient. What `cost` fuses and
-    waits together goes together.
+    Computation: backward of one parameter after the other; after the last gradient of a bucket its
+    selection, and then backward goes on. Communication: one message at a time, in the order in which they
+    are ready. A dense parameter is ready with its gradient. Messages that are ready together are fused if
+    `cost` says so.
     """
     plan.check(workload.parameters)
     elements = {parameter.name: parameter.num_elements for parameter in workload.parameters}

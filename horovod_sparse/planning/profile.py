@@ -102,7 +102,7 @@ class Profile:
     def check(self, where: ClusterFacts) -> list[str]:
         """Returns a warning for each difference from this cluster that makes predictions worse.
 
-        A `ProfileMismatchError` refuses a profile that cannot be applied there at all.
+        Raises a `ProfileMismatchError` for a profile that cannot be applied there at all.
         """
         if where.size > 1 and self.size == 1:
             raise ProfileMismatchError(
@@ -127,7 +127,7 @@ class Profile:
     ) -> tuple[Workload, CostModel]:
         """Returns the model's workload (with measured times), and the cost model for its buckets.
 
-        A `ProfileMismatchError` refuses a profile of another model.
+        Raises a `ProfileMismatchError` for a profile of another model.
         """
         facts = {parameter.name: parameter for parameter in parameters}
         if missing := [name for name in facts if name not in self.backward_seconds]:

@@ -19,12 +19,12 @@ class SimulatedCluster:
     """Simulates P ranks that synchronize a bucket of n elements, in one process.
 
     Args:
-        recipe: what every rank does.
+        recipe: every rank's sparsifier and feedback.
         num_elements: n.
         size: P.
-        dtype: of the gradients.
-        name: of the bucket.
-        accumulator: makes the memory of a rank, called as `HostAccumulator` is.
+        dtype: dtype of the gradients.
+        name: name of the bucket.
+        accumulator: class of a rank's accumulator, with the arguments of `HostAccumulator`.
         topology: which ranks share a host, for two levels; None for one.
 
     Example:

@@ -49,9 +49,9 @@ class BucketInfo:
 class SparsifierState:
     """A sparsifier's state in checkpoints; algorithms with more of it derive from this.
 
-    A state is a value: a step makes the next one, and a step that is cancelled drops it. Fields that differ
-    from rank to rank are marked `LOCAL`; all others are equal on all ranks after every step, which a law
-    checks, and ranks do when Horovod starts again.
+    A state is a value: a step makes the next one, and a cancelled step drops it. Fields that differ between
+    ranks are marked `LOCAL`; all others are equal on all ranks after every step, which a law checks, and
+    ranks compare when Horovod starts again.
     """
 
     #: synchronizations done; the bucket counts them
@@ -111,7 +111,7 @@ _wire_format = functools.lru_cache(maxsize=64)(WireFormat)
 class Sparsifier(abc.ABC):
     """An algorithm with its arguments, as a frozen, picklable value: it may be made before `hvd.init()`.
 
-    A subclass gives `synchronize`, a coroutine that turns a rank's accumulator into the global sparse
+    A subclass implements `synchronize`, a coroutine that turns a rank's accumulator into the global sparse
     sum by yielding collectives. It holds no state: that is in the object made by `init`.
 
     Args:
@@ -216,7 +216,7 @@ class Selected(NamedTuple):
 class SelectAndGather(Sparsifier):
     """Base of most algorithms: every rank selects, and one allgather brings all selections to all ranks.
 
-    A subclass gives `select`. What it selects leaves the accumulator, but for what rounding takes away.
+    A subclass implements `select`. Selected elements leave the accumulator; their rounding errors stay.
     """
 
     @property

@@ -31,8 +31,8 @@ def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -
 class Mail:
     """Writes and reads a rank's point-to-point messages in one step: a sparse vector, then notes about ranks.
 
-    A message carries those notes that both sides know to be known to the sender: none says whose it is, and
-    one that arrives twice changes nothing.
+    Both sides can compute which ranks' notes a message carries, so notes contain no rank; receiving one twice
+    changes nothing.
     """
 
     def __init__(self, report: FoldReport, info: BucketInfo, wire: WireFormat) -> None:

@@ -108,9 +108,9 @@ def round_for_wire(vector: SparseVector, accumulator: Accumulator, wire: WireFor
 def keeps_discards(step: int) -> bool:
     """True in one step of 16, in which the rank that drops an element of a partial sum keeps the value.
 
-    Discards that go back to where they came from never meet: where the gradients of two ranks cancel, as
-    those of ranks with different data do in the end, both would choose that element for ever. The steps keep
-    time with nothing, so that every block that has its turn now and then has it in some of them.
+    If dropped values always returned to their ranks, two ranks whose gradients cancel at an element, as those
+    of different data do in the end, would both select it for ever. The steps follow no period, so that every
+    block that takes turns has its turn in some of them.
     """
     return (step + 1) * GOLDEN % 2**32 < 2**28
 
