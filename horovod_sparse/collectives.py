@@ -24,8 +24,6 @@ Result = TypeVar("Result")
 
 #: of a field of a sparsifier's state that differs from rank to rank: ``field(default=0.0, metadata=LOCAL)``
 LOCAL: Mapping[str, bool] = {"local": True}
-#: of a field in units of the accumulator: it follows when the residual is multiplied
-SCALED: Mapping[str, bool] = {"scaled": True}
 
 #: ranks that take part: all, those of this rank's host, or those at its position on their hosts
 Level: TypeAlias = Literal["all", "host", "across"]

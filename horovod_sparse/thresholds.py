@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import check_number
-from horovod_sparse.collectives import LOCAL, SCALED
+from horovod_sparse.collectives import LOCAL
 from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 
@@ -17,7 +17,7 @@ class ThresholdState:
     """The state of a threshold rule: the last threshold, and what the rule has learned from counts."""
 
     #: the last one used (magnitude, in units of the accumulator), 0 before the first
-    threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
+    threshold: float = field(default=0.0, metadata=LOCAL)
     #: c of the sketch rule; the searched order is c * k
     correction: float = 1.0
     #: part of the last union in the window this rank searches next; negative where it is unknown
@@ -26,8 +26,6 @@ class ThresholdState:
     ahead: int = 0
     #: steps in which, for that reason, nobody was to send anything; their turns are not used up
     paused: int = 0
-    #: the factor of the residual since the first step, and of a first threshold
-    scale: float = field(default=1.0, metadata={**LOCAL, **SCALED})
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class ThresholdScaling:
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
         if state.threshold:
             return state
-        return replace(state, threshold=state.scale / (2.0 * math.sqrt(num_selected)))
+        return replace(state, threshold=1.0 / (2.0 * math.sqrt(num_selected)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
         exam, factor = count / num_selected, 1.0 - self.gamma

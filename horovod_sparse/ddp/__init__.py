@@ -56,8 +56,7 @@ def attach(
             `fully_shard` has sharded over the ranks of a host alone.
         compression: a sparsifier, also of your own; its text (``"exdyna:density=0.001"``); or a recipe.
         optimizer: the optimizer of all the model's parameters. It may be left out if gradients of a
-            DistributedDataParallel are exchanged: then parameters of all groups share buckets, and residuals
-            do not follow the learning rate (``scale_residual``).
+            DistributedDataParallel are exchanged: then parameters of all groups share buckets.
         every: steps from one exchange to the next, 1 or more; with "best" alone, like `delay`.
         delay: exchanges after which a mean is applied; 1 hides an exchange behind the next pass.
         replicas: the ranks that have the same shards as this one, one on each host: a mesh of one dimension,
@@ -129,9 +128,6 @@ def _attached_gradients(
         for name, one in trained_by(None, model).items():
             if one.requires_grad and id(one) not in given:  # nobody would exchange its gradients
                 raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
-    elif recipe.feedback.scale_residual:
-        allowed = "the one that trains the model: residuals follow its learning rate (scale_residual)"
-        raise ArgumentError("optimizer", None, allowed)
     group = group_of(model, wrappers, replicas)
     if isinstance(model, DistributedDataParallel):
         if model.mixed_precision is not None:

@@ -62,8 +62,7 @@ class Normalizing(Rule):
             "masking": False,
             "moment": self._beta2,
             "eps": 1e-8 if self.eps is None else self.eps,
-            # without a known rate, the caller multiplies the sum by it
-            "rate": rates.longer * (1.0 if rates.given is None else rates.given),
+            "rate": rates.longer * rates.rate,
             "count": rates.age + 1 if self.corrected else math.inf,
         }
 

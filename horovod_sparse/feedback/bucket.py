@@ -21,27 +21,18 @@ from horovod_sparse.feedback.adam import Normalizing, RankSimilarity
 from horovod_sparse.feedback.feedbacks import Rates
 from horovod_sparse.feedback.recipe import Recipe
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, WholeSum
-from horovod_sparse.sparsifiers.base import SparsifierState, rescaled
+from horovod_sparse.sparsifiers.base import SparsifierState
 from horovod_sparse.telemetry import BucketStep
-
-#: rates below this part of the largest one so far count as that part of it: no sequence of rates
-#: multiplies a residual by more
-LARGEST_GROWTH = 10.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A bucket's step, learning rates and residual scale, which the buckets of a new plan take over.
+    """A bucket's step, age and gradients' similarity, which the buckets of a new plan take over.
 
     It goes on where a sparsifier's state has to start anew: in other buckets, at another number of ranks.
 
     Attributes:
         step: synchronizations done; schedules of the density count them.
-        learning_rate: whose gradients the residual is made of, where it follows the rate; None before the
-            first. Never 0: a rate of 0 has no quotient, and what comes after it goes on from the rate
-            before.
-        largest_rate: so far; None before the first.
-        scale: what the residual has been multiplied by since the first step (1 where it follows nothing).
         since: step with which the companions began, where they are of a rank's own gradients.
         summed: ranks whose gradients are summed before: those of a host, with two levels.
         leans: means over recent steps of two squares, for `RankSimilarity`: of the mean gradient's projection
@@ -49,9 +40,6 @@ class Progress:
     """
 
     step: int = 0
-    learning_rate: float | None = None
-    largest_rate: float | None = None
-    scale: float = 1.0
     since: int = 0
     summed: int = 1
     leans: tuple[float, float] = (0.0, 0.0)
@@ -60,30 +48,6 @@ class Progress:
     def age(self) -> int:
         """The number of steps that went into the companions (velocity or moment)."""
         return self.step - self.since
-
-    def at(self, learning_rate: float | None) -> Progress:
-        """Returns this progress with the step's learning rate, if that is finite and above 0.
-
-        A rate that is less than a tenth of the largest so far (`LARGEST_GROWTH`) counts as that tenth. A
-        residual that follows a schedule to nearly 0 therefore grows to ten times its size, not without
-        limit, and shrinks again by as much when the rate comes back.
-
-        Example:
-            >>> falling = Progress().at(0.5).at(0.1)
-            >>> falling.learning_rate, falling.at(0.0).learning_rate, falling.at(1e-6).learning_rate
-            (0.1, 0.1, 0.05)
-        """
-        if learning_rate is None or not 0.0 < learning_rate < math.inf:
-            return self
-        largest = max(learning_rate, self.largest_rate or 0.0)
-        counted = max(learning_rate, largest / LARGEST_GROWTH)
-        if (counted, largest) == (self.learning_rate, self.largest_rate):
-            return self
-        return dataclasses.replace(self, learning_rate=counted, largest_rate=largest)
-
-    def rescaled(self, factor: float) -> Progress:
-        """Returns this progress with its scale times `factor`, by which the residual was multiplied."""
-        return dataclasses.replace(self, scale=self.scale * factor)
 
 
 #: elements [start, stop) by the parameter's name
@@ -122,24 +86,18 @@ class Bucket:
 
     @property
     def progress(self) -> Progress:
-        """Step, learning rates and the residual's scale, up to now."""
+        """The progress up to now."""
         return dataclasses.replace(self._progress, step=self.state.step)
 
     def restart(self, progress: Progress | None = None) -> None:
-        """Resets the sparsifier's state, at a step and learning rate if given; the residual stays."""
+        """Resets the sparsifier's state, at a step if given; the residual stays."""
         self._progress = progress = progress or Progress(summed=self.num_summed)
         if progress.summed != self.num_summed:  # companions of other gradients
             anew = {"since": progress.step, "summed": self.num_summed, "leans": (0.0, 0.0)}
             self._progress = dataclasses.replace(progress, **anew)  # type: ignore[arg-type]
         fresh = self.recipe.sparsifier.init(self.info)
-        self.state = rescaled(dataclasses.replace(fresh, step=self._progress.step), self._progress.scale)
+        self.state = dataclasses.replace(fresh, step=self._progress.step)
         self._before = None
-
-    def rescale_state(self, factor: float) -> None:
-        """Multiplies the sparsifier's thresholds by the factor by which the residual was multiplied."""
-        if factor != 1.0:
-            self._progress = self._progress.rescaled(factor)
-            self.state = rescaled(self.state, factor)
 
     @property
     def num_summed(self) -> int:
@@ -175,7 +133,7 @@ class Bucket:
     def step(
         self,
         gradient: Any,
-        learning_rate: float | None = None,
+        learning_rate: float = 1.0,
         *,
         cancels: bool = False,
         scale: float | None = None,
@@ -200,24 +158,24 @@ class Bucket:
     def fold(
         self,
         gradient: Any,
-        learning_rate: float | None,
+        learning_rate: float = 1.0,
         *,
         cancels: bool = False,
         absent: Sequence[tuple[int, int]] = (),
     ) -> BucketStep:
         """Begins a step: adds a gradient to the residual, by the recipe's rule. Returns the step's report.
 
+        Rules of optimizers multiply by the learning rate; other feedbacks leave that to the caller.
         Elements [start, stop) that are `absent` keep residual and companions as they are in this step.
         """
         started, target = time.perf_counter(), self.recipe.sparsifier.num_selected(self.info, self.state.step)
         report = BucketStep(self.info.name, self.info.num_elements, target)
-        feedback, before, now = self.feedback, self._progress, self._progress.at(learning_rate)
+        feedback = self.feedback
         if target == self.info.num_elements:
             # all is sent: clearing the velocity at sent elements would leave none
             feedback = feedback.for_dense()
-        longer = 1.0 if self._similarity is None else self._similarity.step_ratio(now.leans)
-        rates = Rates(before.learning_rate, now.learning_rate, learning_rate, self.progress.age, longer)
-        rule = feedback.rule(self.info, rates)
+        longer = 1.0 if self._similarity is None else self._similarity.step_ratio(self._progress.leans)
+        rule = feedback.rule(self.info, Rates(learning_rate, self.progress.age, longer))
         if absent:
             self._hidden = self.progress.age, self.accumulator.zero_spans(absent)
         self.accumulator.step = self.state.step
@@ -225,9 +183,6 @@ class Bucket:
             self.accumulator.fold(gradient, rule)
         else:
             self._similarity.fold(self.accumulator, gradient, rule, self.state.step)
-        self._progress = now
-        if feedback.scale_residual:
-            self.rescale_state(feedback.residual_factor(rates))
         self._gradient = gradient
         if cancels:
             self.accumulator.mark_cancelled()
@@ -316,8 +271,7 @@ class Bucket:
     def abandon(self, *, drop: bool = False) -> None:
         """Rolls back the last step: its selection returns to the residual; `drop`: the gradient leaves it.
 
-        The gradient stays folded in, unless it is dropped. The learning rate that the residual was scaled to
-        stays.
+        The gradient stays folded in, unless it is dropped.
         """
         self._undo_step()
         if drop and self._gradient is not None:

@@ -16,19 +16,15 @@ from horovod_sparse.sparsifiers.base import BucketInfo
 
 
 class Rates(NamedTuple):
-    """Learning rates (last and present) of one step, and the companions' age.
+    """The learning rate of one step, and the companions' age.
 
     Attributes:
-        before: learning rate whose gradients the residual is made of; None where unknown.
-        now: of this step; where a rate is 0, or very small, what a residual can follow. See `Progress.at`.
-        given: of this step, as the optimizer has it.
+        rate: the optimizer's; 1 where the caller multiplies the sum by it.
         age: steps that the companions are made of.
         longer: by how much steps of the whole batch are longer than one rank's; see `AdamFeedback`.
     """
 
-    before: float | None
-    now: float | None
-    given: float | None = None
+    rate: float = 1.0
     age: int = 0
     longer: float = 1.0
 
@@ -40,8 +36,7 @@ _fold_rule = functools.lru_cache(maxsize=64)(FoldRule)
 class Feedback:
     """Says how residual and gradient become the accumulator, from which the sparsifier selects.
 
-    A subclass is a frozen dataclass, and overrides what it does otherwise. All of them clip gradients, and
-    can let the residual follow the learning rate.
+    A subclass is a frozen dataclass, and overrides what it does otherwise. All of them can clip gradients.
     """
 
     #: its name in recipes as text; empty if text cannot name it
@@ -58,7 +53,6 @@ class Feedback:
     adds_up: ClassVar[bool] = True
 
     clip_norm: float | None = None
-    scale_residual: bool = False
     #: how much of the residual lasts from one step to the next
     decay: float = 1.0
 
@@ -67,23 +61,10 @@ class Feedback:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None")
 
     def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        """Returns the rule for a step's fold; `scale_residual` multiplies its decay by eta_before / eta_now.
-
-        Example:
-            >>> bucket, falling = BucketInfo("b", 9), Rates(0.1, 0.05)
-            >>> both = ErrorFeedback(scale_residual=True), ErrorFeedback()
-            >>> [feedback.rule(bucket, falling).decay for feedback in both]
-            [2.0, 1.0]
-        """
+        """Returns the rule for a step's fold."""
         # clip_norm bounds the sum over ranks; one rank's gradient gets less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
-        decay = self.residual_factor(rates) * self.decay
-        return _fold_rule(decay=decay, clip_norm=norm, **self._rule_arguments(rates))
-
-    def residual_factor(self, rates: Rates) -> float:
-        """Returns the factor by which the residual is multiplied when the learning rate changes."""
-        # a rate of 0 (the first step of some warm-ups) has no quotient: what was held back is kept as it is
-        return rates.before / rates.now if self.scale_residual and rates.before and rates.now else 1.0
+        return _fold_rule(decay=self.decay, clip_norm=norm, **self._rule_arguments(rates))
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         """Returns the arguments of `FoldRule` that this kind of feedback adds to those of every feedback."""
@@ -115,11 +96,9 @@ class ErrorFeedback(Feedback):
 
     The papers fold the learning rate in (``acc = e + eta * G``); Horovod's optimizers receive gradients and
     multiply by eta later. Both are equal while eta is constant. When eta changes, old gradients are applied
-    with the new rate, as the public programs do, or with that of their own step (`scale_residual`).
+    with the new rate, as the public programs do.
 
     Args:
-        scale_residual: multiply the residual by eta_before / eta_now, by ten at most in all (`Progress.at`).
-            For SGD without momentum alone: moments would keep what a falling rate enlarges.
         clip_norm: of a rank's gradient of a bucket, times sqrt(P); None for no clipping. See
             `MomentumCorrection`.
         decay: in (0, 1]: ``acc = decay residual + gradient``. Below 1 the residual forgets old rounds, as in
@@ -128,13 +107,12 @@ class ErrorFeedback(Feedback):
     Source: Seide et al. 2014; ExDyna and MiCRO, Algorithm 1.
 
     Example:
-        >>> ErrorFeedback().scale_residual
+        >>> ErrorFeedback().changes_dense
         False
     """
 
     text_name: ClassVar[str] = "error"
 
-    scale_residual: bool = False
     clip_norm: float | None = None
     decay: float = 1.0
 
@@ -177,7 +155,6 @@ class MomentumCorrection(Feedback):
         clip_norm: largest L2 norm of a rank's gradient of a bucket, times sqrt(P); None for no clipping.
             Local clipping by ``clip_norm / sqrt(P)`` bounds the norm of the sum as global clipping by
             clip_norm would, if gradients of different ranks are independent.
-        scale_residual: see `ErrorFeedback`; the velocity, made of gradients, is not scaled.
 
     Source: Lin et al., ICLR 2018 (DGC), Sections 3.1-3.3. Departure: clipping is by bucket, since a norm
     over all parameters is known only after the whole backward pass.
@@ -194,7 +171,6 @@ class MomentumCorrection(Feedback):
     nesterov: bool = False
     masking: bool = True
     clip_norm: float | None = None
-    scale_residual: bool = False
 
     def __post_init__(self) -> None:
         check_number("momentum", self.momentum, "a number in [0, 1)", "[0, 1)")

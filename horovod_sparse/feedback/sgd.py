@@ -44,9 +44,8 @@ class VelocityFeedback(Rule):
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
         if not self.momentum:
             return {}  # the rate comes with the gradient
-        rate = 1.0 if rates.given is None else rates.given
         nesterov = bool(self.nesterov)
-        return {"momentum": self.momentum, "nesterov": nesterov, "masking": False, "rate": rate}
+        return {"momentum": self.momentum, "nesterov": nesterov, "masking": False, "rate": rates.rate}
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> VelocityFeedback:
         own = {name: max(group[name] for group in groups) for name in ("momentum", "nesterov")}

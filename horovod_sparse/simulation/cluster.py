@@ -63,7 +63,7 @@ class SimulatedCluster:
                 self.buckets.append(TwoLevelBucket(whole, recipe, memory, None, topology))
 
     def synchronize(
-        self, gradients: Sequence[Any], learning_rate: float | None = None, *, keep_errors: bool = False
+        self, gradients: Sequence[Any], learning_rate: float = 1.0, *, keep_errors: bool = False
     ) -> list[SparseSum]:
         steps = [
             bucket.step(gradient, learning_rate)
@@ -71,7 +71,7 @@ class SimulatedCluster:
         ]
         return run_lockstep(steps, self.recorder, keep_errors=keep_errors, topology=self.topology)
 
-    def step(self, gradients: Sequence[Any], learning_rate: float | None = None) -> np.ndarray:
+    def step(self, gradients: Sequence[Any], learning_rate: float = 1.0) -> np.ndarray:
         """Synchronizes one gradient per rank, and returns the sum as rank 0 gets it, an array [n]."""
         return self.dense(self.synchronize(gradients, learning_rate)[0])
 

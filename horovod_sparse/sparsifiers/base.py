@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers.schedule import Schedule
 from horovod_sparse.wire import Notes, SparseSum, WireFormat, pack, unpack_sum
-
-State = TypeVar("State")
 
 
 def accumulator_dtype(gradient_dtype: str) -> np.dtype[Any]:
@@ -56,18 +54,6 @@ class SparsifierState:
 
     #: synchronizations done; the bucket counts them
     step: int = 0
-
-
-def rescaled(state: State, factor: float) -> State:
-    """Multiplies a state's fields in units of the accumulator (marked `SCALED`) by a factor."""
-    changed: dict[str, Any] = {}
-    for item in dataclasses.fields(state):  # type: ignore[arg-type]
-        value = getattr(state, item.name)
-        if item.metadata.get("scaled"):
-            changed[item.name] = value * factor
-        elif dataclasses.is_dataclass(value):
-            changed[item.name] = rescaled(value, factor)
-    return dataclasses.replace(state, **changed)  # type: ignore[type-var]
 
 
 class WholeSum(SparseSum):

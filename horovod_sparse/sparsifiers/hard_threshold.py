@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import check_number
-from horovod_sparse.collectives import SCALED
 from horovod_sparse.errors import warn_once
 from horovod_sparse.sparsifiers.base import BucketInfo, SelectAndGather, Selected, SparsifierState
-
-
-@dataclass(frozen=True)
-class HardThresholdState(SparsifierState):
-    """State of `HardThreshold`: the factor by which `rescaled` multiplied residual and threshold."""
-
-    scale: float = field(default=1.0, metadata=SCALED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +22,8 @@ class HardThreshold(SelectAndGather):
     density 1 (in a warm-up, say) everything is sent.
 
     Args:
-        threshold: smallest magnitude that is sent, above 0, in units of the accumulator as it is in the
-            first step (gradients added up, not multiplied by the learning rate). Where the residual is
-            scaled later on, the threshold follows it.
+        threshold: smallest magnitude that is sent, above 0, in units of the accumulator (gradients added up,
+            not multiplied by the learning rate).
         density: k / n behind the guess.
 
     Source: Sahu et al., NeurIPS 2021 (hard-threshold sparsifier).
@@ -47,23 +38,18 @@ class HardThreshold(SelectAndGather):
         if self.threshold is not None:
             check_number("threshold", self.threshold, "a number above 0")
 
-    def init(self, info: BucketInfo) -> HardThresholdState:
-        return HardThresholdState()
-
-    def threshold_for(self, info: BucketInfo, state: HardThresholdState) -> float:
-        """Returns the user's (or the guessed) threshold in the residual's units; 0 at density 1."""
-        k = self.num_selected(info, state.step)
-        if k == info.num_elements and self.density_at(state.step) == 1.0:
+    def threshold_for(self, info: BucketInfo, step: int) -> float:
+        """Returns the user's (or the guessed) threshold; 0 at density 1."""
+        k = self.num_selected(info, step)
+        if k == info.num_elements and self.density_at(step) == 1.0:
             return 0.0
         if self.threshold is not None:
-            return self.threshold * state.scale
+            return self.threshold
         if info.rank == 0:
             words = "hard_threshold guesses 1 / (2 sqrt(k)) for %s: give threshold= to steer the density"
             warn_once(words, info.name)
-        return state.scale / (2.0 * math.sqrt(k))
+        return 1.0 / (2.0 * math.sqrt(k))
 
-    def select(
-        self, accumulator: Accumulator, k: int, state: HardThresholdState, info: BucketInfo
-    ) -> Selected:
-        threshold = self.threshold_for(info, state)
+    def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
+        threshold = self.threshold_for(info, state.step)
         return Selected(accumulator.at_least(threshold), {"threshold": threshold})

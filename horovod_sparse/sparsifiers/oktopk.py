@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays import Accumulator, FoldReport, Indices, Values
 from horovod_sparse.checks import check_count
-from horovod_sparse.collectives import LOCAL, SCALED, AllGather, AllToAll, Synchronization, rank_part
+from horovod_sparse.collectives import LOCAL, AllGather, AllToAll, Synchronization, rank_part
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
@@ -32,9 +32,9 @@ class OkTopkState(SparsifierState):
     """State of Ok-Topk: both thresholds, and where the ranks' regions begin."""
 
     #: for this rank's accumulator; 0 before the first step
-    local_threshold: float = field(default=0.0, metadata={**LOCAL, **SCALED})
+    local_threshold: float = field(default=0.0, metadata=LOCAL)
     #: for the sums; 0 where all of them are to be kept
-    global_threshold: float = field(default=0.0, metadata=SCALED)
+    global_threshold: float = 0.0
     #: int64 [P - 1], where the regions of ranks 1, 2, ... begin.
     bounds: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 

@@ -32,39 +32,37 @@ class Driver:
     def __init__(self, training: VariablesTraining) -> None:
         self._training, self._process_set, self.host = training, training.process_set, HostFunctions()
 
-    def start(
-        self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
-    ) -> list[tf.Tensor]:
+    def start(self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         """Builds the operations of all rounds; returns tensors that are ready after the last round."""
         tokens = []
         for batch in _join_small_parts(parts):
             given = [gradients[parts.index(part)] for part in batch]
-            tokens += self._graph_rounds([part.task for part in batch], given, rate)
+            tokens += self._graph_rounds([part.task for part in batch], given)
         return tokens
 
-    def _begin(self, task: Task, rate: np.ndarray, arrays: Sequence[np.ndarray]) -> Wire:
+    def _begin(self, task: Task, arrays: Sequence[np.ndarray]) -> Wire:
         """Begins a part's step on the host: folds the gradients, and returns the first round's message."""
         here = self._training.rank_and_size
         task.legs.clear()
         with task.working():
             try:
                 self._training.agree()
-                coroutine = self._training.part_of(task).begin(float(rate[0]) if rate.size else None, arrays)
+                coroutine = self._training.part_of(task).begin(arrays)
             except Exception as error:
                 return task.fail(error, here)
             return task.start(coroutine, here)
 
     def _graph_rounds(
-        self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]], rate: tf.Tensor
+        self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]]
     ) -> list[tf.Tensor]:
         """Builds the rounds of tasks as Horovod's operations, with one host function between two rounds."""
         kinds, sizes = tasks[0].kinds, [len(tensors) for tensors in gradients]
-        inputs = [rate, *(tensor for tensors in gradients for tensor in tensors)]
+        inputs = [tensor for tensors in gradients for tensor in tensors]
 
-        def start(rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        def start(*arrays: np.ndarray) -> list[np.ndarray]:
             ends = itertools.accumulate(sizes)
             own = [arrays[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-            wires = [self._begin(task, rate, mine) for task, mine in zip(tasks, own, strict=True)]
+            wires = [self._begin(task, mine) for task, mine in zip(tasks, own, strict=True)]
             return [graph_lifetime_token(tasks), *given(wires, 0)]
 
         def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:

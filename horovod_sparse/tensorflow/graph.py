@@ -89,25 +89,23 @@ class EagerCalls:
         self._build = build
         self._functions: dict[Any, Any] = {}
 
-    def __call__(
-        self, gradients: Sequence[Any], variables: list[Any], scalar: tf.Tensor, *fixed: Any
-    ) -> list[Any]:
+    def __call__(self, gradients: Sequence[Any], variables: list[Any], *fixed: Any) -> list[Any]:
         missing = tuple(gradient is None for gradient in gradients)
         # tensors differ in every step, so only their positions count
         ids = tuple(None if isinstance(variable, tf.Tensor) else id(variable) for variable in variables)
         key = (ids, missing, fixed)
         if key not in self._functions:
 
-            def call(given: list[Any], scalar: tf.Tensor) -> list[Any]:
+            def call(given: list[Any]) -> list[Any]:
                 waiting = iter(given)
                 every = [None if absent else next(waiting) for absent in missing]
-                return self._build(every, variables, scalar, *fixed)
+                return self._build(every, variables, *fixed)
 
             self._functions[key] = tf.function(call, autograph=False, reduce_retracing=True)
         given, function = [item for item in gradients if item is not None], self._functions[key]
         if tf.config.functions_run_eagerly():  # the user's, to be looked into; of this one a graph is made
-            function = function.get_concrete_function(given, scalar)
-        return list(function(given, scalar))
+            function = function.get_concrete_function(given)
+        return list(function(given))
 
 
 #: attribute of gradients that a distributed tape has synchronized

@@ -195,10 +195,10 @@ class Part(common.BucketPart):
         self.task = Task(collective, kinds, accumulator_dtype(self.dtype), f"{label}.{self.name}")
         self._outputs = ReusedArrays(self.shapes, numpy_dtype(self.dtype))
 
-    def begin(self, learning_rate: float | None, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
+    def begin(self, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
         """Returns the coroutine of a step: folds these gradients, and exchanges the selections."""
         self.roll_back_unapplied()
-        step = self.bucket.step(GradientParts(gradients), learning_rate, scale=self._scale)
+        step = self.bucket.step(GradientParts(gradients), scale=self._scale)
         return step if self._topology is None else over_hosts(step, self._topology, self._rank)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:

@@ -18,7 +18,7 @@ from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.collectives import carry_out_together, nonfinite_marks, reduce_densely
 from horovod_sparse.tensorflow.driver import Driver, shaped
 from horovod_sparse.tensorflow.parts import Part, idle_seconds
-from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable, is_comparable, numpy_dtype
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable, is_comparable, numpy_dtype
 from horovod_sparse.tensorflow.training import VariablesEngine, VariablesTraining
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.training.agreement import DriftCheck, ReplicatedArray
@@ -98,20 +98,13 @@ class GradientSynchronizer(VariablesTraining):
                 self._replicas.restart()
 
     @tf.autograph.experimental.do_not_convert
-    def synchronize(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], learning_rate: Any = None
-    ) -> list[Gradient]:
+    def synchronize(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """Returns the gradients' sums (or averages) over ranks; zeros in a step that is skipped."""
-        return self.synchronize_or_skip(gradients, variables, learning_rate)[0]
+        return self.synchronize_or_skip(gradients, variables)[0]
 
     @tf.autograph.experimental.do_not_convert
     def synchronize_or_skip(
-        self,
-        gradients: Sequence[Gradient],
-        variables: Sequence[Any],
-        learning_rate: Any = None,
-        *,
-        scaled: bool = False,
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], *, scaled: bool = False
     ) -> tuple[list[Gradient], tf.Tensor | None]:
         """Returns the gradients' sums (or averages) over ranks, and whether all ranks skip the step.
 
@@ -130,28 +123,26 @@ class GradientSynchronizer(VariablesTraining):
         if tf.executing_eagerly():
             build = self._eagerly
         try:
-            *results, skipped = build(gradients, variables, as_rate(learning_rate), scaled)
+            *results, skipped = build(gradients, variables, scaled)
         except tf.errors.OpError as error:
             if self.last_error is not None and type(self.last_error).__name__ in str(error):
                 raise self.last_error from None
             raise
         return results, None if self.settings.on_nonfinite == RAISE else skipped
 
-    def _build(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
-    ) -> list[Any]:
+    def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], scaled: bool) -> list[Any]:
         """Builds the operations of one synchronization, in the graph being traced."""
         with graph.ungated():
-            results, end, skipped = self._sum_in_graph(gradients, variables, rate, scaled)
+            results, end, skipped = self._sum_in_graph(gradients, variables, scaled)
         if end is not None:
             graph.gate(end)
         return [*results, skipped]
 
     def _sum_in_graph(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor, scaled: bool
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], scaled: bool
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
         """Builds all sums; returns them, a tensor that is ready afterwards, and whether to skip the step."""
-        results, by_name, parts, tokens = self._start_rounds(gradients, variables, rate)
+        results, by_name, parts, tokens = self._start_rounds(gradients, variables)
         check = self._replicas.drift_check_for(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
         if not parts and not slices:
@@ -228,7 +219,7 @@ class GradientSynchronizer(VariablesTraining):
             return [array for arrays, _ in applied for array in arrays], verdict.outcome
 
     def _start_rounds(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], rate: tf.Tensor
+        self, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
         """Builds all rounds; returns gradients, their positions by name, parts and final tensors."""
         if self.add(gradients, variables):
@@ -261,7 +252,7 @@ class GradientSynchronizer(VariablesTraining):
                 ]
                 for part in parts
             ]
-            tokens = self._driver.start(parts, tensors, rate)
+            tokens = self._driver.start(parts, tensors)
         if parts:
             self.watch.arm()
         return results, by_name, parts, tokens

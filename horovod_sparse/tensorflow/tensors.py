@@ -69,14 +69,6 @@ def as_dense(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def as_rate(learning_rate: Any) -> tf.Tensor:
-    """Returns a learning rate as a float64 tensor [1] on the host; [0] for None."""
-    with tf.device("/cpu:0"):
-        if learning_rate is None:
-            return tf.zeros([0], tf.float64)
-        return tf.reshape(tf.cast(as_variable(learning_rate), tf.float64), [1])
-
-
 def settings_of(optimizer: Any) -> dict[str, Any]:
     """Returns a Keras optimizer's settings by name; within a loss-scaling optimizer, the inner one's."""
     with tf.init_scope():  # settings may be variables, and this be a graph
@@ -120,12 +112,7 @@ def multiply(gradient: Any, factor: Any) -> Any:
 
 
 def reduce_if_finite(
-    reducer: Any,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    learning_rate: Any,
-    scale: Any,
-    skips: bool = True,
+    reducer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, skips: bool = True
 ) -> list[Any]:
     """Reduces the gradients of a scaled loss; skips the step if a gradient is not finite.
 
@@ -135,7 +122,7 @@ def reduce_if_finite(
         return list(gradients)
     scale = tf.convert_to_tensor(scale)
     unscaled = [multiply(gradient, 1.0 / scale) for gradient in gradients]
-    results, skipped = reducer.synchronize_or_skip(unscaled, variables, learning_rate, scaled=skips)
+    results, skipped = reducer.synchronize_or_skip(unscaled, variables, scaled=skips)
     if skipped is not None:
         scale = tf.where(skipped, tf.cast(float("nan"), scale.dtype), scale)
     return [multiply(gradient, scale) for gradient in results]

@@ -192,16 +192,15 @@ class _DistributedTape(tf.GradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-        learning_rate: Any = None,
         loss_scale: Any = None,
     ) -> Any:
         """Computes gradients, and returns them synchronized over ranks.
 
+        Behind ``feedback="adam"`` they are normalized, for a plain ``SGD(learning_rate, weight_decay=...)``.
+
         Args:
             target, sources, output_gradients, unconnected_gradients: see `tf.GradientTape.gradient`.
             use_generic_names: accepted for Horovod's sake; collectives have names of their own.
-            learning_rate: of this step, if it changes: error feedback then keeps up with it. Behind
-                ``feedback="adam"`` none: the result is normalized, for SGD without momentum.
             loss_scale: by which `target` is multiplied, a power of two: residuals are kept without it.
                 Gradients that are not finite on some rank are NaN on all then, and no error: see to it
                 that such a step is skipped (a `LossScaleOptimizer` does).
@@ -214,17 +213,9 @@ class _DistributedTape(tf.GradientTape):
         variables = [as_variable(source) for source in tf.nest.flatten(sources)]
         gradients = tf.nest.flatten(local)  # None and tf.IndexedSlices are one leaf each
         synchronizer = self._synchronizer
-        if learning_rate is not None and synchronizer.recipe.feedback.applies_rate:
-            allowed = (
-                "none: what this feedback has normalized goes to a plain keras.optimizers.SGD(learning_rate, "
-                "weight_decay=...)"
-            )
-            raise ArgumentError("learning_rate", learning_rate, allowed)
-
-        given = gradients, variables, learning_rate
         if loss_scale is None:
-            results, self.skipped = synchronizer.synchronize_or_skip(*given)
+            results, self.skipped = synchronizer.synchronize_or_skip(gradients, variables)
         else:
-            results = reduce_if_finite(synchronizer, *given, as_variable(loss_scale))
+            results = reduce_if_finite(synchronizer, gradients, variables, as_variable(loss_scale))
         mark_synchronized(results)
         return tf.nest.pack_sequence_as(sources, results)

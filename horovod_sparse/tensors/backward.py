@@ -81,10 +81,8 @@ class GradientTraining(Training):
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[GradientBucket]:
-        given = {"optimizer": self.optimizer}
         return [
-            GradientBucket(spec, facts, ranks, topology=None if spec.dense else topology, **given)
-            for spec in specs
+            GradientBucket(spec, facts, ranks, topology=None if spec.dense else topology) for spec in specs
         ]
 
     # what a front end overrides

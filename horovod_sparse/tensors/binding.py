@@ -299,9 +299,10 @@ class Binding(Steps):
         """
         self.ensure_parts()
         self.load(None if entry is None else checked_entry(self, entry))
-        known = {name: one.age for name, one in self._progress().items()} if entry is not None else {}
         self.ages.clear()
-        self.ages.update(known | (entry or {}).get("ages", {}))
+        if entry is not None:
+            known = {name: part.bucket.progress.age for part in self.parts for name in part.names}
+            self.ages.update(known | entry.get("ages", {}))
 
     def ensure_parts(self) -> None:
         """Makes the first parts, and parts for parameters that were added since."""

@@ -175,10 +175,9 @@ class GradientBucket(ParameterBucket):
         ranks: RankAndSize,
         *,
         topology: Topology | None = None,
-        optimizer: Any = None,
     ) -> None:
         super().__init__(spec, facts, ranks, topology=topology)
-        self.whole, self._optimizer, self._group = spec.whole, optimizer, facts[spec.names[0]][0].group
+        self.whole = spec.whole
         #: True: a sum within a host needs all parameters' gradients
         self._all_get = topology is not None
         self._sharded, self.streams = hasattr(self.given[0], "device_mesh"), self.memory.streams()
@@ -205,11 +204,8 @@ class GradientBucket(ParameterBucket):
             self.streams.wait_for_writers()  # before gradients are copied or divided by the loss's scale
         self.take_gradients()
         self._loss_scale = loss_scale
-        # by number: load_state_dict makes new dicts of the groups
-        settings = {} if self._optimizer is None else self._optimizer.param_groups[self._group]
         step = self.bucket.step(
             self.foldable(loss_scale),
-            float(settings["lr"]) if "lr" in settings else None,
             cancels=cancels,
             scale=self.scale,
             absent=[] if self.whole else [self.spans[number] for number in self.absent],

@@ -69,7 +69,7 @@ class Displacement:
     def begin(self, starter: Starter, name: str) -> None:
         self.task = Task(name)
         self.record_sent()
-        report = self.bucket.fold(self.displacement(), None)
+        report = self.bucket.fold(self.displacement())
         self.task = starter.start(name, self.bucket.synchronize(report))
 
     def received(self, scale: float) -> SparseSum:

@@ -64,7 +64,6 @@ def DistributedOptimizer(
 
     * a closure's gradients are synchronized before the optimizer uses them (Horovod synchronizes before the
       closure runs); LBFGS gets its losses over all ranks;
-    * learning rates are read while backward runs: change them before it, as schedulers do;
     * parameters that join later (`add_param_group`, a layer that is thawed) are synchronized from their first
       step on; they join on all ranks before the same step;
     * step hooks run once per step, after synchronization, and `defaults` are those of `optimizer`;

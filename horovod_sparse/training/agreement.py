@@ -42,7 +42,7 @@ from horovod_sparse.training.collective_errors import listed
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, requested_transport
 
 #: raise it with every change of messages: ranks with different protocol numbers refuse each other
-PROTOCOL = 4
+PROTOCOL = 5
 #: number of differences that an error lists
 _SHOWN = 8
 _TRAINED = "trained parameter"
@@ -92,8 +92,6 @@ class RankStatus:
     plan: Plan = field(default_factory=lambda: Plan(()))
     #: tells the collectives of this training from those of another with the same names; may differ
     label: str = ""
-    #: each bucket's `Progress` as a dict, for ranks that continue from this rank's state
-    progress: Mapping[str, Any] = field(default_factory=dict)
     #: with two levels the rank's column: states have to be equal within it
     column: int = 0
     #: True with two levels if the rank holds residuals of whole parameters, not only of its shard
@@ -106,7 +104,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class AgreedStatus:
-    """The step, plan and progress from which all ranks continue: those of the furthest rank."""
+    """The step and plan from which all ranks continue: those of the furthest rank."""
 
     #: True if all ranks reset the sparsifiers' states
     anew: bool
@@ -115,7 +113,6 @@ class AgreedStatus:
     reason: str = ""
     #: rank 0's prefix for collectives
     label: str = ""
-    progress: Mapping[str, Any] = field(default_factory=dict)
     #: True if a rank may hold something of others' shards
     loose: bool = False
 
@@ -135,7 +132,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares all ranks' steps, plans and states, and returns from where all continue."""
     plan = status.plan.to_dict()
     digest = _digest(json.dumps(plan, sort_keys=True).encode())
-    ranks = yield from shared_lines({**vars(status), "plan": digest, "progress": None})
+    ranks = yield from shared_lines({**vars(status), "plan": digest})
 
     def by_rank(name: str) -> list[Any]:
         return [one[name] for one in ranks]
@@ -157,10 +154,8 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"])
     if not reason:
         return replace(agreed, loose=any(by_rank("loose")))
-    progress = dict(status.progress) if status.step == furthest else {}
-    everyone = yield from shared_lines([plan, progress])
-    plan, progress = everyone[steps.index(furthest)]
-    return replace(agreed, plan=Plan.from_dict(plan), progress=progress, loose=True)
+    plans = yield from shared_lines(plan)
+    return replace(agreed, plan=Plan.from_dict(plans[steps.index(furthest)]), loose=True)
 
 
 def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str, str]:

@@ -124,8 +124,8 @@ def refuse_double_momentum(
     """Raises if the optimizer has momentum besides the feedback's; warns if the feedback is for plain SGD.
 
     Also raises for a feedback with an optimizer's own steps, unless the front end applies these (`adopts`).
-    Warns of Adam behind momentum correction, of `scale_residual` with an optimizer that has momentum or
-    moments, and of momentum or moments behind plain error feedback at low density.
+    Warns of Adam behind momentum correction, and of momentum or moments behind plain error feedback at low
+    density.
     """
     feedback = recipe.feedback
     if feedback.applies_rate and not adopts:
@@ -134,9 +134,9 @@ def refuse_double_momentum(
             "front end does not apply: horovod_sparse.torch.DistributedOptimizer(torch.optim.AdamW(...)) and "
             "horovod_sparse.ddp.attach(model, ..., optimizer=torch.optim.AdamW(...)) do"
         )
-    corrects, scales = isinstance(feedback, MomentumCorrection), feedback.scale_residual
+    corrects = isinstance(feedback, MomentumCorrection)
     spikes = isinstance(feedback, ErrorFeedback) and recipe.sparsifier.density < _SPIKES_BELOW
-    if not (corrects or scales or spikes):
+    if not (corrects or spikes):
         return
     groups = settings()
     momentum = max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
@@ -159,11 +159,6 @@ def refuse_double_momentum(
             "at density %g this optimizer's %s every element as a spike, and training is behind dense "
             "training (numbers: docs/report.md). Compression.best(density=%g) leaves that to the feedback",
             *(recipe.sparsifier.density, told, recipe.sparsifier.density),
-        )
-    if scales and (momentum or has_moments):
-        _log.warning(
-            "scale_residual=True is made for SGD without momentum: this optimizer remembers gradients longer "
-            "than a step, and will remember what a falling learning rate has enlarged; leave it out"
         )
 
 

@@ -28,7 +28,6 @@ from horovod_sparse.kernels.host import scatter, sparse_vectors
 from horovod_sparse.plans import ParameterFacts
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum
 from horovod_sparse.topology import RankAndSize, Topology
-from horovod_sparse.training.encoding import from_plain
 from horovod_sparse.training.engine import PartSpec
 
 #: elements up to which dense parameters share one allreduce: a quarter of a MiB in float32
@@ -291,17 +290,13 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     return dataclasses.replace(found[0] if found else Progress(), step=step, since=step - age)
 
 
-def resumed(own: Progress, furthest: Mapping[str, Any] | None, step: int) -> Progress:
+def resumed(own: Progress, step: int) -> Progress:
     """Returns a bucket's progress at the step from which all ranks continue, after an agreement.
 
+    Companions hold this rank's gradients, and keep their age: those of a new worker have age 0.
+
     Example:
-        >>> from horovod_sparse.training.encoding import to_plain
-        >>> resumed(Progress(), to_plain(Progress(7, 0.1)), 7).learning_rate
-        0.1
-        >>> resumed(Progress(5, 0.2), to_plain(Progress(7, 0.1)), 7).learning_rate
-        0.2
+        >>> [resumed(own, 7).age for own in (Progress(), Progress(5))]
+        [0, 5]
     """
-    going_on = own if own.step or furthest is None else from_plain(own, furthest)
-    # companions hold this rank's gradients: those of a new worker have age 0
-    since = step - own.age
-    return dataclasses.replace(going_on, step=step, since=since, summed=own.summed, leans=(0.0, 0.0))
+    return dataclasses.replace(own, step=step, since=step - own.age, leans=(0.0, 0.0))

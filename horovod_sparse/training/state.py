@@ -30,7 +30,7 @@ from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
 from horovod_sparse.training.parts import multiplied
 
-FORMAT = 3
+FORMAT = 4
 _log = logging.getLogger("horovod_sparse")
 
 

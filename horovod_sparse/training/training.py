@@ -23,7 +23,7 @@ from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.topology import RankAndSize, Topology, own_position
 from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import NonFinitePolicy
-from horovod_sparse.training.encoding import shared_digest, to_plain
+from horovod_sparse.training.encoding import shared_digest
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.parts import (
     assign_residuals,
@@ -173,16 +173,12 @@ class Training:
         made: list[Any] = engine.make_parts(specs, facts, ranks, topology)
         return made
 
-    def _progress(self) -> Mapping[str, Progress]:
-        if self._loose is not None:
-            return self._loose[1]
-        return {name: part.bucket.progress for part in self.parts for name in part.names}
-
     def residuals_and_progress(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
         """Returns residuals and companions by parameter, and each parameter's progress."""
         if self._loose is not None:
             return self._loose
-        return residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), self._progress()
+        progress = {name: part.bucket.progress for part in self.parts for name in part.names}
+        return residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), progress
 
     def load_residuals(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
         """Loads residuals, companions and progress into the parts, whose states are reset."""
@@ -266,7 +262,6 @@ class Training:
             self.made_for,
             self.plan,
             label=self._own_label,
-            progress={name: to_plain(one) for name, one in self._progress().items()},
             column=0 if self.topology is None else self.topology.position(self.rank)[1],
             loose=self._loose is not None,
             fresh=self._is_fresh,
@@ -281,7 +276,7 @@ class Training:
             words = "sparsifier states are reset at step %d, residuals are kept: %s"
             _log.warning(words, start.step, start.reason)
         held, known = self.residuals_and_progress()
-        progress = {name: resumed(one, start.progress.get(name), start.step) for name, one in known.items()}
+        progress = {name: resumed(one, start.step) for name, one in known.items()}
         self.build(start.plan)
         self.load_residuals(multiplied(held, self.size / old_size, self.recipe.feedback), progress)
 

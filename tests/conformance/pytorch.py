@@ -136,15 +136,3 @@ def test_a_scale_changes_nothing_and_an_overflow_skips_on_all(engine: Engine, te
     assert same(plain, scaled)
     assert plain.steps() == scaled.steps() == {6}
     assert replicas_agree(engine, scaled)
-
-
-@pytest.mark.needs("adopts")
-def test_residuals_follow_the_learning_rate(engine: Engine) -> None:
-    text = "topk:density=0.1,feedback=error(scale_residual=true)"
-    steady, falling = engine.train(text), engine.train(text)
-    for step, rate in enumerate([1.0, 0.5, 0.25, 0.125, 0.125, 0.25]):
-        steady.optimizer.param_groups[0]["lr"], falling.optimizer.param_groups[0]["lr"] = 1.0, rate
-        steady.step({name: rate * gradient for name, gradient in given(engine.rank, step).items()})
-        falling.step(given(engine.rank, step))
-        wanted = steady.weights()
-        assert all(np.array_equal(wanted[name], one) for name, one in falling.weights().items()), step

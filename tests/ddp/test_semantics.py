@@ -101,7 +101,6 @@ def test_what_is_no_model_or_no_sparsifier_is_refused(rank):
         ("optimizer=", LinearModel(SHAPES), TEXT, None),
         ("one without bias", plain.model, TEXT, few),
         (r"model\._orig_mod", torch.compile(plain.model), TEXT),
-        ("scale_residual", plain.model, f"{TEXT},feedback=error(scale_residual=true)"),
         ("momentum", plain.model, "dgc:density=0.1,feedback=momentum", momentum),
     ):
         with pytest.raises(ArgumentError, match=words):

@@ -103,7 +103,7 @@ def run(
     history = History(recipe, scenario, exact.reshape(gradients.shape), cluster)
     for number, step in enumerate(given):
         cluster.recorder = Recorder()
-        results = cluster.synchronize(step, None if rates is None else rates[number], keep_errors=True)
+        results = cluster.synchronize(step, 1.0 if rates is None else rates[number], keep_errors=True)
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, NonFiniteGradientError):
                 raise result
@@ -273,24 +273,15 @@ def traffic_as_declared(history: History) -> None:
             assert bucket.last.bytes_inside == sum(sent) - sum(sent[own])
 
 
-def units_change_nothing(history: History, papers: History, rates: Sequence[float]) -> None:
-    """A residual that follows rates (powers of two) moves as that of `papers`: of gradients times rates."""
-    for rate, step, other in zip(rates, history.steps, papers.steps, strict=True):
-        for sum_, theirs in zip(step.sums, other.sums, strict=True):
-            assert sum_.counts.tolist() == theirs.counts.tolist()
-            assert sum_.indices.tobytes() == theirs.indices.tobytes()
-            np.testing.assert_array_equal(rate * sum_.values, theirs.values)
-
-
-def dense_bounds(history: History, growth: float) -> None:
-    """No element is ever sent, or held back, that is larger than `growth` times all gradients until then.
+def dense_bounds(history: History) -> None:
+    """No element is ever sent, or held back, that is larger than all gradients until then together.
 
     All of them at once is what dense steps would have applied one by one. Rounding for the wire is let
     through: it may enlarge a small value beside a large one.
     """
     total = np.abs(history.gradients).sum(1)
     for number, step in enumerate(history.steps):
-        most = 1.25 * growth * total[: number + 1].sum(0).max()
+        most = 1.25 * total[: number + 1].sum(0).max()
         assert np.abs(history.dense(number)).max() <= most, f"step {number}"
         assert np.abs(step.residuals).max() <= most, f"step {number}"
 

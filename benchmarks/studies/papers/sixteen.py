@@ -13,7 +13,7 @@ from benchmarks.studies.study import Result, Study, markdown, rounded
 from benchmarks.studies.tasks import digits_task
 from benchmarks.studies.training import train
 from horovod_sparse.arrays import HostAccumulator
-from horovod_sparse.feedback import Bucket, ErrorFeedback, recipe
+from horovod_sparse.feedback import Bucket, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 from horovod_sparse.sparsifiers.schedule import Exponential
 from horovod_sparse.training.engine import carry_out
@@ -66,12 +66,11 @@ def encoding_ms(name: str, num_bytes: int, repeat: int = 5) -> float:
 
 
 def measure(variant: str) -> Result:
-    """A training as in the papers: density falls, the rate drops, and the residual is scaled."""
+    """A training as in the papers: density falls, and the rate drops."""
     made = recipe(
         **VARIANTS[variant],
         density=SETTING["density"],
         schedule=Exponential(steps=SETTING["warmup_steps"]),
-        feedback=ErrorFeedback(scale_residual=True),
     )
     rate, drop_at = SETTING["learning_rate"], SETTING["drop_at"]
     trace = train(

@@ -134,18 +134,13 @@ def _distributed_class(base: Any, is_scaler: bool) -> Any:
                 )
             with tf.init_scope():
                 build(self, variables)
-            rate = self.learning_rate
-            if not is_keras3(self):  # where a schedule's present rate is known only after the step
-                rate = getattr(getattr(self, "inner_optimizer", self), "_learning_rate", rate)
-                if callable(rate) and not hasattr(rate, "dtype"):
-                    rate = rate(self.iterations)
             if is_scaler:
                 # gradients have been unscaled under tf-keras, and have not been under Keras 3
                 scale = (self.dynamic_scale.value, True) if is_keras3(self) else (1.0, self.dynamic)
-                return apply(reduce_if_finite(reducer, grads, variables, rate, *scale), variables)
+                return apply(reduce_if_finite(reducer, grads, variables, *scale), variables)
 
             def complete(gradients: Sequence[Any]) -> Any:
-                sums, skipped = reducer.synchronize_or_skip(gradients, variables, rate)
+                sums, skipped = reducer.synchronize_or_skip(gradients, variables)
                 if skipped is None:
                     return apply(sums, variables)
                 return tf.cond(skipped, lambda: False, lambda: [apply(sums, variables), True][1])
@@ -259,7 +254,7 @@ class DenseReducer:
         return takes_part(self.process_set) and (is_elastic() or self.process_set.size() > 1)
 
     def synchronize_or_skip(
-        self, gradients: Sequence[Any], variables: Sequence[Any], _rate: Any = None, *, scaled: bool = False
+        self, gradients: Sequence[Any], variables: Sequence[Any], *, scaled: bool = False
     ) -> tuple[list[Any], None]:
         """Returns the gradients averaged or summed over ranks; NaN on one rank becomes NaN on all."""
         refuse_graphs()
@@ -271,9 +266,9 @@ class DenseReducer:
             self._name = label_of("horovod_sparse.dense", self.process_set, variables)
         given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
         build = self._eagerly if tf.executing_eagerly() else self._allreduce_all
-        return build(given, variables, tf.zeros([])), None
+        return build(given, variables), None
 
-    def _allreduce_all(self, gradients: list[Any], variables: list[Any], _scalar: tf.Tensor) -> list[Any]:
+    def _allreduce_all(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         given = self.process_set, self._average
         return [
             None if one is None else reduce_densely(one, f"{self._name}.{i}", *given, **self._options)

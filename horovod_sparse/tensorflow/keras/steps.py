@@ -20,8 +20,9 @@ from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.graph import refuse_graphs
+from horovod_sparse.tensorflow.keras.distributed import is_keras3
 from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, by_name
-from horovod_sparse.tensorflow.tensors import as_dense, as_rate, as_variable
+from horovod_sparse.tensorflow.tensors import as_dense, as_variable
 from horovod_sparse.tensorflow.training import VariablesEngine, facts_of
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import RankAndSize, Topology
@@ -103,8 +104,16 @@ class KerasSteps(Steps):
     def is_needed(self) -> bool:
         return True
 
+    def _present_rate(self) -> Any:
+        rate = self.optimizer.learning_rate
+        if not is_keras3(self.optimizer):  # where a schedule's present rate is known only after the step
+            rate = getattr(self.optimizer, "_learning_rate", rate)
+            if callable(rate) and not hasattr(rate, "dtype"):
+                rate = rate(self.optimizer.iterations)
+        return rate
+
     def synchronize_or_skip(
-        self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any, *, scaled: bool = False
+        self, gradients: Sequence[Any], variables: Sequence[Any], *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor]:
         """Runs a pass, which changes the variables; returns the gradients, and whether ranks skipped it."""
         refuse_graphs()
@@ -125,7 +134,8 @@ class KerasSteps(Steps):
                 tf.cast(as_dense(one), own[number].dtype)
                 for number, (_, one) in zip(present, pairs, strict=True)
             ]
-            inputs = [as_rate(rate), *dense, *(one.read_value() for one in own)]
+            rate = tf.cast(as_variable(self._present_rate()), tf.float64)
+            inputs = [rate, *dense, *(one.read_value() for one in own)]
             host, kinds = _host_function(weakref.ref(self), present, scaled), [one.dtype for one in own]
             skipped, *values = tf.numpy_function(host, inputs, [tf.bool, *kinds])
         for one, value in zip(own, values, strict=True):
@@ -266,7 +276,7 @@ def _host_function(steps: weakref.ref[KerasSteps], present: Sequence[int], scale
         if own is None:
             raise UnsupportedError("the optimizer of this tf.function was deleted: keep a reference to it")
         gradients = dict(zip(present, arrays, strict=False))
-        return own.run(gradients, arrays[len(present) :], float(rate[0]), scaled)
+        return own.run(gradients, arrays[len(present) :], float(rate), scaled)
 
     return run
 

@@ -102,7 +102,7 @@ def test_steps_are_as_long_as_of_the_whole_batch(shared: float) -> None:
     (bucket, *_), known = cluster.buckets, cluster.buckets[0].progress
     assert known.leans[1] < 1.3 * before[1], "one bad batch does not rule"
     assert from_plain(Progress(), to_plain(known)) == known
-    assert resumed(known, None, count + 1).leans == (0.0, 0.0)
+    assert resumed(known, count + 1).leans == (0.0, 0.0)
     for value in (1.0, np.nan):
         gradients[0, 3, 5] = value
         cluster.synchronize(list(gradients[0].copy()), 0.1, keep_errors=True)
@@ -146,16 +146,16 @@ def test_where_other_ranks_share_hosts_moments_start_anew() -> None:
     assert before.age == 5 and all(before.leans) and from_plain(Progress(), to_plain(before)) == before
     levels = SimulatedCluster(made, _N, 4, topology=Topology.regular(2, 2)).buckets[0]
     levels.restart(before)
-    assert levels.progress == Progress(5, 0.1, 0.1, since=5, summed=2) and levels.state.step == 5
+    assert levels.progress == Progress(5, since=5, summed=2) and levels.state.step == 5
     assert levels.feedback.moment_factor(before.age, 0) == 0.0
     assert from_plain(Progress(), to_plain(levels.progress)) == levels.progress
 
 
 def test_a_moment_is_as_old_as_the_steps_that_it_is_made_of() -> None:
     """Zeros that passed for a moment of many steps would make steps of 1 / sqrt(1 - beta2) times the rate."""
-    old, young = Progress(1000, 0.1), Progress(1000, 0.1, since=990)
-    worker = resumed(Progress(), to_plain(old), 1000)
-    assert (worker.step, worker.learning_rate, worker.age) == (1000, 0.1, 0)
-    assert resumed(Progress(7), to_plain(old), 1000).age == 7
+    old, young = Progress(1000), Progress(1000, since=990)
+    worker = resumed(Progress(), 1000)
+    assert (worker.step, worker.age) == (1000, 0)
+    assert resumed(Progress(7), 1000).age == 7
     assert progress_of(["a", "b"], {"a": old, "b": young}).age == 10
     assert progress_of(["c"], {"a": old}).age == 0

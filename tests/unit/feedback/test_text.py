@@ -40,13 +40,12 @@ def test_every_row_as_text_and_pickled(case: Case) -> None:
 
 _FEEDBACKS = [
     ErrorFeedback(),
-    ErrorFeedback(scale_residual=True),
     ErrorFeedback(clip_norm=0.5),
     NoFeedback(),
     AdamFeedback(beta2=0.99, clip_norm=1.0, whole_batch=False),
     RMSpropFeedback(eps=1e-4),
     MomentumCorrection(),
-    MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5, scale_residual=True),
+    MomentumCorrection(momentum=0.5, nesterov=True, masking=False, clip_norm=1.5),
 ]
 _SCHEDULES = [
     None,

@@ -91,25 +91,6 @@ def test_a_step_can_be_abandoned_after_it_went_well(case: Case) -> None:
     assert [bucket.state.step for bucket in history.cluster.buckets] == [step - 1 for step in before]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.loses_mass], ids=case_id)
-def test_learning_rate_of_an_abandoned_step_counts_once(case: Case) -> None:
-    scaled = dataclasses.replace(case.recipe, feedback=ErrorFeedback(scale_residual=True))
-    cluster = SimulatedCluster(scaled, 64, 2)
-    first = np.arange(1, 65, dtype=np.float32) / 64
-    cluster.synchronize([first.copy(), first.copy()], 0.5)
-    held = cluster.residuals()
-    assert np.any(held)
-    sick = np.zeros(64, np.float32)
-    sick[5] = np.nan
-    cluster.synchronize([sick, np.zeros(64, np.float32)], 0.25, keep_errors=True)
-    for before, after in zip(held, cluster.residuals(), strict=True):
-        np.testing.assert_array_equal(after, 2.0 * before)
-    results = cluster.synchronize(list(np.zeros((2, 64), np.float32)), 0.25)
-    total = cluster.dense(results[0]) + np.sum(cluster.residuals(), axis=0)
-    rounding = 1e-7 if case.quantizes else 0.0  # of what is sent of an element because of others
-    np.testing.assert_allclose(total, 2.0 * np.sum(held, axis=0), rtol=0, atol=rounding)
-
-
 @rows_by("case,huge", CASES, [("float32", 3e38), ("float64", 1.5e308), ("float16", 6e4)], ids=case_id)
 def test_a_sum_that_is_not_finite_is_applied_by_nobody(case: Case, huge: tuple[str, float]) -> None:
     dtype, value = huge

@@ -47,10 +47,9 @@ MORE: list[tuple[str, tuple[int, int, int]]] = [
             *(
                 "error(clip_norm=1.0)",
                 "error(decay=0.9)",
-                "error(scale_residual=true)",
                 "momentum(momentum=0.5)",
             ),
-            *("momentum(momentum=0.5,nesterov=true)", "momentum(momentum=0.5,scale_residual=true)"),
+            *("momentum(momentum=0.5,nesterov=true)",),
             *("momentum(momentum=0.5,masking=false,clip_norm=1.0)", "adam(beta2=0.9)", "none(clip_norm=1.0)"),
             *("adam(beta2=0.9,whole_batch=false,clip_norm=1.0)", "rmsprop(beta2=0.9,eps=0.001)"),
         )

@@ -14,7 +14,7 @@ from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import Recipe, recipe
 from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, SparsifierState
 from horovod_sparse.sparsifiers.dgc import DGC
-from horovod_sparse.sparsifiers.hard_threshold import HardThreshold, HardThresholdState
+from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
 from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
 from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
@@ -190,5 +190,5 @@ def test_a_threshold_that_is_left_out_is_told_once(caplog: Any) -> None:
     info = BucketInfo("guessed once", 16)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):  # 1 / (2 sqrt(k)), k = 4 of 16
-            assert HardThreshold(density=0.25).threshold_for(info, HardThresholdState()) == 0.25
+            assert HardThreshold(density=0.25).threshold_for(info, 0) == 0.25
     assert caplog.text.count("guessed once") == 1 and "threshold=" in caplog.text

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import horovod.torch
@@ -119,17 +118,6 @@ def test_buckets_follow_the_model_not_the_parameter_groups():
         torch.optim.SGD(groups, lr=0.1), named_parameters=net.named_parameters(), compression="topk"
     )
     assert optimizer.plan == Plan((("2.bias", "0.bias"), ("2.weight", "0.weight")))
-
-
-OTHERS = partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, *OTHERS])
-def test_a_residual_that_follows_the_rate_is_for_plain_sgd(kind, caplog):
-    wrap(model(), optimizer=kind)
-    assert "scale_residual" not in caplog.text
-    wrap(model(), "topk:density=0.5,feedback=error(scale_residual=true)", optimizer=kind)
-    assert caplog.text.count("scale_residual=True is made for SGD without momentum") == (kind in OTHERS)
 
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")

@@ -380,5 +380,3 @@ def test_a_tape_gives_steps_to_plain_sgd():
         step = 0.5 * gradient / (np.sqrt(moment / (1 - 0.9**number)) + 1e-3)
         expected = expected * (1 - 0.5 * 0.125) - step
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5)
-    with pytest.raises(ArgumentError, match=r"learning_rate=0.5.*plain keras.optimizers.SGD"):
-        tape.gradient(loss, [weight.value], learning_rate=0.5)
