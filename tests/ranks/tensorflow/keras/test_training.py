@@ -56,20 +56,6 @@ def test_momentum_correction_is_that_of_horovod(rank, size):
     np.testing.assert_allclose(flat(model), flat(by_hand), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_error_feedback_follows_a_schedule(run_eagerly, rank, size):
-    rates, seen = [0.1, 0.05, 0.025], []
-    rate = keras.optimizers.schedules.PiecewiseConstantDecay([5, 11], rates)
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), compression=SPARSE)
-
-    class Look(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            seen.append(optimizer.state_dict()["buckets"][0]["learning_rate"])
-
-    fit(make_model(), optimizer, rank, size, epochs=3, callbacks=[Look()], run_eagerly=run_eagerly)
-    assert seen == pytest.approx(rates)
-
-
 @pytest.mark.parametrize("compression", [SPARSE, "none"])
 def test_xla_is_refused(compression, rank, size):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
