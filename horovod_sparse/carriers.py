@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from horovod_sparse import collectives
-from horovod_sparse.collectives import Exchange, Request, Synchronization, Words
-from horovod_sparse.errors import CollectiveMismatchError
+from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization, Words
+from horovod_sparse.errors import CollectiveMismatchError, HorovodSparseError
 from horovod_sparse.topology import Topology
-from horovod_sparse.training.engine import Handle, answer_for_one_rank
+from horovod_sparse.training.engine import Handle, Task, answer_for_one_rank
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, requested_transport
 
 _SLEEP_SECONDS = 20e-6
@@ -33,7 +33,7 @@ def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]
     if isinstance(request, Exchange):
         return (yield request)
     others = tuple(peer for peer in range(size) if peer != rank)
-    if isinstance(request, collectives.AllGather):
+    if isinstance(request, AllGather):
         arrived = yield Exchange(dict.fromkeys(others, request.buffer), others)
         return np.concatenate([request.buffer if peer == rank else arrived[peer] for peer in range(size)])
     if isinstance(request, collectives.AllToAll):
@@ -68,6 +68,36 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
             "give the same length"
         )
     return words.view(expected.dtype)
+
+
+def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchronization[None]:
+    """Runs tasks round by round; all-gathers that tasks request in the same round are one message."""
+    answers: dict[int, Any] = dict.fromkeys(range(len(batch)))
+    while answers:
+        requests: dict[int, Request] = {}
+        for number, answer in answers.items():
+            task, coroutine = batch[number]
+            try:
+                requests[number] = coroutine.send(answer)
+            except StopIteration as stop:
+                task.result = stop.value
+            except HorovodSparseError as error:
+                task.error = error
+        own = {number: one.buffer for number, one in requests.items() if isinstance(one, AllGather)}
+        answers = {} if not own or len(batch) == 1 else (yield from _gather_together(own, len(batch)))
+        for number in sorted(requests.keys() - answers.keys()):
+            answers[number] = yield requests[number]
+
+
+def _gather_together(own: Mapping[int, Words], num_tasks: int) -> Synchronization[dict[int, Words]]:
+    """Gathers some tasks' buffers from all ranks as one message, which begins with each task's length."""
+    lengths = np.array([own[task].size if task in own else 0 for task in range(num_tasks)], np.int32)
+    words, of_ranks = (yield AllGather(np.concatenate([lengths, *own.values()]))), []
+    while words.size:
+        ends = num_tasks + np.cumsum(words[:num_tasks])
+        of_ranks.append(np.split(words[: ends[-1]], [num_tasks, *ends[:-1]])[1:])
+        words = words[ends[-1] :]
+    return {task: np.concatenate([buffers[task] for buffers in of_ranks]) for task in own}
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:

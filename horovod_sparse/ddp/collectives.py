@@ -11,15 +11,15 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from horovod_sparse import errors
-from horovod_sparse.carriers import among, by_exchanges
-from horovod_sparse.collectives import AllReduce, Broadcast, Exchange, ReduceScatter, Request, Synchronization
+from horovod_sparse.carriers import among, by_exchanges, side_by_side
+from horovod_sparse.collectives import AllReduce, Exchange, ReduceScatter, Request, Synchronization
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.deadline import Deadline
@@ -45,6 +45,8 @@ class _Channel:
 
     number: int = 0
     room: int = _LEAST_ROOM
+    #: of the next message to receive: memory, tag and handle, offered before it is sent
+    offered: tuple[torch.Tensor, int, Any] | None = None
 
     def next_tag(self) -> int:
         """Returns the tag for the next message; a long message's second part has the next number."""
@@ -66,9 +68,9 @@ class Carrier:
     Lengths differ from rank to rank, which no all-gather of torch.distributed takes. So messages go from
     each rank to each other: as many bytes as in a ring, and one latency instead of P - 1. Each says its own
     length in its first word, and in its second one what it belongs to: ranks out of step are told apart. So
-    does an element behind each sum. A receiver has to offer memory before: as much as both ends expect
-    after the messages that went between them before (Gloo takes a shorter one); what is longer follows in a
-    second one.
+    does an element behind each sum. Gloo sends when it has heard that the receiver offers memory: so that for
+    the next message is offered when one has come. It is as much as both ends expect after the messages
+    between them (Gloo takes a shorter one); what is longer follows in a second message.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -104,10 +106,6 @@ class Carrier:
             return self._carry_out_within(request)
         if isinstance(request, AllReduce):
             return self._reduce(request.buffer)
-        if isinstance(request, Broadcast):
-            tensor = torch.from_numpy(request.buffer.copy())
-            self._host.broadcast(tensor, request.root).wait()
-            return tensor.numpy()
         if isinstance(request, Exchange):
             return self._exchange(request.sends, request.sources)
         return carry_out(by_exchanges(request, self.rank, self.size), self)
@@ -125,11 +123,8 @@ class Carrier:
     def _reduce(self, buffer: Any) -> Any:
         # sums of them are exact in float32, or in float16
         word = self._name_hash() % (_NUM_SUMMED if buffer.itemsize > 2 else max(1, 2048 // self.size))
-        if isinstance(buffer, torch.Tensor):
-            flat = buffer.detach().cpu()
-            total = torch.cat([flat, flat.new_full((1,), word)])
-        else:
-            total = torch.from_numpy(np.append(buffer, buffer.dtype.type(word)))
+        flat = buffer.detach().cpu() if isinstance(buffer, torch.Tensor) else readable_tensor(buffer)
+        total = torch.cat([flat, flat.new_full((1,), word)])
         self._host.allreduce(total).wait()
         if total[-1] != word * self.size:
             raise self._mismatch_error("other ranks", None)
@@ -152,22 +147,22 @@ class Carrier:
         coming, own = [], self._name_hash()
         for rank in sources:
             if rank != self.rank:
-                channel = self._from[rank]
-                head, tag = torch.empty(_HEADER + channel.room, dtype=torch.int32), channel.next_tag()
-                coming.append((rank, tag, head, self._host.recv([head], rank, tag)))
+                coming.append((rank, *(self._from[rank].offered or self._offer(rank))))
+                self._from[rank].offered = None
         # buffers stay alive until they are sent
         sent = []
         for rank, words in sends.items():
             if rank != self.rank:
                 sent += self._begin(words, rank)
         messages, following = {}, []
-        for rank, tag, head, work in coming:
+        for rank, head, tag, work in coming:
             with self._naming_lost_rank(f"rank {rank}"):
                 work.wait()
             length, word, room = int(head[0]), int(head[1]), head.numel() - _HEADER
             if word != own:
                 raise self._mismatch_error(f"rank {rank}", word)
             self._from[rank].expect_after(length)
+            self._from[rank].offered = self._offer(rank)
             if length <= room:
                 messages[rank] = head[_HEADER : _HEADER + length]
             else:
@@ -180,6 +175,12 @@ class Carrier:
         if self.rank in sources:
             received[self.rank] = sends[self.rank].copy()
         return received
+
+    def _offer(self, rank: int) -> tuple[torch.Tensor, int, Any]:
+        """Offers memory for a rank's next message; returns it, the message's tag and a handle."""
+        channel = self._from[rank]
+        head, tag = torch.empty(_HEADER + channel.room, dtype=torch.int32), channel.next_tag()
+        return head, tag, self._host.recv([head], rank, tag)
 
     def _begin(self, words: np.ndarray, rank: int) -> list[tuple[torch.Tensor, Any]]:
         """Begins to send a message; returns its parts and their handles."""
@@ -234,12 +235,16 @@ _LOOK_SECONDS = 0.5
 _END_SECONDS = 2.0
 
 
+#: tasks that run side by side
+_Batch: TypeAlias = list[tuple[Task, Synchronization[Any]]]
+
+
 class _ThreadState:
     """State of a communicator's thread, which holds no reference to the communicator itself."""
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
-        self.waiting: queue.SimpleQueue[tuple[Task, Synchronization[Any]] | None] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         #: lock that the thread holds except during requests
@@ -277,6 +282,7 @@ class Communicator:
         self._shared, self._deadline = _ThreadState(carrier), deadline
         #: prefix of names: a process may train several models
         self.label = ""
+        self._batch: _Batch | None = None
         #: total seconds that `wait` waited for other ranks and the network
         self.idle_seconds = 0.0
         thread = threading.Thread(target=_run, args=(self._shared,), name="horovod_sparse.ddp", daemon=True)
@@ -285,8 +291,21 @@ class Communicator:
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         task = Task(name)
-        self._shared.waiting.put((task, coroutine))
+        if self._batch is None:
+            self._shared.waiting.put([(task, coroutine)])
+        else:
+            self._batch.append((task, coroutine))
         return task
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Returns a context whose tasks run side by side, and start at its end."""
+        self._batch = []
+        try:
+            yield
+            self._shared.waiting.put(self._batch)
+        finally:
+            self._batch = None
 
     def set_topology(self, topology: Topology | None) -> None:
         self._shared.carrier.topology = topology
@@ -333,20 +352,21 @@ def _end_thread(shared: _ThreadState, thread: threading.Thread) -> None:
 
 
 def _run(shared: _ThreadState) -> None:
-    while (item := shared.waiting.get()) is not None:
-        task, coroutine = item
+    while (batch := shared.waiting.get()) is not None:
+        failure = None
         try:
             with shared.working:
                 if shared.failure is not None:
-                    coroutine.close()
                     raise shared.failure
-                shared.carrier.name = task.name
-                task.result = carry_out(coroutine, shared.carry)
+                shared.carrier.name = batch[0][0].name
+                carry_out(side_by_side(batch), shared.carry)
         except BaseException as error:
-            task.error = error
-            if not isinstance(error, _COLLECTIVE):
-                shared.failure = error
+            failure = error
         with shared.changed:
-            task.finished, task.done = time.perf_counter(), True
+            for task, _ in batch:
+                task.error = task.error or failure
+                if task.error is not None and not isinstance(task.error, _COLLECTIVE):
+                    shared.failure = task.error
+                task.finished, task.done = time.perf_counter(), True
             shared.changed.notify_all()
-        del item, task, coroutine
+        del batch, task, failure

@@ -264,7 +264,7 @@ class LocalBinding(LocalTraining):
         others = [(name, one, not one.requires_grad) for name, one in _unexchanged_in(self._model)]
         self._known = {name: (frozen, _digest(one, frozen)) for name, one, frozen in others}
 
-    def _begin_exchange(self, *, finishing: bool = False) -> bool:
+    def _begin_exchange(self, *, finishing: bool = False) -> None:
         self._adopt_loaded()
         known = {id(parameter) for _, parameter in self.facts.values()}
         if new := [list(one.shape) for one in self._trained_parameters() if id(one) not in known]:
@@ -288,7 +288,7 @@ class LocalBinding(LocalTraining):
                 f"{listed([name for name, _ in moved])}, which no optimizer trains, have changed here: "
                 "give averages of parameters to register_buffer, which is averaged over ranks"
             )
-        return super()._begin_exchange(finishing=finishing)
+        super()._begin_exchange(finishing=finishing)
 
     def finish(self) -> None:
         """Ends a training: takes part in exchanges until all ranks have called it, even with unequal steps.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -83,6 +84,8 @@ class Starter(Protocol):
     """Runs coroutines with collectives, several at once; all ranks start the same ones."""
 
     idle_seconds: float
+    #: returns a context whose tasks may share messages; in this one each starts as soon as it can
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
         """Starts a coroutine and returns at once; `name` is equal on all ranks."""
@@ -175,7 +178,7 @@ _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 0.1, 1e-3
 _DRAIN_SECONDS = 1.0
 
 
-class Driver:
+class Driver(Starter):
     """Runs coroutines in one thread: starts their collectives, and resumes them when results arrive.
 
     Nothing blocks but `wait`, which resumes every parked coroutine that can go on: so ranks may start tasks,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
+from horovod_sparse.collectives import AllReduce, Synchronization
 from horovod_sparse.errors import NonFiniteGradientError
 
 
@@ -46,11 +46,6 @@ class RankFacts:
     projections: list[list[float]] = field(default_factory=list)
     task: Any = None
     averaged: tuple[np.ndarray, Any] | None = None
-
-    def share(self, number: int) -> Synchronization[list[Any]]:
-        """Sends these facts and the exchange's number to all ranks; returns every rank's, in rank order."""
-        facts = number, self.bad, self.finishing, hex(self.present), self.shrink, self.projections
-        return shared_lines(facts)
 
 
 def present_in(parts: Sequence[Any]) -> int:

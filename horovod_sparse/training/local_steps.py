@@ -129,11 +129,11 @@ class LocalTraining(Steps):
     def _advance(self) -> None:
         """Continues the exchange in flight as far as possible without waiting."""
 
-    def _begin_exchange(self, *, finishing: bool = False) -> bool:
+    def _begin_exchange(self, *, finishing: bool = False) -> None:
         self._land(0)
         taken, self._flying = self.taken, 0
         try:
-            return super()._begin_exchange(finishing=finishing)
+            super()._begin_exchange(finishing=finishing)
         except BaseException:  # the user's interrupt
             self.roll_back()
             self.taken = taken
@@ -160,9 +160,7 @@ class LocalTraining(Steps):
 
     def _average(self, facts: Any) -> None:
         if (own := self._statistics.read()).size:
-            task = self.starter.start("statistics", mean_of_finite(own))
-            self.starter.wait([task])
-            self._statistics.move(own, task.value())
+            self._statistics.move(own, self._carry_out(mean_of_finite(own)))
 
     def _land(self, most: int) -> bool:
         all_finishing = super()._land(most)

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse import errors
+from horovod_sparse.collectives import shared_lines
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
-from horovod_sparse.training.engine import Engine, Task
+from horovod_sparse.training.engine import Engine
 from horovod_sparse.training.facts import Averaged, RankFacts, mean_of_finite, present_in, read_facts
 from horovod_sparse.training.moves import OwnMoves
 from horovod_sparse.training.schedules import Schedule
@@ -129,7 +130,8 @@ class Steps(Training):
         """Starts the collectives that share `RankFacts` and average the model's buffers in an exchange."""
         # exchanges applied and in flight: if one rank alone has cancelled one, its number differs
         number = self.step + len(self._in_flight)
-        facts.task = self.starter.start(f"{name}.facts", facts.share(number))
+        told = number, facts.bad, facts.finishing, hex(facts.present), facts.shrink, facts.projections
+        facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
         if self._averaged is not None:
             own = self._averaged.read() if facts.averaged is None else facts.averaged[0]
             if own.size:
@@ -150,11 +152,6 @@ class Steps(Training):
                 f"ranks are not at the same exchange: {told}. Each rank has to call optimizer.step() equally "
                 "often, and end its training with finish()"
             )
-
-    def _wait(self, facts: RankFacts, tasks: Sequence[Task]) -> None:
-        """Waits for all collectives of an exchange; a part's error stays in its task."""
-        more = [] if facts.averaged is None else [facts.averaged[1]]
-        self.starter.wait([facts.task, *more, *tasks])
 
     def _average(self, facts: RankFacts) -> None:
         if facts.averaged is not None and self._averaged is not None:
@@ -193,8 +190,7 @@ class Steps(Training):
             self._begin_exchange()
             self._land(self.schedule.delay)
 
-    def _begin_exchange(self, *, finishing: bool = False) -> bool:
-        """Begins an exchange; returns True if all ranks are finishing, and none has moves to exchange."""
+    def _begin_exchange(self, *, finishing: bool = False) -> None:
         facts, self._facts, self.taken = self._facts, RankFacts(), 0
         facts.finishing = finishing
         if not self.schedule.moves_at_once:
@@ -202,16 +198,11 @@ class Steps(Training):
         facts.shrink = facts.shrink or [1.0] * len(self.parts)
         # collectives in flight need different names
         name = f"pass{self._num_begun % (self.schedule.delay + 2)}"
-        self._send_facts(facts, name)
-        if finishing and not self.schedule.moves_at_once:
-            self._wait(facts, [])
-            if self._read_facts(facts)[1]:
-                self._average(facts)
-                return True
-        for part in self.parts:
-            part.moves.begin(self.starter, f"{name}.{part.name}")
+        with self.starter.together():
+            self._send_facts(facts, name)
+            for part in self.parts:
+                part.moves.begin(self.starter, f"{name}.{part.name}")
         self._in_flight.append(facts)
-        return False
 
     def settle(self) -> None:
         """Exchanges remaining moves, and waits for all exchanges in flight; every rank calls it."""
@@ -231,7 +222,8 @@ class Steps(Training):
             facts, scale = self._in_flight[0], 1.0 / self.size
             failures, totals, shrunk = list[BaseException](), [], list[dict[float, list[int]]]()
             try:
-                self._wait(facts, [part.moves.task for part in self.parts])
+                averaged = [] if facts.averaged is None else [facts.averaged[1]]
+                self.starter.wait([facts.task, *averaged, *(part.moves.task for part in self.parts)])
             except BaseException:
                 self.roll_back()
                 raise
@@ -239,6 +231,12 @@ class Steps(Training):
                 shrunk, all_finishing = self._read_facts(facts)
             except errors.HorovodSparseError as error:
                 failures.append(error)
+            if all_finishing and not self.schedule.moves_at_once:  # no rank had gradients
+                self._in_flight.popleft()
+                for part in self.parts:
+                    part.moves.roll_back()
+                self._average(facts)
+                return True
             for part in self.parts if not failures else ():
                 try:
                     totals.append(part.moves.received(scale))
@@ -366,7 +364,8 @@ class Steps(Training):
         self.agree()
         while True:
             self._land(0)  # the next exchange then averages the final statistics
-            all_finish = self._begin_exchange(finishing=True) or self._land(0)
+            self._begin_exchange(finishing=True)
+            all_finish = self._land(0)
             self._check_drift_when_due()
             if all_finish:
                 return

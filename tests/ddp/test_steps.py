@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import ddp
+from horovod_sparse.ddp.collectives import Carrier
 from horovod_sparse.errors import ArgumentError, NonFiniteGradientError, StateMismatchError, UnsupportedError
+from horovod_sparse.merging import Plan
 from support.passes import adamw, backward, batches, begun, flat, momentum, net_of, sick, train
 from support.replicas import common_are_equal, same_on_all_replicas
 from support.sampling import rest_nightly, rows_by
@@ -61,6 +63,17 @@ def test_what_ranks_computed_is_applied_or_held_back(schedule, values, rank, siz
     left = sums - torch.cat([held[name].reshape(-1) for name in names])
     dist.all_reduce(left)
     torch.testing.assert_close(flat(net), start - left / size, rtol=0, atol=2e-6)
+
+
+def test_an_exchange_of_four_buckets_is_one_message(rank, monkeypatch):
+    net = net_of()
+    plan, optimizer = Plan(tuple((name,) for name, _ in net.named_parameters())), adamw(net)
+    ddp.attach(net, "best:density=0.1", optimizer, plan=plan)
+    train(net, optimizer, rank, 2)  # in the first step ranks agree
+    carry, sent = Carrier._exchange, []
+    monkeypatch.setattr(Carrier, "_exchange", lambda *given: sent.append(given) or carry(*given))
+    train(net, optimizer, rank, 3)
+    assert len(sent) == 3
 
 
 @pytest.mark.parametrize(("make", "ahead"), [(adamw, 0), (momentum, 10)])

@@ -22,11 +22,11 @@ from horovod_sparse.kernels.host.scatter import native_bits
 from horovod_sparse.tensorflow.collectives import carry_out_together
 from horovod_sparse.tensorflow.tensors import ReusedArrays, as_variable, unique_names
 from horovod_sparse.tensorflow.waiting import Watch
-from horovod_sparse.training.engine import Task
+from horovod_sparse.training.engine import Starter, Task
 from horovod_sparse.training.parts import Parameters
 
 
-class Exchanges:
+class Exchanges(Starter):
     """Runs coroutines one after another in a thread, in the order in which they were started.
 
     Collectives are Horovod's own; an exchange with a delay travels behind the next pass.
