@@ -132,7 +132,8 @@ def trained(
     count = sum(parameter.numel() for parameter in trains)
     sent = 4.0 * count
     if sync is not None:
-        sent = sync.telemetry.mean.bytes_sent
+        # telemetry counts exchanges, not passes
+        sent = sync.telemetry.mean.bytes_sent * sync.telemetry.num_steps / num_steps
         sync.finish()
     last = statistics.fmean(losses[-round(LAST * num_steps) :])
     told = torch.tensor([last, *task.test(net, rank, size)], dtype=torch.float64)
