@@ -119,9 +119,9 @@ def run(options: argparse.Namespace) -> int:
         more = f", {steps:g} times the steps" if steps > 1.0 else ""
         print(f"{name}: {case.step_seconds + added:.3g} s a step, {longer}{more}")
     where = f"model: DistributedDataParallel, optimizer: torch.optim.{_OPTIMIZERS[options.optimizer]}"
-    print(f"paste: {recommended_row(case, rows).paste}  # {where}")
+    print(f"paste: {recommended_row(case, rows).paste}  # {where}; untested on GPUs")
     print("accuracy: not predicted; docs/report.md has what was measured, in small trainings")
-    selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core, not measured on a GPU"
+    selecting = f"{_SELECTION_SECONDS * case.num_parameters:.2g} s on a CPU core"
     print(
         f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "
         f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1, and "
