@@ -114,12 +114,6 @@ class NonFiniteSumError(NonFiniteGradientError):
             "gradient of every rank is finite"
         )
 
-    def __str__(self) -> str:
-        return (
-            f"{self.finding}. No rank applied this step; lower the learning rate, or clip "
-            "gradients (clip_norm of a feedback clips each rank's own)"
-        )
-
 
 class EditedGradientError(HorovodSparseError, RuntimeError):
     """A gradient was changed after its synchronization had begun; raised on every rank.

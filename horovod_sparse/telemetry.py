@@ -15,7 +15,6 @@ class BucketStep:
 
     Attributes:
         num_target: k, the number of elements that the density asks for.
-        num_received: number of elements in all ranks' messages, repeated indices counted each time.
         bytes_sent: payload bytes that this rank sent; with two levels, between hosts.
         bytes_inside: payload bytes that this rank sent within its host, with two levels.
         residual_norm: L2 norm of this rank's residual after this step: ||e_{i,t+1}|| in ExDyna's
@@ -31,10 +30,8 @@ class BucketStep:
     num_elements: int
     num_target: int = 0
     num_selected: int = 0
-    num_received: int = 0
     bytes_sent: int = 0
     bytes_by_round: list[int] = field(default_factory=list)
-    kinds_by_round: list[str] = field(default_factory=list)
     bytes_inside: int = 0
     residual_norm: float = 0.0
     global_error: float = math.nan

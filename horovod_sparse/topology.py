@@ -157,18 +157,12 @@ class Placement:
         return cls(*own, str(host), int(hvd.local_rank()), int(hvd.local_size()))
 
 
-def _ranks_per_host() -> int | None:
-    """Returns how many ranks the environment variable puts on a host, or None if it is not set."""
-    asked = os.environ.get(RANKS_VARIABLE, "").strip()
-    if asked and whole_number(asked) < 1:
-        raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
-    return whole_number(asked) if asked else None
-
-
 def own_position(ranks: Placement) -> tuple[str, int]:
     """Returns this rank's host, and its number there."""
-    per_host = _ranks_per_host()
-    if per_host is None:
+    asked = os.environ.get(RANKS_VARIABLE, "").strip()
+    if not asked:
         return f"host {ranks.host}", ranks.host_rank
+    if (per_host := whole_number(asked)) < 1:
+        raise ArgumentError(RANKS_VARIABLE, asked, "a number of ranks, from 1")
     host, local = divmod(ranks.world_rank, per_host)
     return f"host {host}", local

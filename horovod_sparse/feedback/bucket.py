@@ -213,7 +213,7 @@ class Bucket:
 
     def record_sum(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
         """Writes counts and norms from a sum to the report; returns the position of its overflow, or None."""
-        report.num_selected, report.num_received = int(sum_.counts[self.info.rank]), len(sum_.values)
+        report.num_selected = int(sum_.counts[self.info.rank])
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:
             report.global_error = float(np.add.reduce(norms)) / len(norms)
@@ -265,7 +265,6 @@ class Bucket:
                 report.select_seconds += time.perf_counter() - resumed
             report.bytes_by_round.append(num_bytes_sent(request, self.info.rank))
             report.bytes_sent += report.bytes_by_round[-1]
-            report.kinds_by_round.append(type(request).__name__)
             result = yield request
 
     def abandon(self, *, drop: bool = False) -> None:

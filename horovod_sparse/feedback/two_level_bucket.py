@@ -185,13 +185,11 @@ class TwoLevelBucket(Bucket):
         report.bucket, report.num_elements = self.whole.name, self.whole.num_elements
         report.num_target = min(report.num_target * self.topology.per_host, report.num_elements)
         report.num_selected = int(sum_.counts[own].sum())
-        report.num_received = sum_.values.size
         if (norms := sum_.notes.norms) is not None:
             report.global_error = float(np.add.reduce(norms)) / len(norms)
         num_bytes = self.whole.num_elements * self.whole.value_dtype.itemsize
         report.bytes_inside = num_bytes + message.buffer.nbytes
         report.bytes_by_round = [num_bytes, *report.bytes_by_round, message.buffer.nbytes]
-        report.kinds_by_round = ["ReduceScatter", *report.kinds_by_round, "AllGather"]
         report.residual_norm = math.sqrt(self.accumulator.square_norm)
         self.raise_if_failed(marks, overflow)
         return sum_

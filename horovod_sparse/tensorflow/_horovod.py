@@ -12,26 +12,9 @@ from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.training.collective_errors import horovod_binding, refuse_second_binding
 
 hvd: Any = horovod_binding("TensorFlow", has="allgather")
-_start = object()
 
-
-def _count_starts(init: Any) -> Any:
-    """Wraps `hvd.init`, so that each call makes `present_start` return a new object."""
-
-    @functools.wraps(init)
-    def init_and_note_start(*arguments: Any, **named: Any) -> None:
-        global _start
-        starts = not hvd.is_initialized()
-        init(*arguments, **named)
-        if starts:
-            _start = object()
-
-    return init_and_note_start
-
-
-def present_start() -> object:
-    """Returns an object that every `hvd.init()` replaces; compare with ``is`` to notice a restart."""
-    return _start
+#: gives the token of Horovod's present start, which every `hvd.init()` replaces: compare it with ``is``
+present_start = functools.partial(getattr, hvd, "_horovod_sparse_start")
 
 
 def takes_part(process_set: Any) -> bool:
@@ -50,9 +33,6 @@ def is_elastic() -> bool:
     """True in elastic training, as Horovod's launcher says in the environment."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
-
-# under all ways to start it: hvd.init() of ours and of Horovod's, and the elastic wrapper's
-hvd.mpi_ops._basics.init = _count_starts(hvd.mpi_ops._basics.init)
 
 #: modules of Horovod's that have nothing of ours, and so are reached by our names, too
 _SHARED = ("gradient_aggregation", "gradient_aggregation_eager", "mpi_ops", "sync_batch_norm", "util")

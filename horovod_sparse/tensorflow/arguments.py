@@ -11,7 +11,6 @@ from typing import Any
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd
-from horovod_sparse.tensorflow.collectives import op_name
 from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import checked_variable
@@ -118,7 +117,7 @@ class Arguments:
     def declared(self) -> dict[str, object]:
         """Returns the arguments that have to be equal on all ranks, as text."""
         return {
-            "op": op_name(self.op),
+            "op": {hvd.Average: "Average", hvd.Sum: "Sum"}.get(self.op, str(self.op)),
             "gradient_predivide_factor": float(self.gradient_predivide_factor),
             "backward_passes_per_step": self.backward_passes_per_step,
             "average_aggregated_gradients": self.average_aggregated_gradients,

@@ -22,11 +22,10 @@ from horovod_sparse.carriers import as_alltoall, inbox, over_hosts
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
-from horovod_sparse.tensorflow.tensors import divided_by_ranks
 from horovod_sparse.tensorflow.waiting import Watch
 from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training import engine
-from horovod_sparse.training.agreement import compare, declaration, next_label
+from horovod_sparse.training.agreement import next_label
 from horovod_sparse.training.collective_errors import ConstructionErrors
 
 #: What goes through an operation: the buffer, and how many elements of it go to (come from) each rank;
@@ -139,7 +138,10 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **
         values = hvd.allgather(gradient.values, name=f"{name}.values", **common)
         indices = hvd.allgather(gradient.indices, name=f"{name}.indices", **common)
     if average:
-        values = divided_by_ranks(values, process_set)
+        number = process_set.size()
+        if is_elastic():  # in the graph, since it may change
+            number = hvd.size_op(process_set_id=process_set.process_set_id)
+        values /= tf.cast(number, values.dtype)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
@@ -243,19 +245,9 @@ def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch
     return carry_out_together(coroutine, process_set, name, looks=True, watch=watch)
 
 
-def compare_dense_arguments(compression: Any, process_set: Any, **arguments: object) -> None:
-    """Raises on all ranks if arguments differ; called by ranks without a sparsifier, others may have one."""
-    given = declaration(compression, "horovod.tensorflow", process_set=ranks_of(process_set), **arguments)
-    carry_out_agreement(compare(given), process_set)
-
-
 def ranks_of(process_set: Any) -> str:
     """Returns a text about a process set that is equal on all of its ranks."""
     return "all" if process_set is hvd.global_process_set else str(list(process_set.ranks))
-
-
-def op_name(op: Any) -> str:
-    return {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}.get(op, str(op))
 
 
 def label_of(prefix: str, process_set: Any, variables: Sequence[Any]) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.tensorflow._horovod import hvd, is_elastic
 
 #: alignment in bytes at which TensorFlow uses an array's memory without a copy
 ALIGNMENT = 64
@@ -94,12 +93,6 @@ def unique_names(variables: Sequence[Any], taken: Sequence[str] = ()) -> list[st
         used.add(name)
         names.append(name)
     return names
-
-
-def divided_by_ranks(tensor: tf.Tensor, process_set: Any) -> tf.Tensor:
-    """Divides a tensor by the number of ranks in the graph, since elastic training may change it."""
-    number = hvd.size_op(process_set_id=process_set.process_set_id) if is_elastic() else process_set.size()
-    return tensor / tf.cast(number, tensor.dtype)
 
 
 def multiply(gradient: Any, factor: Any) -> Any:

@@ -94,6 +94,7 @@ def refuse_second_binding(hvd: Any, process_set: Any) -> None:
 def horovod_binding(framework: str, has: str) -> Any:
     """Returns Horovod's module for "PyTorch" or "TensorFlow"; raises if it lacks the function `has`."""
     name = "horovod.torch" if framework == "PyTorch" else "horovod.tensorflow"
+    found: Any
     try:
         found = importlib.import_module(name)
     except ImportError as error:
@@ -107,8 +108,11 @@ def horovod_binding(framework: str, has: str) -> Any:
     @functools.wraps(init)
     def started(*arguments: Any, **named: Any) -> None:
         set_horovod_stall_limit()
+        if not found.is_initialized():
+            found._horovod_sparse_start = object()
         init(*arguments, **named)
 
+    found._horovod_sparse_start = object()
     found.mpi_ops._basics.init = started  # every way to start Horovod calls it
     return found
 
@@ -209,7 +213,6 @@ class ConstructionErrors:
         self._ranks, self._store, self._check = ranks, store, check
         #: this rank and the ranks for which it has published an error
         self._told: tuple[int, list[int]] | None = None
-        self._waits_at_end = False
 
     @classmethod
     def of_horovod(cls, hvd: Any) -> ConstructionErrors:
@@ -237,9 +240,8 @@ class ConstructionErrors:
             return
         self._put(str(found[0]), [type(error).__name__, str(error)])
         self._told = found
-        if not self._waits_at_end:
-            self._waits_at_end = True
-            atexit.register(self._delay_exit)
+        atexit.unregister(self._delay_exit)
+        atexit.register(self._delay_exit)
 
     def withdraw_error(self) -> None:
         if self._told is not None:
@@ -266,7 +268,6 @@ class ConstructionErrors:
                     continue
                 since, error = read.setdefault(other, (now, error_of_rank(number, *told)))
                 if now - since > _GRACE_SECONDS:
-                    self._put(f"{other}.{found[0]}", True)
                     raise error
 
         return look
@@ -289,15 +290,10 @@ class ConstructionErrors:
         return publishing  # type: ignore[return-value]
 
     def _delay_exit(self) -> None:
-        """Delays the end of this process until the waiting ranks have read its error."""
+        """Delays the end of this process, so that ranks without an error of their own read this one."""
         end = time.monotonic() + _END_SECONDS
-        if self._told is None:
-            return
-        own, ranks = self._told
-        missing = [rank for rank in ranks if rank != own]
-        while missing and time.monotonic() < end:
-            # until the others have an error, too, or have read this one
-            missing = [one for one in missing if not (self._get(str(one)) or self._get(f"{own}.{one}"))]
+        own, ranks = self._told or (0, [0])
+        while time.monotonic() < end and not all(self._get(str(one)) for one in ranks if one != own):
             time.sleep(0.1)
 
     def _put(self, key: str, value: Any) -> None:

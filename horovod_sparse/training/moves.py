@@ -162,7 +162,6 @@ class OwnMoves:
         own = self._decode(message)
         report, self._report = self._report, dataclasses.replace(self._report)
         report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
-        report.kinds_by_round = [AllGather.__name__]
         task = starter.start(name, _gather_moves(message, self._bucket.info, self._wire))
         self.in_flight.append(Exchange(task, num_moves, message, own, report))
 

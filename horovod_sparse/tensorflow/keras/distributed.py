@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
-from horovod_sparse.tensorflow.collectives import compare_dense_arguments, label_of, reduce_densely
+from horovod_sparse.tensorflow.collectives import carry_out_agreement, label_of, ranks_of, reduce_densely
 from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_graphs
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.tensors import (
@@ -23,6 +23,7 @@ from horovod_sparse.tensorflow.tensors import (
     reduce_if_finite,
     variables_of,
 )
+from horovod_sparse.training.agreement import compare, declaration
 
 
 def is_keras3(optimizer: Any) -> bool:
@@ -246,7 +247,8 @@ class DenseReducer:
             "prescale_factor": 1.0 / factor,
             "postscale_factor": factor,
         }
-        self._declared, self._name = arguments.declared(), ""
+        self._declared = {"process_set": ranks_of(self.process_set), **arguments.declared()}
+        self._name = ""
         self._eagerly = EagerCalls(self._allreduce_all)
 
     @property
@@ -262,7 +264,8 @@ class DenseReducer:
             return list(gradients), None
         variables = [as_variable(variable) for variable in variables]
         if not self._name:
-            compare_dense_arguments(self._options["compression"], self.process_set, **self._declared)
+            told = declaration(self._options["compression"], "horovod.tensorflow", **self._declared)
+            carry_out_agreement(compare(told), self.process_set)
             self._name = label_of("horovod_sparse.dense", self.process_set, variables)
         given = [as_dense(gradient) for gradient in gradients] if self._sparse_as_dense else list(gradients)
         build = self._eagerly if tf.executing_eagerly() else self._allreduce_all

@@ -103,8 +103,8 @@ class HostVariables(Parameters):
 
     def close(self, *, write: bool = False) -> list[np.ndarray]:
         """Ends a pass: returns the changed values; `write` also assigns them to the variables."""
-        values, self._is_open = self._values, False
-        if write:
+        values, was_open, self._is_open = self._values, self._is_open, False
+        if write and was_open:
             self.after_write()
         self._values = []
         return values

@@ -164,15 +164,15 @@ class KerasSteps(Steps):
                 return [np.bool_(True), *values]
         self._rate = rate
         numbers = {name: number for number, name in enumerate(self.facts)}
-        for part in self.parts:
-            own = [numbers[name] for name in part.names]
-            part.variables.open([values[number] for number in own])
-            now = self._rule.keras_own_step(self.optimizer, rate, part.bucket.progress.age)
-            if part.decays:
-                now = dataclasses.replace(now, shrink=1.0 - rate * float(self.optimizer.weight_decay))
-            part.prepare(now, map(gradients.get, own))
         before = self.step
         try:
+            for part in self.parts:
+                own = [numbers[name] for name in part.names]
+                part.variables.open([values[number] for number in own])
+                now = self._rule.keras_own_step(self.optimizer, rate, part.bucket.progress.age)
+                if part.decays:
+                    now = dataclasses.replace(now, shrink=1.0 - rate * float(self.optimizer.weight_decay))
+                part.prepare(now, map(gradients.get, own))
             self.pass_()
         except BaseException:
             for part in self.parts:
