@@ -218,7 +218,7 @@ class Binding(Steps):
         of common parameters: it includes this rank's moves, which those do not contain.
         """
         found = {key: dict(state) for key, state in states.items()}
-        hidden = self.moved() if self.hidden is None else self.hidden
+        hidden = self.pending_moves() if self.hidden is None else self.hidden
         for part, moved in zip(self.parts, hidden, strict=True):
             residual = torch.as_tensor(part.bucket.accumulator.memory()[0])
             residual = residual.clone() if moved else residual

@@ -77,13 +77,13 @@ class Displacement:
         total: SparseSum = self.task.value()
         return total
 
-    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
         """Moves `start` by the mean displacement, and the parameters to `start`; returns the union's size."""
         self.task, outer = None, self.schedule.outer
         total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
         if outer.momentum:  # all is sent
             num_union = len(total.values)
-            self._apply_mean(scaled(total, scale))
+            self._step_with_momentum(scaled(total, scale))
         else:
             num_union, _ = self._common.replace(total=total, scale=outer.lr * scale)
         self.return_to_start()
@@ -135,7 +135,7 @@ class Displacement:
         return self._memory.foldable([one.to(kind) - other.to(kind) for one, other in pairs])
 
     @torch.no_grad()
-    def _apply_mean(self, mean: Any) -> None:
+    def _step_with_momentum(self, mean: Any) -> None:
         """Applies the outer step with momentum by the mean displacement, an array [n]."""
         mean, outer = torch.as_tensor(mean, device=self.start.device), self.schedule.outer
         self.velocity.mul_(outer.momentum).add_(mean)
@@ -315,7 +315,7 @@ class LocalBinding(LocalTraining):
     def before_load(self) -> None:
         """Called before the model loads a state: hashes its parameters, to notice whether they change."""
         if self._has_begun and not self._is_restored and self._before_load is None:
-            self._land(0)
+            self._apply_exchanges(0)
             self._before_load = self._digests()
 
     def _digests(self) -> list[bytes]:

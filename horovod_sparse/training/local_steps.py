@@ -119,18 +119,18 @@ class LocalTraining(Steps):
         began, self._flying = time.perf_counter(), self._flying + 1
         self._advance()
         if self._flying >= self.schedule.delay:
-            self._land(0)
+            self._apply_exchanges(0)
         if self.taken >= self.schedule.every:
             self._begin_exchange()
             if not self.schedule.delay:
-                self._land(0)
+                self._apply_exchanges(0)
         self.seconds_held_up += time.perf_counter() - began
 
     def _advance(self) -> None:
         """Continues the exchange in flight as far as possible without waiting."""
 
     def _begin_exchange(self, *, finishing: bool = False) -> None:
-        self._land(0)
+        self._apply_exchanges(0)
         taken, self._flying = self.taken, 0
         try:
             super()._begin_exchange(finishing=finishing)
@@ -158,12 +158,12 @@ class LocalTraining(Steps):
             raise StateMismatchError(f"the model's buffers differ: {told}. Make them the same on all ranks")
         return [{}] * len(self.parts), all(finishing)
 
-    def _average(self, facts: Any) -> None:
+    def _average_buffers(self, facts: Any) -> None:
         if (own := self._statistics.read()).size:
             self._statistics.move(own, self._carry_out(mean_of_finite(own)))
 
-    def _land(self, most: int) -> bool:
-        all_finishing = super()._land(most)
+    def _apply_exchanges(self, most_in_flight: int) -> bool:
+        all_finishing = super()._apply_exchanges(most_in_flight)
         if self.step >= self.drift.next_step:
             self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
         return all_finishing
@@ -182,7 +182,7 @@ class LocalTraining(Steps):
     def _clear_nonfinite_state(self) -> None:
         """Sets NaN and Inf in the optimizer's state to 0, since they would spoil its next step."""
 
-    def moved(self) -> list[Any]:
+    def pending_moves(self) -> list[Any]:
         """Returns an empty list for each part: local steps are in the parameters, not in moves."""
         return [[] for _ in self.parts]
 
@@ -209,13 +209,13 @@ class LocalTraining(Steps):
         """Returns the checkpoint entry, once the exchange in flight has ended; all ranks call it together."""
         if self.hidden is not None and (self.taken or self._in_flight):
             raise UnsupportedError("state_dict() was called within `with local.common():`, call it outside")
-        self._land(0)
+        self._apply_exchanges(0)
         local = {"taken": self.taken, "has_begun": self._has_begun, **self._arrays_by_parameter(*_SAVED)}
         return Training.save(self, local=local, **more)
 
     def load(self, entry: Mapping[str, Any] | None) -> None:
         """Loads a checkpoint entry; with None the present parameters become the common ones."""
-        self._land(0)
+        self._apply_exchanges(0)
         local = {} if entry is None else self._checked_local(entry)
         Training.load(self, entry)
         self._has_begun = bool(local.get("has_begun"))

@@ -177,7 +177,7 @@ class OwnMoves:
         self._bucket.raise_if_failed({}, overflow)
         return total
 
-    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
         """Replaces the oldest exchange's moves by their mean over ranks, after applying weight decay.
 
         `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
@@ -285,7 +285,7 @@ class JointMoves(OwnMoves):
         total: SparseSum = self.task.value()
         return total
 
-    def land(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
         self.task = None
         num_union, _ = self._parameters.replace((), shrunk, total, scale)
         self._bucket.accept()

@@ -80,10 +80,10 @@ class Steps(Training):
             self.roll_back()
         self.started_anew, self._num_begun = False, 0
         super().agree()
-        self._resume()
+        self._resume_exchanges()
 
     def reset_states(self, start: Any) -> None:
-        """Resets states to the agreed step; moves in flight are added to the residual later, by `_resume`."""
+        """Resets states to the agreed step; `_resume_exchanges` then adds moves in flight to the residual."""
         self.started_anew = True
         super().reset_states(start)
 
@@ -114,7 +114,7 @@ class Steps(Training):
                 part.moves.end_pass()
         else:
             self._begin_exchange()
-            self._land(0)
+            self._apply_exchanges(0)
         self._check_drift_when_due()
 
     def _check_drift_when_due(self) -> None:
@@ -153,7 +153,7 @@ class Steps(Training):
                 "often, and end its training with finish()"
             )
 
-    def _average(self, facts: RankFacts) -> None:
+    def _average_buffers(self, facts: RankFacts) -> None:
         if facts.averaged is not None and self._averaged is not None:
             sent, task = facts.averaged
             self._averaged.move(sent, task.value())
@@ -188,7 +188,7 @@ class Steps(Training):
         self.taken += 1
         if self.taken >= self.schedule.every:
             self._begin_exchange()
-            self._land(self.schedule.delay)
+            self._apply_exchanges(self.schedule.delay)
 
     def _begin_exchange(self, *, finishing: bool = False) -> None:
         facts, self._facts, self.taken = self._facts, RankFacts(), 0
@@ -210,14 +210,14 @@ class Steps(Training):
             self.agree()
             if self.taken:
                 self._begin_exchange()
-            self._land(0)
+            self._apply_exchanges(0)
             for part in self.parts:
                 part.moves.step_back()
 
-    def _land(self, most: int) -> bool:
-        """Applies exchanges until at most `most` are in flight; returns True if all ranks are finishing."""
+    def _apply_exchanges(self, most_in_flight: int) -> bool:
+        """Applies exchanges until at most so many are in flight; returns True if all ranks are finishing."""
         all_finishing = False
-        while len(self._in_flight) > most:
+        while len(self._in_flight) > most_in_flight:
             idle = self.starter.idle_seconds
             facts, scale = self._in_flight[0], 1.0 / self.size
             failures, totals, shrunk = list[BaseException](), [], list[dict[float, list[int]]]()
@@ -235,7 +235,7 @@ class Steps(Training):
                 self._in_flight.popleft()
                 for part in self.parts:
                     part.moves.roll_back()
-                self._average(facts)
+                self._average_buffers(facts)
                 return True
             for part in self.parts if not failures else ():
                 try:
@@ -256,11 +256,11 @@ class Steps(Training):
             reports = []
             for part, total, factors in zip(self.parts, totals, shrunk, strict=True):
                 started, task = time.perf_counter(), part.moves.task
-                num_union = part.moves.land(total, scale, factors)
+                num_union = part.moves.apply_mean(total, scale, factors)
                 took = time.perf_counter() - started
                 given = part.bucket.last, num_union, part.num_bytes, total.notes.norms
                 reports.append(BucketReport(*given, task.waited_seconds, took))
-            self._average(facts)
+            self._average_buffers(facts)
             self.step += 1
             self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle)
             for part, total in zip(self.parts, totals, strict=True) if all_finishing else ():
@@ -314,7 +314,7 @@ class Steps(Training):
         super().load(entry)
         self._to_resume = passes
 
-    def moved(self) -> list[list[tuple[Any, Any]]]:
+    def pending_moves(self) -> list[list[tuple[Any, Any]]]:
         """Returns each part's moves that no mean has replaced yet."""
         self._load_moves()
         return [part.moves.pending() for part in self.parts]
@@ -324,7 +324,7 @@ class Steps(Training):
             for part, moves in zip(self.parts, self._to_resume["moves"], strict=True):
                 part.moves.load(moves)
 
-    def _resume(self) -> None:
+    def _resume_exchanges(self) -> None:
         """Begins a checkpoint's exchanges in flight; rolls them back if ranks or schedule have changed."""
         if self._to_resume is None:
             return
@@ -344,7 +344,7 @@ class Steps(Training):
         self._num_begun = passes["begun"] - len(known) + 1
         for self._facts in known[:-1]:
             self._begin_exchange()
-            self._land(self.schedule.delay)
+            self._apply_exchanges(self.schedule.delay)
         self._facts, self.taken = known[-1], passes["taken"]
 
     def roll_back(self) -> None:
@@ -363,9 +363,9 @@ class Steps(Training):
             return
         self.agree()
         while True:
-            self._land(0)  # the next exchange then averages the final statistics
+            self._apply_exchanges(0)  # the next exchange then averages the final statistics
             self._begin_exchange(finishing=True)
-            all_finish = self._land(0)
+            all_finish = self._apply_exchanges(0)
             self._check_drift_when_due()
             if all_finish:
                 return
@@ -374,7 +374,7 @@ class Steps(Training):
     def common(self) -> Iterator[None]:
         """Returns a context in which parameters are the common ones, equal on all ranks."""
         before = self.hidden
-        self.hidden = self.moved() if before is None else before
+        self.hidden = self.pending_moves() if before is None else before
         try:
             with contextlib.ExitStack() as stack:
                 for part in self.parts:
