@@ -65,12 +65,12 @@ class Carrier:
     model's own group is: torch.distributed tells collectives of a group apart by their order alone, and
     DistributedDataParallel has its own on the other (buffers, unused parameters).
 
-    Lengths differ from rank to rank, which no all-gather of torch.distributed takes. So messages go from
-    each rank to each other: as many bytes as in a ring, and one latency instead of P - 1. Each says its own
-    length in its first word, and in its second one what it belongs to: ranks out of step are told apart. So
-    does an element behind each sum. Gloo sends when it has heard that the receiver offers memory: so that for
-    the next message is offered when one has come. It is as much as both ends expect after the messages
-    between them (Gloo takes a shorter one); what is longer follows in a second message.
+    Lengths differ between ranks, which all-gathers of torch.distributed do not support. So each rank sends
+    its message to each other rank: as many bytes as in a ring, and one latency instead of P - 1. A message's
+    first word is its length, and its second a hash of the collective's name, so that ranks out of step are
+    noticed; an element behind each sum does the same. Gloo sends only once the receiver offers memory, so a
+    receiver offers it for the next message as soon as one has arrived: as much as both ends compute from the
+    messages before (a shorter one fits). A longer message is sent in two parts.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -147,13 +147,13 @@ class Carrier:
         coming, own = [], self._name_hash()
         for rank in sources:
             if rank != self.rank:
-                coming.append((rank, *(self._from[rank].offered or self._offer(rank))))
+                coming.append((rank, *(self._from[rank].offered or self._begin_receive(rank))))
                 self._from[rank].offered = None
         # buffers stay alive until they are sent
         sent = []
         for rank, words in sends.items():
             if rank != self.rank:
-                sent += self._begin(words, rank)
+                sent += self._begin_send(words, rank)
         messages, following = {}, []
         for rank, head, tag, work in coming:
             with self._naming_lost_rank(f"rank {rank}"):
@@ -162,7 +162,7 @@ class Carrier:
             if word != own:
                 raise self._mismatch_error(f"rank {rank}", word)
             self._from[rank].expect_after(length)
-            self._from[rank].offered = self._offer(rank)
+            self._from[rank].offered = self._begin_receive(rank)
             if length <= room:
                 messages[rank] = head[_HEADER : _HEADER + length]
             else:
@@ -176,13 +176,13 @@ class Carrier:
             received[self.rank] = sends[self.rank].copy()
         return received
 
-    def _offer(self, rank: int) -> tuple[torch.Tensor, int, Any]:
-        """Offers memory for a rank's next message; returns it, the message's tag and a handle."""
+    def _begin_receive(self, rank: int) -> tuple[torch.Tensor, int, Any]:
+        """Begins to receive a rank's next message; returns its memory, tag and handle."""
         channel = self._from[rank]
         head, tag = torch.empty(_HEADER + channel.room, dtype=torch.int32), channel.next_tag()
         return head, tag, self._host.recv([head], rank, tag)
 
-    def _begin(self, words: np.ndarray, rank: int) -> list[tuple[torch.Tensor, Any]]:
+    def _begin_send(self, words: np.ndarray, rank: int) -> list[tuple[torch.Tensor, Any]]:
         """Begins to send a message; returns its parts and their handles."""
         channel = self._to[rank]
         tag, room, whole = channel.next_tag(), channel.room, readable_tensor(words)

@@ -289,7 +289,7 @@ class Bucket:
             self.accumulator.restore_spans(hidden, self.feedback.moment_factor(age, self.progress.age) or 1.0)
 
     def skip(self) -> None:
-        """Counts a step in which this bucket has no gradient, and neither folds nor selects."""
+        """Counts a step without folding or selecting; called when a pass is skipped, or had no batch here."""
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
         self._progress = dataclasses.replace(self._progress, since=self._progress.since + 1)
         self._gradient = self._before = None

@@ -74,7 +74,7 @@ class GradientSynchronizer(GradientTraining):
         self.claim(self.facts)
 
     def first_plan_of(self, facts: Facts) -> Plan:
-        """Returns the plan that `merging` and `tensor_selection` ask for, of parameters without times."""
+        """Returns the plan that `merging` and `tensor_selection` ask for before times are known."""
         if self._first.request is None:
             return super().first_plan_of(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])

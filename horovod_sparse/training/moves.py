@@ -315,7 +315,7 @@ class StepPart(BucketPart):
     gradients: list[Any]
 
     def bind(self, parameters: Parameters, moves_at_once: bool) -> None:
-        """Connects the part to its parameters, and makes its `moves`."""
+        """Gives the part its parameters' memory and its `moves`, which apply steps at once or later."""
         self.parameters = parameters
         self.moves = OwnMoves(self) if moves_at_once else JointMoves(self)
         self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)

@@ -119,7 +119,7 @@ class Parameters:
 def folded(
     gradients: Sequence[np.ndarray | None], arrays: Sequence[np.ndarray], weights: tuple[float, float]
 ) -> GradientParts:
-    """Returns ``weights[0] gradient + weights[1] array`` for a fold; half types are allowed."""
+    """Returns the parts ``weights[0] gradient + weights[1] array`` for a fold; None counts as zeros."""
     own = [np.zeros_like(two) if one is None else two for one, two in zip(gradients, arrays, strict=True)]
     given = [array if one is None else one for one, array in zip(gradients, own, strict=True)]
     return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, own, weights)
@@ -291,7 +291,7 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
 
 
 def resumed(own: Progress, step: int) -> Progress:
-    """Returns a bucket's progress at the step from which all ranks continue, after an agreement.
+    """Returns a bucket's progress after an agreement: at the step from which all ranks continue.
 
     Companions hold this rank's gradients, and keep their age: those of a new worker have age 0.
 

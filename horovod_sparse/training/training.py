@@ -287,7 +287,7 @@ class Training:
         return saved_entry(self, self.engine.to_array, **more)
 
     def check_fits(self, entry: Mapping[str, Any], needed: Iterable[str], known: Mapping[str, Any]) -> None:
-        """Raises if a checked entry is of other parameters than this training's."""
+        """Raises if a checked entry lacks a `needed` parameter, or has one that is not `known`."""
         saved = set(Plan.from_dict(entry["plan"]).names())
         unknown, lacking = saved - set(known or saved), set(needed) - saved
         if unknown or lacking:
