@@ -102,8 +102,8 @@ class AdamFeedback(Normalizing):
         clip_norm: see `MomentumCorrection`.
         whole_batch: steps as long as those of the mean gradient, whose v is up to P times smaller than that
             of one rank's part of the batch: ``s = (mean |g_i|^2 / |mean g_i|^2)^(1/2)``, at most sqrt(P),
-            of means over about 30 steps. Ranks learn it from how far each one's gradient leans along random
-            signs that they share, in every pass. False: s = 1.
+            of means over about 30 steps. Ranks estimate s from projections of their gradients on random signs
+            (`RankSimilarity`). False: s = 1.
 
     Example:
         >>> AdamFeedback(beta2=0.99).with_settings(beta2=0.95, eps=1e-6)

@@ -1,6 +1,6 @@
 """A bucket on one rank: its accumulator, sparsifier and feedback, and the steps that they make together.
 
-`Progress` is what a bucket has to know of its training so far, and hands on to buckets after it.
+A bucket's `Progress` is handed on to the buckets of the next plan.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from horovod_sparse.telemetry import BucketStep
 class Progress:
     """A bucket's step, age and gradients' similarity, which the buckets of a new plan take over.
 
-    It goes on where a sparsifier's state has to start anew: in other buckets, at another number of ranks.
+    It is kept when a sparsifier's state has to start anew: in other buckets, at another number of ranks.
 
     Attributes:
-        step: synchronizations done; schedules of the density count them.
-        since: step with which the companions began, where they are of a rank's own gradients.
-        summed: ranks whose gradients are summed before: those of a host, with two levels.
+        step: number of synchronizations; schedules of the density count them.
+        since: the step at which the companions began.
+        summed: number of ranks whose gradients are summed before a fold: a host's, with two levels.
         leans: means over recent steps of two squares, for `RankSimilarity`: of the mean gradient's projection
             on random signs, and of one rank's.
     """
@@ -141,9 +141,9 @@ class Bucket:
     ) -> Synchronization[SparseSum]:
         """Runs one step of this bucket: folds the gradient, then runs the sparsifier's coroutine.
 
-        A rank that refuses the step takes part for the others' sake alone. The sum comes back undivided;
-        `scale` (1 / P if left out) multiplies it before it is applied. Errors are of all ranks alike, and
-        leave the bucket as before, but for what was finite, which is in the residual.
+        With `cancels` this rank takes part only so that all ranks cancel. The sum is not divided; the caller
+        multiplies it by `scale` (1 / P by default), which must not overflow. All ranks raise the same error,
+        and roll the step back; finite gradients stay in the residual.
         """
         reduced = yield from self.reduced(gradient)
         absent = absent if self.whole is self.info else ()  # a host's other ranks may have a gradient

@@ -19,9 +19,9 @@ class Rates(NamedTuple):
     """The learning rate of one step, and the companions' age.
 
     Attributes:
-        rate: the optimizer's; 1 where the caller multiplies the sum by it.
-        age: steps that the companions are made of.
-        longer: by how much steps of the whole batch are longer than one rank's; see `AdamFeedback`.
+        rate: the optimizer's learning rate; 1 if the caller multiplies the sum by it.
+        age: number of steps that went into the companions.
+        longer: how many times longer the whole batch's step is than one rank's; see `AdamFeedback`.
     """
 
     rate: float = 1.0
@@ -36,7 +36,7 @@ _fold_rule = functools.lru_cache(maxsize=64)(FoldRule)
 class Feedback:
     """Says how residual and gradient become the accumulator, from which the sparsifier selects.
 
-    A subclass is a frozen dataclass, and overrides what it does otherwise. All of them can clip gradients.
+    A subclass is a frozen dataclass that overrides methods. All of them can clip gradients.
     """
 
     #: its name in recipes as text; empty if text cannot name it
@@ -142,10 +142,9 @@ class NoFeedback(Feedback):
 class MomentumCorrection(Feedback):
     """``u = m u + g,  acc = e + u``; sent elements are cleared in the residual e and in the velocity u.
 
-    With plain error feedback, a gradient in the residual misses the momentum it would have gathered. Here
-    every rank applies momentum first, so the optimizer must be SGD without momentum (an ArgumentError
-    otherwise); a drop-in must not ask for that, so this is nobody's default. Weight decay stays with the
-    optimizer, and so out of the velocity.
+    With plain error feedback, momentum does not accumulate for unsent gradients. Here every rank applies
+    momentum before it selects, so the optimizer must be SGD without momentum (an ArgumentError otherwise);
+    therefore it is no default. Weight decay stays with the optimizer, outside of the velocity.
 
     Args:
         momentum: m, in [0, 1).

@@ -56,7 +56,7 @@ class Matrices:
     """Computes Muon's momentum and step of single matrices (torch tensors); skips one with NaN or Inf.
 
     Args:
-        group: parameter group of the optimizer.
+        group: the optimizer's parameter group.
     """
 
     def __init__(self, group: Mapping[str, Any]) -> None:

@@ -179,9 +179,9 @@ class Recipe:
     """A sparsifier and its feedback, as a picklable value that may be made before `hvd.init()`.
 
     Args:
-        sparsifier: which elements are sent, and how.
-        feedback: what becomes of the others.
-        rules: parameters that are treated otherwise.
+        sparsifier: selects elements, and exchanges them.
+        feedback: keeps unsent elements, and may apply momentum or an optimizer's rule.
+        rules: densities of single parameters.
 
     Raises:
         ArgumentError: if the sparsifier's arguments and the feedback do not go together.
@@ -267,10 +267,10 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     """Makes a recipe from an algorithm's name and its arguments.
 
     Args:
-        name: of the algorithm, as in `Compression`; or "best": top-k, which is the most accurate, with the
-            feedback for the optimizer at hand (`BestFeedback`); or "sparseloco", for `LocalSteps`.
-        **arguments: of the algorithm; `feedback` (a name of `FEEDBACKS`, or a `Feedback`); those of
-            `ParameterRules`; and `steps` of "best" (`for_length`). What has arguments itself may be given as
+        name: the algorithm's name, as in `Compression`; or "best": top-k, which is the most accurate, with
+            the wrapped optimizer's rule as feedback (`BestFeedback`); or "sparseloco", for `LocalSteps`.
+        **arguments: the algorithm's arguments; `feedback` (a name of `FEEDBACKS`, or a `Feedback`); those of
+            `ParameterRules`; and `steps` of "best" (`for_length`). A value with arguments of its own may be
             text: ``schedule="exponential(steps=400)"``.
 
     Raises:

@@ -7,8 +7,8 @@ With L ranks on each of N hosts a step of a bucket of n elements has three parts
     host     all-gather           the sums of all shards, k indices and values each
 
 So no sparsifier knows of levels, the fold, the selection and the residual are n / L long, and what leaves a
-host is what N ranks would send, not N * L. A host is what a rank is otherwise: where the gradient of one of
-its ranks is not finite, so is its sum, and the whole host's gradient is dropped.
+host is what N ranks would send, not N * L. A host counts as one rank: if one of its ranks' gradients is not
+finite, neither is the host's sum, and the whole host's gradient is dropped.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ExclusiveState(SparsifierState):
 class ExclusiveThreshold(Sparsifier):
     """Base of algorithms in which each rank selects in a window of the bucket that no other rank searches.
 
-    A subclass says which window. Round one allgathers the selected indices; windows are disjoint, so
+    A subclass chooses the windows. Round one allgathers the selected indices; windows are disjoint, so
     they are the union. Round two allreduces everyone's accumulator at the union, and everyone clears it.
     """
 
