@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "horovodrun --gloo -np 4 horovod-sparse ..., torchrun --nproc-per-node 4 -m horovod_sparse ..."
     )
-    add("--framework", choices=FRAMEWORKS, help="to communicate through (default: torch if it is there)")
+    add("--framework", choices=FRAMEWORKS, help="whose collectives to measure (default: torch if installed)")
     text = f"may stand several times, or all (default: {', '.join(_DEFAULT)})"
     add("--sparsifier", action="append", metavar="NAME[:ARGUMENT=VALUE,...]", help=text)
     text = "kept fraction; four times that is measured, too (default: 0.001)"
     add("--density", type=float, default=0.001, help=text)
-    add("--device", choices=("cpu", "cuda"), help="where selection is (default: cuda where PyTorch has it)")
-    add("--out", default="profile.json", metavar="FILE", help="written by rank 0 (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="device that selects (default: cuda if PyTorch has it)")
+    add("--out", default="profile.json", metavar="FILE", help="file, by rank 0 (default: %(default)s)")
     add("--quick", action="store_true", help="fewer sizes and repetitions: about 10 s")
-    add("--repetitions", type=count, metavar="N", help=f"of each size (default: {THOROUGH.repetitions})")
+    add("--repetitions", type=count, metavar="N", help=f"runs of each size (default: {THOROUGH.repetitions})")
     text = f"for all; large sizes are left out when it is used up (default: {THOROUGH.budget_seconds:.0f}s)"
     add("--budget", type=time, metavar="TIME", help=text)
 

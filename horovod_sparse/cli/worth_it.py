@@ -96,12 +96,10 @@ def recommended_row(case: Case, rows: list[Row]) -> Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = "horovod-sparse worth-it --params 124M --step-ms 180 --nodes 4 --bandwidth 10gbit"
-    add("--params", type=num_parameters, required=True, metavar="N", help="parameters, as in 124M")
-    add(
-        "--step-ms", type=positive, required=True, metavar="MS", help="of a step on one rank, computing alone"
-    )
-    add("--nodes", type=count, required=True, metavar="P", help="nodes, from 2; one rank on each")
-    add("--bandwidth", type=bits_per_second, required=True, metavar="RATE", help="of a node, as in 10gbit")
+    add("--params", type=num_parameters, required=True, metavar="N", help="number of parameters, as in 124M")
+    add("--step-ms", type=positive, required=True, metavar="MS", help="of a rank's computing in a step")
+    add("--nodes", type=count, required=True, metavar="P", help="number of nodes, 2 or more, one rank each")
+    add("--bandwidth", type=bits_per_second, required=True, metavar="RATE", help="a node's, as in 10gbit")
     text = "of a message, as in 20ms (default: 50us)"
     add("--latency", type=time, default=50e-6, metavar="TIME", help=text)
     add("--optimizer", choices=tuple(_OPTIMIZERS), default="adamw", help="default: %(default)s")

@@ -299,7 +299,7 @@ class _ForwardHooks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         _log.warning(
-            "a copy of a model, or a model that is saved whole, is not synchronized sparsely: attach it. "
+            "a copied or pickled model is not synchronized sparsely until you attach it. "
             "Its residual is saved by state_dict()"
         )
         return _ForwardHooks, (None,)

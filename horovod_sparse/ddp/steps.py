@@ -92,7 +92,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         if optimizer is not None and self.hidden is None and moved:
             _log.warning(
                 "saving an optimizer while ranks differ (every > 1 or delay > 0): save model and optimizer "
-                "within `with sync.common():`, or torch.distributed.checkpoint makes a patchwork of ranks"
+                "within `with sync.common():`, or torch.distributed.checkpoint mixes the ranks' parameters"
             )
 
 

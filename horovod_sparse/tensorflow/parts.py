@@ -108,7 +108,7 @@ class Task:
     def drop(self) -> None:
         """Closes the coroutine of a step that failed elsewhere."""
         if self._coroutine is not None:
-            _log.warning("%s: the last synchronization did not end, and is cancelled", self.name)
+            _log.warning("%s: the last synchronization has not ended, and is cancelled", self.name)
             self._coroutine.close()
             self._coroutine = None
 

@@ -48,7 +48,7 @@ class SparseCompressor(hvd.compression.Compressor):
         if dtype_name(tensor) is None or tensor.layout != torch.strided:
             return tensor, None
         if tensor.requires_grad and torch.is_grad_enabled():
-            words = "the tensor requires a gradient, and sparsified it has none: give tensor.detach()"
+            words = "a sparsified tensor has no gradient, and this one requires one: give tensor.detach()"
             raise UnsupportedError(words)
         self._num_compressed += 1
         array = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy()

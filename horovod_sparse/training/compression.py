@@ -156,7 +156,7 @@ def refuse_double_momentum(
     if spikes and (momentum or has_moments):
         told = "moments meet" if has_moments else "momentum meets"
         _log.warning(
-            "at density %g this optimizer's %s every element as a spike, and training is behind dense "
+            "at density %g this optimizer's %s every element as a spike, and training falls behind dense "
             "training (numbers: docs/report.md). Compression.best(density=%g) leaves that to the feedback",
             *(recipe.sparsifier.density, told, recipe.sparsifier.density),
         )
