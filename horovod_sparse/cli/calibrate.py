@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "kept fraction; four times that is measured, too (default: 0.001)"
     add("--density", type=float, default=0.001, help=text)
     add("--device", choices=("cpu", "cuda"), help="device that selects (default: cuda if PyTorch has it)")
-    add("--out", default="profile.json", metavar="FILE", help="file, by rank 0 (default: %(default)s)")
+    add("--out", default="profile.json", metavar="FILE", help="written by rank 0 (default: %(default)s)")
     add("--quick", action="store_true", help="fewer sizes and repetitions: about 10 s")
     add("--repetitions", type=count, metavar="N", help=f"runs of each size (default: {THOROUGH.repetitions})")
     text = f"for all; large sizes are left out when it is used up (default: {THOROUGH.budget_seconds:.0f}s)"

@@ -74,7 +74,7 @@ def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **m
 def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
     """Raises if an entry is damaged, or of another algorithm, feedback or version."""
     try:
-        _check(entry, recipe, advice)
+        _check_fields(entry, recipe, advice)
     except StateMismatchError:
         raise
     except Exception as error:  # damaged values can raise anything
@@ -83,7 +83,7 @@ def check_entry(entry: Any, recipe: Recipe | None, advice: str) -> None:
         ) from error
 
 
-def _check(entry: Any, recipe: Recipe | None, advice: str) -> None:
+def _check_fields(entry: Any, recipe: Recipe | None, advice: str) -> None:
     if entry["format"] != FORMAT:
         raise StateMismatchError(
             f"the saved state has format {str(entry['format'])[:40]}, this version reads format {FORMAT}"

@@ -242,12 +242,12 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         if hasattr(self.model, "_initial_epoch"):
             self.model._initial_epoch = epoch  # where Keras' BackupAndRestore puts it
         else:
-            self.model._training_state = _Resumed(epoch)
+            self.model._training_state = _InitialEpoch(epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
         if hasattr(self.model, "_initial_epoch"):
             self.model._initial_epoch = None
-        elif isinstance(getattr(self.model, "_training_state", None), _Resumed):
+        elif isinstance(getattr(self.model, "_training_state", None), _InitialEpoch):
             self.model._training_state = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -272,7 +272,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
         return list({as_variable(variable).ref(): variable for variable in every}.values())
 
 
-class _Resumed:
+class _InitialEpoch:
     """Makes tf-keras' `fit` begin at the epoch of the checkpoint, as BackupAndRestore does."""
 
     def __init__(self, epoch: int) -> None:

@@ -50,7 +50,9 @@ class Exchanges(Starter):
             self._has_thread = True
             # the thread holds the queue alone, and ends with this object
             given = (self._queue,)
-            threading.Thread(target=_run, args=given, name="horovod_sparse.exchanges", daemon=True).start()
+            threading.Thread(
+                target=_run_queue, args=given, name="horovod_sparse.exchanges", daemon=True
+            ).start()
             weakref.finalize(self, self._queue.put, None)
         return task
 
@@ -69,7 +71,7 @@ class Exchanges(Starter):
                 raise error
 
 
-def _run(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_queue(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (carry := waiting.get()) is not None:
         carry()
         del carry
