@@ -171,7 +171,7 @@ class TwoLevelBucket(Bucket):
             failure, overflow = error, None
             nothing = np.empty(0, np.int32), np.empty(0, self.whole.value_dtype)
             sum_ = SparseSum(*nothing, np.zeros(self.topology.num_hosts, np.int64))
-        message = AllGather(self._shard_message(sum_, overflow, failure), level="host")
+        message = AllGather(self._encoded(sum_, overflow, failure), level="host")
         gathered = yield message
         try:
             (whole, marks, overflow), facts = self._join_shards(gathered), sum_.facts
@@ -194,9 +194,7 @@ class TwoLevelBucket(Bucket):
         self.raise_if_failed(marks, overflow)
         return sum_
 
-    def _shard_message(
-        self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None
-    ) -> Words:
+    def _encoded(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
         """Returns this shard's sum, overflow or error, as words for the other ranks of the host."""
         (start, stop), notes = self.shard, sum_.notes
         cancelled = overflow is not None or bool(notes.first_nonfinite)

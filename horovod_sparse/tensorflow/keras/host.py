@@ -50,9 +50,7 @@ class Exchanges(Starter):
             self._has_thread = True
             # the thread holds the queue alone, and ends with this object
             given = (self._queue,)
-            threading.Thread(
-                target=_run_queue, args=given, name="horovod_sparse.exchanges", daemon=True
-            ).start()
+            threading.Thread(target=_worker, args=given, name="horovod_sparse.exchanges", daemon=True).start()
             weakref.finalize(self, self._queue.put, None)
         return task
 
@@ -71,7 +69,7 @@ class Exchanges(Starter):
                 raise error
 
 
-def _run_queue(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _worker(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (carry := waiting.get()) is not None:
         carry()
         del carry
