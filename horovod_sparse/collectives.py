@@ -4,8 +4,8 @@ A request says what is to be communicated, not how: a driver carries it out with
 mpi4py, or in the one-process simulator. Nothing here is special to Horovod. Buffers are 1-D
 contiguous NumPy arrays; a buffer must not be changed until the coroutine is resumed.
 
-A request also says among whom (`Level`): all ranks, those of a host, or one of every host. Ranks in it (root,
-sources, receivers) and what comes back are counted among these.
+A request also says which ranks take part (`Level`): all ranks, those of a host, or one of every host. Ranks
+in it (root, sources, receivers) and in the answer are numbered among these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Level: TypeAlias = Literal["all", "host", "across"]
 class AllGather:
     """Requests every rank's buffer, one after another in rank order; lengths may differ.
 
-    Comes back: one int32 array, all messages one behind the other in rank order. Messages
+    Answer: one int32 array, all messages one behind the other in rank order. Messages
     describe their own length (`horovod_sparse.wire`).
     """
 
@@ -46,7 +46,7 @@ class AllGather:
 class AllReduce:
     """Requests the sum over ranks. All ranks give the same length and dtype (float32 or float64).
 
-    Comes back: an array like the buffer.
+    Answer: an array like the buffer.
     """
 
     buffer: NDArray[Any]
@@ -57,7 +57,7 @@ class AllReduce:
 class ReduceScatter:
     """Requests this rank's part of the sum over ranks. All ranks give the same length and dtype.
 
-    Comes back: rank i's elements of the sum, `rank_part(n, i, P)`.
+    Answer: rank i's elements of the sum, `rank_part(n, i, P)`.
     """
 
     buffer: NDArray[Any]
@@ -68,7 +68,7 @@ class ReduceScatter:
 class Broadcast:
     """Requests the root's buffer. All ranks give the same length and dtype; only the root's content counts.
 
-    Comes back: an array like the buffer.
+    Answer: an array like the buffer.
     """
 
     buffer: NDArray[Any]
@@ -81,7 +81,7 @@ class Exchange:
     """Sends messages to some ranks, and requests those of the ranks in `sources`.
 
     A rank that sends to r must be listed in r's `sources` of the same round, and the other way round.
-    Comes back: a dict from each source to its message (lengths need not be known beforehand).
+    Answer: a dict from each source to its message (lengths need not be known beforehand).
     """
 
     sends: Mapping[int, Words]
@@ -93,7 +93,7 @@ class Exchange:
 class AllToAll:
     """Sends `buffers[r]` to each rank r, and requests every rank's message to this one; lengths may differ.
 
-    Comes back: a list whose item r is what rank r sent here.
+    Answer: a list whose item r is what rank r sent here.
     """
 
     buffers: tuple[Words, ...]

@@ -115,7 +115,7 @@ class Accumulator:
             rule: decay, momentum, clipping.
 
         Returns:
-            What the pass learned; reading its numbers may wait for a device.
+            The fold's report; reading its numbers may wait for a device.
 
         Raises:
             ArgumentError: shape, type or device do not fit, or there is no companion for momentum or moment.
@@ -202,7 +202,7 @@ class Accumulator:
     def largest(self, num_selected: int, start: int = 0, stop: int | None = None) -> Indices:
         """Returns the indices of the largest magnitudes in [start, stop); of equal ones the lowest.
 
-        More than the window holds takes the whole window.
+        A number above the window's length selects the whole window.
         """
         start, stop = self._checked_window(start, stop)
         if num_selected < 0:
@@ -329,8 +329,8 @@ class Accumulator:
     def quantize(self, code: Quantization, key: int, words: NDArray[np.int32]) -> None:
         """Writes all values to `words` in a few bits each; the rounding errors become the values.
 
-        The last change of a step: `abandon` takes no copy, since the values stay until they are needed. `key`
-        are 64 bits, of the random numbers by which values are rounded; `words` are overwritten.
+        Has to be the last change of a step: the values stay until their next use, so `abandon` needs no copy.
+        `key` is a seed of 64 bits for random rounding; `words` are overwritten.
         """
         self._apply_quantized()
         self._replace(self._kernels.quantize(self._values, code, key, words))
@@ -358,8 +358,8 @@ class Accumulator:
     def drop(self, gradient: Any) -> None:
         """Removes the last fold's gradient from values and companions; call `abandon` before.
 
-        What was there before, decay included, comes back to the rounding of the sum: where the gradient
-        was more than 2**24 times larger nothing is left of it, and the value is 0.
+        Restores the values before the fold, decay included, up to the rounding of the sum: where the gradient
+        was more than 2**24 times larger, the value becomes 0.
         """
         rule, companion = self._folded
         self._kernels.undo_fold(self._values, companion, gradient, rule)

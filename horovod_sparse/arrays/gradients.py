@@ -32,8 +32,8 @@ class Pair(NamedTuple):
 class GradientParts:
     """A bucket's gradient as the arrays of its parameters, one after another; a fold only reads them.
 
-    Large ones are read where they are; small ones, and what is left of large ones at their ends, are
-    gathered in a buffer that stays in the cache.
+    Large arrays are read in place; small ones, and the ends of large ones, are gathered in a buffer that
+    stays in the cache.
 
     Args:
         arrays: of one type: float32, float64, float16, or bfloat16 (its bits as uint16, or from ml_dtypes);

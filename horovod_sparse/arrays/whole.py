@@ -23,9 +23,8 @@ HEALTH_NUMBERS, DIGIT_BITS = 3, 11
 class WholeGradient(Accumulator):
     """Replaces the accumulator of a bucket with `Dense`: holds one step's gradient, and no residual.
 
-    An error feedback that has kept something (the parameters were sparse before) adds it to the next
-    gradient. The gradient of a step that is abandoned is dropped, as Horovod would.
-    Sparsifiers cannot select from it.
+    A residual from before (the parameters were sparse) is added to the next gradient. The gradient of a step
+    that is abandoned is dropped, as Horovod would. Sparsifiers cannot select from it.
 
     Args:
         num_elements: n.

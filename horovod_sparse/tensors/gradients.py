@@ -76,11 +76,11 @@ class GradientMemory:
         """Overwrites gradients with `scale` times a sum; returns how many different indices it has.
 
         Args:
-            gradients: one behind the other.
-            spans: [start, stop) of each.
-            indices: of the values; None where they are those of all elements, in their order.
-            values: of the sum.
-            scale: a factor.
+            gradients: the bucket's gradients, in its order.
+            spans: each gradient's [start, stop) in the bucket.
+            indices: indices of the values; None if there is a value for every element.
+            values: values of the sum.
+            scale: the factor that multiplies them.
         """
         arrays = [host_view(gradient) for gradient in gradients]
         return scatter.apply_scaled_sums(arrays, spans, indices, values, scale)
@@ -294,7 +294,7 @@ class GradientBucket(ParameterBucket):
     def scatter(self, indices: np.ndarray | None, values: Any, scale: float = 1.0) -> int:
         """Overwrites the gradients with a sum times `scale`; returns how many different indices it has.
 
-        Indices are None where the values are those of all elements, in their order.
+        `indices` is None if there is a value for every element.
         """
         if self.carried is not None and indices is not None:
             before, values = self.carried, values * scale

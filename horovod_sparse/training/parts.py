@@ -1,6 +1,6 @@
 """The front ends' common base of buckets, and how moves and sums over ranks reach parameters.
 
-A residual belongs to its parameter: by its name it is saved, and survives other buckets.
+A residual belongs to its parameter: it is saved by the parameter's name, and kept when buckets change.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _GROUPED_ELEMENTS = 1 << 16
 class Parameters:
     """A bucket's parameters, one after another; index 0 is the first element of the first one.
 
-    These are arrays of float32 or float64 on the host. Front ends derive from it where they are not.
+    Here they are arrays of float32 or float64 on the host; front ends derive classes for other memory.
 
     Args:
-        spans: [start, stop) of each.
-        arrays: their memory, flat.
+        spans: each parameter's [start, stop) in the bucket.
+        arrays: each parameter's memory, flat.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], arrays: Sequence[Any] = ()) -> None:
@@ -282,7 +282,7 @@ def multiplied(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedb
 def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress:
     """Returns a new bucket's progress, from that of its parameters in earlier buckets.
 
-    Schedules go on at the largest step number.
+    Schedules continue from the largest step number.
     """
     found = [known[name] for name in names if name in known]
     step = max((one.step for one in found or known.values()), default=0)
