@@ -5,6 +5,7 @@ References are plain loops of torch: a test of a law knows nothing of buckets, m
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,13 +79,18 @@ def test_an_exchange_of_four_buckets_is_one_message(rank, monkeypatch):
 
 @pytest.mark.parametrize(("make", "ahead"), [(adamw, 0), (momentum, 10)])
 def test_ranks_of_sgd_step_ahead(make, ahead, rank):
-    """A rank moves by what it has sent, and SGD by a 64th of all elements beside it."""
+    """A rank moves by what it has sent, and SGD by the largest unsent elements beside it, a 64th of all."""
     net, optimizer, sync = begun(delay=1, make=make)
 
     def look(step: int) -> None:
         own = flat(net)
         with sync.common():
             assert int((flat(net) != own).sum()) == 64 + ahead
+        (part,) = sync.parts
+        for move in part.moves.ahead:
+            left = np.abs(part.bucket.accumulator.values())
+            left[part.moves.moves[-1].indices] = 0  # what was sent has left a rounding error alone
+            assert set(move.indices) == set(np.argsort(-left)[:ahead])
 
     train(net, optimizer, rank, each=look)
     sync.settle()
