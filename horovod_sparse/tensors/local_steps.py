@@ -95,6 +95,9 @@ class Displacement:
         self.task = None
         self.bucket.abandon(drop=True)
 
+    def step_back(self) -> None:
+        """Does nothing: local steps take no step ahead."""
+
     def roll_back(self) -> None:
         """Cancels the exchange in flight; the parameters still contain its displacement."""
         if self.task is not None:

@@ -71,8 +71,6 @@ class OwnMoves:
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
         self.ahead: list[Move] = []
-        #: indices and values of the step ahead, which is taken when the pass ends
-        self._next: tuple[Indices, Values] | None = None
         #: some indices of the last move, and their parameters after the pass; for `was_edited`
         self._left: tuple[Indices, Any] | None = None
         #: number of moves and message of each exchange that was in flight when a checkpoint was saved
@@ -97,33 +95,23 @@ class OwnMoves:
             indices, facts, after = sparsifier.select(bucket.accumulator, k, bucket.state, bucket.info)
         else:
             indices = np.arange(n, dtype=np.int32)
-        self._move([(indices, bucket.accumulator.remove(indices))])
+        sent, ahead = bucket.accumulator.remove(indices), list[tuple[Indices, Values]]()
         report.residual_norm = float(np.sqrt(bucket.accumulator.square_norm))
         if most is not None and len(indices) < n:
-            values = bucket.accumulator.take(most)  # 0 where they were sent
-            self._next = most[values != 0], values[values != 0]
+            values = bucket.accumulator.take(most)
+            unsent = np.flatnonzero(values)
+            ahead = [(most[unsent], values[unsent])]
+        self._move([(indices, sent)], ahead)
         bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
         self._report = report
 
     def step_back(self) -> None:
-        """Undoes the step ahead before a pass; the residual still has its elements."""
-        if self.ahead:
-            self._parameters.replace([(move.indices, move.before) for move in self.ahead])
-            self.ahead, self._left = [], None
+        """Undoes the step ahead; the residual still has its elements."""
+        self._move(())
 
     def end_pass(self) -> None:
-        """Called at a pass's end: takes the step ahead, and remembers parameters for `was_edited`."""
-        if self._next is not None:
-            self._step_ahead(*self._next)
-            self._next = None
-        self._remember_parameters()
-
-    def _step_ahead(self, indices: Indices, values: Values) -> None:
-        _, (before,) = self._parameters.replace(again=[(indices, values)])
-        self.ahead = [Move(indices, values, before)]
-
-    def _remember_parameters(self) -> None:
+        """Called at a pass's end: remembers some parameters for `was_edited`."""
         if moves := [*self.moves, *self.ahead]:
             indices = moves[-1].indices
             indices = indices[:: 1 + len(indices) // _NUM_NOTED]
@@ -137,11 +125,16 @@ class OwnMoves:
         now = self._parameters.take(indices)
         return not all(bool((one == other).all()) for one, other in zip(before, now, strict=True))
 
-    def _move(self, steps: Sequence[tuple[Indices, Values]]) -> None:
-        self._left = None
-        if steps:
-            _, before = self._parameters.replace(again=steps)
-            self.moves += [Move(*step, old) for step, old in zip(steps, before, strict=True)]
+    def _move(
+        self, steps: Sequence[tuple[Indices, Values]], ahead: Sequence[tuple[Indices, Values]] = ()
+    ) -> None:
+        """Subtracts moves from the parameters, and a step ahead in place of the last one."""
+        undone, given = [(one.indices, one.before) for one in self.ahead], [*steps, *ahead]
+        if undone or given:
+            _, before = self._parameters.replace(undone, again=given)
+            moves = [Move(*step, old) for step, old in zip(given, before, strict=True)]
+            self.moves += moves[: len(steps)]
+            self.ahead, self._left = moves[len(steps) :], None
 
     def begin(self, starter: Starter, name: str) -> None:
         """Begins the exchange of all moves that no exchange contains yet."""
@@ -182,12 +175,13 @@ class OwnMoves:
 
         `shrunk` are parameters, by number, and the factor of each. Returns the size of the union.
         """
-        self.step_back()  # it was applied on top of the moves
-        exchange, undone = self.in_flight.popleft(), [(one.indices, one.before) for one in self.moves[::-1]]
+        exchange = self.in_flight.popleft()
+        undone = [(one.indices, one.before) for one in (*self.ahead, *reversed(self.moves))]
         self.moves, self._left = self.moves[exchange.num_moves :], None
-        again = [(move.indices, move.values) for move in self.moves]
+        later = [*self.moves, *self.ahead]
+        again = [(move.indices, move.values) for move in later]
         num_union, before = self._parameters.replace(undone, shrunk, total, scale, again)
-        for move, old in zip(self.moves, before, strict=True):
+        for move, old in zip(later, before, strict=True):
             move.before = old
         self._bucket.last = exchange.report
         return num_union
@@ -209,10 +203,9 @@ class OwnMoves:
         return sent + [(one.indices, one.values) for one in later]
 
     def _undo(self) -> None:
-        self.step_back()
-        if self.moves:
-            self._parameters.replace([(move.indices, move.before) for move in reversed(self.moves)])
-        self.moves, self._left = [], None
+        if undone := [(move.indices, move.before) for move in (*self.ahead, *reversed(self.moves))]:
+            self._parameters.replace(undone)
+        self.moves, self.ahead, self._left = [], [], None
 
     def roll_back(self) -> None:
         """Undoes all moves that no mean has replaced, and returns them to the residual."""
@@ -220,7 +213,6 @@ class OwnMoves:
         if self.was_edited():  # other parameters were loaded over the moves
             self.moves, self.ahead, self._left = [], [], None
         self._undo()
-        self._next = None
         self.in_flight.clear()
         self._resumed.clear()
         for indices, values in pending:
@@ -234,11 +226,10 @@ class OwnMoves:
         try:
             yield
         finally:
-            self._move([(move.indices, move.values) for move in moves])
-            for move in ahead:
-                self._step_ahead(move.indices, move.values)
+            redone = ([(move.indices, move.values) for move in some] for some in (moves, ahead))
+            self._move(*redone)
             if noted:
-                self._remember_parameters()
+                self.end_pass()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
         """Returns moves and messages in flight, for a checkpoint."""

@@ -162,7 +162,8 @@ class Steps(Training):
         """Folds, selects and applies this rank's own step; begins or applies exchanges that are due."""
         facts = self._facts
         for part in self.parts:
-            part.moves.step_back()
+            if part.now.weights[1]:  # the fold reads the parameters
+                part.moves.step_back()
         reports = [] if overflowed else [part.fold() for part in self.parts]
         bad, first = int(overflowed), 0
         for part in self.parts if not bad else ():
@@ -179,6 +180,7 @@ class Steps(Training):
         if bad:
             facts.bad = facts.bad or bad
             for part in self.parts:
+                part.moves.step_back()
                 part.bucket.skip()
         else:
             facts.present |= present_in(self.parts)
@@ -362,6 +364,8 @@ class Steps(Training):
         if not self.parts:
             return
         self.agree()
+        for part in self.parts:
+            part.moves.step_back()
         while True:
             self._apply_exchanges(0)  # the next exchange then averages the final statistics
             self._begin_exchange(finishing=True)
