@@ -148,6 +148,8 @@ class OwnMoves:
         if not self._wire.exact:
             sent = self._wire.round(values)
             bucket.accumulator.add(indices, values - sent)
+            # the step ahead is one of the residual with these rounding errors
+            self._move((), [(one.indices, bucket.accumulator.take(one.indices)) for one in self.ahead])
         message = pack(indices, sent, bucket.accumulator.report, self._wire, info.num_elements)
         self._send(starter, name, len(mine), message)
 
