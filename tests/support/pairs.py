@@ -120,14 +120,12 @@ def over_horovod() -> dict[str, str]:
     return ranks | place | gloo | where
 
 
-def main(kind: str, chosen: str = "", share: str = "0/1") -> None:
+def main(kind: str, chosen: str = "") -> None:
     os.environ.update(VARIABLES)
     from support import disagreements
 
     disagreements.warmed()
-    first, step = map(int, share.split("/"))
-    cases = [one for one in disagreements.CASES if kind in one.kinds and re.search(chosen, one.name)]
-    for case in cases[first::step]:
+    for case in (one for one in disagreements.CASES if kind in one.kinds and re.search(chosen, one.name)):
         folder = Path(tempfile.mkdtemp())
         variables = over_horovod() if kind == "horovod" else {}
         ends = ended([started(rank, case, kind, folder, variables) for rank in (0, 1)], folder)

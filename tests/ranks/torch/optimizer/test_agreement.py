@@ -1,6 +1,5 @@
 """Ranks that were given different things, or come apart: an error by name on all of them."""
 
-import itertools
 from typing import Any
 
 import horovod.torch as stock
@@ -17,18 +16,9 @@ from support.optimizers import make, wrapped
 TEXT = "topk:density=0.1"
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11)}
 
-_numbers = itertools.count()
-
-
-def fresh(shapes: dict[str, Any]) -> dict[str, Any]:
-    """Under names that no case before has left anything under way for."""
-    number = next(_numbers)
-    return {f"case{number}.{name}".replace(".", "_"): shape for name, shape in shapes.items()}
-
 
 def test_the_order_of_named_parameters_does_not_matter(rank, size):
-    shapes = fresh(SHAPES)
-    model = LinearModel(shapes)
+    model = LinearModel(SHAPES)
     named = list(model.named_parameters())
     if rank == size - 1:
         named.reverse()
@@ -36,10 +26,10 @@ def test_the_order_of_named_parameters_does_not_matter(rank, size):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), named, compression=compression, op=stock.Sum
     )
-    model.backward({name: dyadic(shape, rank, name) for name, shape in shapes.items()})
+    model.backward({name: dyadic(shape, rank, name) for name, shape in SHAPES.items()})
     optimizer.step()
     for name, parameter in model.named_parameters():
-        total = sum(dyadic(shapes[name], r, name) for r in range(size))
+        total = sum(dyadic(SHAPES[name], r, name) for r in range(size))
         np.testing.assert_allclose(1 - parameter.detach().numpy(), total, atol=1e-5)
 
 
