@@ -26,6 +26,8 @@ from horovod_sparse.training.engine import Handle, Task, answer_for_one_rank
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, requested_transport
 
 _SLEEP_SECONDS = 20e-6
+#: bytes from which a sum is worth a collective of its own
+_SMALL = 2**22
 
 
 def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
@@ -71,20 +73,23 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
 
 
 def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchronization[None]:
-    """Runs tasks round by round; all-gathers that tasks request in the same round are one message."""
+    """Runs tasks round by round; what they gather in a round is one message, and small sums are one."""
     answers: dict[int, Any] = dict.fromkeys(range(len(batch)))
     while answers:
         requests: dict[int, Request] = {}
-        for number, answer in answers.items():
+        for number in sorted(answers):  # messages have tasks in this order
             task, coroutine = batch[number]
             try:
-                requests[number] = coroutine.send(answer)
+                requests[number] = coroutine.send(answers[number])
             except StopIteration as stop:
                 task.result = stop.value
             except HorovodSparseError as error:
                 task.error = error
-        own = {number: one.buffer for number, one in requests.items() if isinstance(one, AllGather)}
-        answers = {} if not own or len(batch) == 1 else (yield from _gather_together(own, len(batch)))
+        answers = {}
+        if len(batch) > 1:
+            own = {number: one.buffer for number, one in requests.items() if isinstance(one, AllGather)}
+            answers |= (yield from _gather_together(own, len(batch))) if own else {}
+            answers |= yield from _sum_together(requests)
         for number in sorted(requests.keys() - answers.keys()):
             answers[number] = yield requests[number]
 
@@ -98,6 +103,21 @@ def _gather_together(own: Mapping[int, Words], num_tasks: int) -> Synchronizatio
         of_ranks.append(np.split(words[: ends[-1]], [num_tasks, *ends[:-1]])[1:])
         words = words[ends[-1] :]
     return {task: np.concatenate([buffers[task] for buffers in of_ranks]) for task in own}
+
+
+def _sum_together(requests: Mapping[int, Request]) -> Synchronization[dict[int, np.ndarray]]:
+    """Sums small host buffers of one dtype over ranks by one all-reduce."""
+    sums: dict[Any, dict[int, np.ndarray]] = defaultdict(dict)
+    asked = {task: one.buffer for task, one in requests.items() if isinstance(one, collectives.AllReduce)}
+    for task, buffer in asked.items():
+        if isinstance(buffer, np.ndarray) and buffer.nbytes < _SMALL:
+            sums[buffer.dtype][task] = buffer
+    answers: dict[int, np.ndarray] = {}
+    for buffers in sums.values():
+        total = yield collectives.AllReduce(np.concatenate([*buffers.values()]))
+        ends = np.cumsum([one.size for one in buffers.values()])
+        answers |= zip(buffers, np.split(total, ends[:-1]), strict=True)
+    return answers
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:

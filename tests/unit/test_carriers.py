@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from horovod_sparse import carriers
-from horovod_sparse.collectives import AllReduce, Exchange, ReduceScatter
+from horovod_sparse.collectives import AllGather, AllReduce, Exchange, ReduceScatter
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.simulation import Recorder, SimulatedCluster, run_lockstep
+from horovod_sparse.simulation.lockstep import num_rounds
 from horovod_sparse.topology import Topology
+from horovod_sparse.training.engine import Task
 from horovod_sparse.training.settings import check_transport
 from support.cases import CASES, case_id
 from support.sampling import rows_by
@@ -89,3 +91,31 @@ def test_sums_and_residuals_are_those_of_levels(case, topology):
         assert set(recorder.kinds) <= {Exchange}
     for one, other in zip(levels.residuals(), pairs.residuals(), strict=True):
         assert np.array_equal(one, other)
+
+
+def _work(rank: int, number: int):
+    """Gathers, sums, and gathers again, fewer times in higher tasks; task 3 fails on every rank."""
+    found = []
+    for turn in range(3 - number % 3):
+        found.append((yield AllGather(np.arange(rank + number, dtype=np.int32))))
+        found.append((yield AllReduce(np.full(number + 1, rank + turn, [np.float32, float][number % 2]))))
+    if number == 3:
+        raise UnsupportedError("on all ranks")
+    return found
+
+
+def test_tasks_side_by_side_get_what_each_gets_alone_in_fewer_collectives():
+    tasks = [[Task(str(number)) for number in range(5)] for _ in range(3)]
+    batches = [
+        [(task, _work(rank, number)) for number, task in enumerate(own)] for rank, own in enumerate(tasks)
+    ]
+    together = Recorder()
+    run_lockstep([carriers.side_by_side(batch) for batch in batches], together)
+    assert together.total(0).rounds == 3 * (num_rounds("allgather", 3) + 2 * num_rounds("allreduce", 3))
+    for number in (0, 1, 2, 4):
+        alone = run_lockstep([_work(rank, number) for rank in range(3)])
+        for rank, expected in enumerate(alone):
+            for one, other in zip(tasks[rank][number].value(), expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+    with pytest.raises(UnsupportedError, match="on all ranks"):
+        tasks[0][3].value()
