@@ -221,10 +221,9 @@ def _kth_bits(
 
 
 def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
-    """Returns the magnitude bits of a window's k-th largest element, 1 <= k <= stop - start.
+    """Returns int64 [2]: the magnitude bits of a window's k-th largest element, and whether memory was short.
 
-    Returns int64 [2]: its magnitude bits, and 1 if there was no room for the candidates: call with `dense`
-    then.
+    If it was, call again with `dense`.
     """
     smallest, _, _ = _kth_bits(values, maxima, layout, k, start, stop)
     return torch.tensor([smallest, 0], dtype=torch.int64, device=values.device)

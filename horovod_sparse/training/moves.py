@@ -137,7 +137,7 @@ class OwnMoves:
             self.ahead, self._left = moves[len(steps) :], None
 
     def begin(self, starter: Starter, name: str) -> None:
-        """Begins the exchange of all moves that no exchange contains yet."""
+        """Begins the exchange of all moves that are not in an exchange yet."""
         if self._resumed:
             self._send(starter, name, *self._resumed.popleft())
             return
