@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         text = options.sparsifiers
         if text == _FAMILY:
             teams = [f"spardl:teams={d}" for d in range(1, num_ranks + 1) if num_ranks % d == 0]
-            text = " ".join([*_OTHERS, *teams, "spardl:teams=1,gather=bruck"])
+            text = " ".join([*_OTHERS, *teams])
         facts = {"elements": options.elements, "density": options.density, "repeat": options.repeat}
         return [{**facts, "sparsifiers": named_sparsifiers(text, options.density)}]
 

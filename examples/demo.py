@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import horovod_sparse.ddp
 from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import bytes_by_round
-from horovod_sparse.simulation import AlphaBeta, CollectiveCost, num_rounds, share_of_bytes
+from horovod_sparse.simulation import num_rounds, share_of_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ def predicted(name: str, shapes: list[torch.Size], compute: float, rate: float) 
         compute: seconds of a pass without synchronization.
         rate: of a host, in bit/s; TCP's frames leave 95.6 % of it.
     """
-    network, n = AlphaBeta(5e-5, 8 / (0.956 * rate)), sum(shape.numel() for shape in shapes)
+    n = sum(shape.numel() for shape in shapes)
     added, selection = 0.0, 0.0
     if name in (SPARSE, LATE, RARE):  # an exchange carries what each of its passes has selected
         by_pass = bytes_by_round(parse_recipe(BEST).sparsifier, SIZE, n)
@@ -84,7 +84,7 @@ def predicted(name: str, shapes: list[torch.Size], compute: float, rate: float) 
             n -= sum(whole - few for whole, few in thin if 2 * few < whole)
         sent = [("allreduce", 4 * n)]
     for kind, put in sent:
-        added += network.seconds(CollectiveCost(num_rounds(kind, SIZE), share_of_bytes(kind, SIZE) * put))
+        added += 5e-5 * num_rounds(kind, SIZE) + 8 / (0.956 * rate) * share_of_bytes(kind, SIZE) * put
     added = max(0.0, added - compute) if name == LATE else added
     return compute + selection + added / METHODS[name]
 

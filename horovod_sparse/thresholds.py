@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol
 
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.checks import check_number
 from horovod_sparse.collectives import LOCAL
-from horovod_sparse.errors import ArgumentError, UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,10 @@ class ThresholdState:
     paused: int = 0
 
 
-@dataclass(frozen=True)
+#: of Algorithm 5: width of the band around count = k, and step of the scaling
+_BETA, _GAMMA = 1.1, 0.005
+
+
 class ThresholdScaling:
     """The rule `paper`: multiplies the threshold by 1 + gamma, 1 + gamma / 4 or 1 - gamma in every step.
 
@@ -37,21 +39,8 @@ class ThresholdScaling:
     comparison with the papers. The first threshold, which the papers leave open, is
     1 / (2 * sqrt(k)), as in their public programs.
 
-    Args:
-        beta: width of the band around count = k.
-        gamma: step of the scaling.
-
     Source: ExDyna, Algorithm 5 (the same constants in MiCRO's public program).
     """
-
-    text_name: ClassVar[str] = "paper"
-
-    beta: float = 1.1
-    gamma: float = 0.005
-
-    def __post_init__(self) -> None:
-        check_number("beta", self.beta, "a factor of 1 or more", "[1, inf]")
-        check_number("gamma", self.gamma, "a number in (0, 1)", "(0, 1)")
 
     def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
         return num_hits
@@ -62,11 +51,11 @@ class ThresholdScaling:
         return replace(state, threshold=1.0 / (2.0 * math.sqrt(num_selected)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        exam, factor = count / num_selected, 1.0 - self.gamma
-        if exam > self.beta:
-            factor = 1.0 + self.gamma
-        elif exam > 1.0 / self.beta:
-            factor = 1.0 + self.gamma / 4.0
+        exam, factor = count / num_selected, 1.0 - _GAMMA
+        if exam > _BETA:
+            factor = 1.0 + _GAMMA
+        elif exam > 1.0 / _BETA:
+            factor = 1.0 + _GAMMA / 4.0
         return replace(state, threshold=state.threshold * factor)
 
 
@@ -76,7 +65,10 @@ _CHANCE = 10
 _FEW = 32
 
 
-@dataclass(frozen=True)
+#: strength of the correction c, its range [1 / limit, limit], and the weight of the last share
+_EXPONENT, _LIMIT, _MEMORY = 0.5, 16.0, 0.85
+
+
 class Sketch:
     """The rule `sketch`: the threshold is the c k-th largest magnitude of this rank's accumulator.
 
@@ -89,14 +81,14 @@ class Sketch:
     was a step ago (one misread image in a small batch), and since every window was cleared at another
     time, h then says more about the order of steps than about the window. So, second, from step two on
 
-        count = (c * share * k) ** memory * h ** (1 - memory)
+        count = (c * share * k) ** 0.85 * h ** 0.15
 
     elements are sent, the largest of the window, where share is the window's part in the last union,
     which all ranks know. Shares add up to 1, so the union count is k up to what is left of the
     fluctuation of h, while h still moves the shares to where the large elements are. Where so few
     elements are expected that the last share is chance, h alone decides.
 
-    c starts at 1 and follows the union count, ``c <- c * (k / count) ** exponent``: h alone is too
+    c starts at 1 and follows the union count, ``c <- c * (k / count) ** 0.5``: h alone is too
     large on average, because the window that a rank is about to search is the one it has cleared
     longest ago. Steering the order (not the threshold) is stable: the count answers it linearly.
 
@@ -104,23 +96,7 @@ class Sketch:
     lie in its window. There all ranks keep account of how many elements too many were sent so far, and want
     up to half as many fewer in the next step, which may be none; what was too few is made up for by k at
     most. So the union is k on average. The fewer elements, the more of the correction is that, not c.
-
-    Args:
-        exponent: strength of the correction, in (0, 1].
-        limit: c stays within [1 / limit, limit].
-        memory: weight of the last share, in [0, 1); 0 sends all hits.
     """
-
-    text_name: ClassVar[str] = "sketch"
-
-    exponent: float = 0.5
-    limit: float = 16.0
-    memory: float = 0.85
-
-    def __post_init__(self) -> None:
-        check_number("exponent", self.exponent, "a number in (0, 1]", "(0, 1]")
-        check_number("limit", self.limit, "a factor of 1 or more", "[1, inf]")
-        check_number("memory", self.memory, "a weight in [0, 1)", "[0, 1)")
 
     @staticmethod
     def _corrected_k(num_selected: int, state: ThresholdState) -> int:
@@ -148,7 +124,7 @@ class Sketch:
         if state.share < 0.0 or state.threshold == 0.0:
             return hits
         expected = max(0.0, state.share * state.correction * target)
-        weight = self.memory * expected / (expected + _CHANCE)
+        weight = _MEMORY * expected / (expected + _CHANCE)
         # + 1 and - 1: a window that gave nothing may give something again
         return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))
 
@@ -158,14 +134,13 @@ class Sketch:
         few = num_selected < _FEW
         ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0
         if count and target:
-            exponent = self.exponent * min(1.0, num_selected / _FEW)  # two that steer at once would oversteer
+            exponent = _EXPONENT * min(1.0, num_selected / _FEW)  # two that steer at once would oversteer
             corrected = correction * (target / count) ** exponent
-            correction = min(max(corrected, 1.0 / self.limit), self.limit)
+            correction = min(max(corrected, 1.0 / _LIMIT), _LIMIT)
         paused = state.paused + (target == 0)
         return replace(state, correction=correction, ahead=ahead, paused=paused)
 
 
-@runtime_checkable
 class ThresholdRule(Protocol):
     """Finds a threshold for each step, and adapts it to the number of elements that were sent."""
 
@@ -179,16 +154,4 @@ class ThresholdRule(Protocol):
         """Returns the state after a step in which all ranks together sent `count` elements."""
 
 
-RULES: dict[str, type] = {"sketch": Sketch, "paper": ThresholdScaling}
-
-
-def threshold_rule(rule: str | ThresholdRule) -> ThresholdRule:
-    """Returns the rule with a name, or the given rule."""
-    if isinstance(rule, str):
-        if rule not in RULES:
-            raise UnknownNameError("threshold rule", rule, RULES)
-        made: ThresholdRule = RULES[rule]()
-        return made
-    if not isinstance(rule, ThresholdRule):
-        raise ArgumentError("threshold", rule, f"one of {', '.join(sorted(RULES))}, or a ThresholdRule")
-    return rule
+RULES: Mapping[str, ThresholdRule] = {"sketch": Sketch(), "paper": ThresholdScaling()}

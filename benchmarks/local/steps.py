@@ -50,7 +50,7 @@ class StepWorks:
         generator = np.random.default_rng(0)
         self._whole = [self._message(generator, self._k, True) for _ in range(self._ranks - 1)]
         self._slots = [
-            self._message(generator, round(_FILLED * self._k), True, wire=WireFormat(quantum=self._k))
+            self._message(generator, round(_FILLED * self._k), True, wire=WireFormat(capacity=self._k))
             for _ in range(self._ranks - 1)
         ]
         self._windowed = [

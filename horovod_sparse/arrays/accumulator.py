@@ -333,14 +333,8 @@ class Accumulator:
         `key` is a seed of 64 bits for random rounding; `words` are overwritten.
         """
         self._apply_quantized()
-        self._replace(self._kernels.quantize(self._values, code, key, words))
-
-    def subtract(self, sent: Values) -> None:
-        """After `quantize`: makes the former values minus `sent` the values, not the rounding errors."""
-        self._replace(self._values - self._kernels.from_host(sent))
-
-    def _replace(self, rest: Memory) -> None:
-        self._rest, self._norm = rest, self._kernels.squares(rest)
+        self._rest = self._kernels.quantize(self._values, code, key, words)
+        self._norm = self._kernels.squares(self._rest)
 
     def abandon(self) -> None:
         """Undoes every change since the last fold, bit for bit; the fold itself stays."""

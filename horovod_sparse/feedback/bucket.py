@@ -67,7 +67,6 @@ class Bucket:
     def __init__(
         self, info: BucketInfo, recipe: Recipe, accumulator: Accumulator, members: Members | None = None
     ) -> None:
-        recipe = dataclasses.replace(recipe, sparsifier=recipe.sparsifier.resolved(info))
         self.info, self.recipe, self.accumulator = info, recipe, accumulator
         self.members = members or {self.whole.name: (0, self.whole.num_elements)}
         self.state = recipe.sparsifier.init(info)

@@ -21,13 +21,11 @@ from horovod_sparse.feedback.rules import FEEDBACKS, feedback_named
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 from horovod_sparse.sparsifiers.base import value_text
 from horovod_sparse.sparsifiers.schedule import SCHEDULES
-from horovod_sparse.thresholds import RULES
 
 #: arguments whose values may be written as ``name(...)``
 NESTED: dict[str, Mapping[str, type]] = {
     "feedback": FEEDBACKS,
     "schedule": SCHEDULES,
-    "threshold": RULES,
 }
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
@@ -182,9 +180,6 @@ class Recipe:
         sparsifier: selects elements, and exchanges them.
         feedback: keeps unsent elements, and may apply momentum or an optimizer's rule.
         rules: densities of single parameters.
-
-    Raises:
-        ArgumentError: if the sparsifier's arguments and the feedback do not go together.
     """
 
     sparsifier: Sparsifier
@@ -192,11 +187,6 @@ class Recipe:
     rules: ParameterRules = field(default_factory=ParameterRules)
     #: False if the user gave no density, so that an optimizer's rule may raise the default
     density_given: bool = field(default=True, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.sparsifier.why_diverges and self.feedback.keeps_residual:
-            allowed = f"'none' with these arguments of {self.sparsifier.name}: {self.sparsifier.why_diverges}"
-            raise ArgumentError("feedback", value_text(self.feedback), allowed)
 
     def for_parameter(self, name: str, num_elements: int) -> Recipe:
         """Returns the recipe for a parameter (or a bucket of them), with its density by the rules."""
@@ -293,7 +283,7 @@ def recipe(name: str, **arguments: Any) -> Recipe:
     for argument in arguments:
         if argument not in signature.parameters:
             raise UnknownNameError(f"argument of {name}", argument, signature.parameters)
-    for argument in ("feedback", "schedule", "threshold"):
+    for argument in NESTED:
         if isinstance(value := arguments.get(argument), str):
             arguments[argument] = parse_value(argument, value)
     if isinstance(density := arguments.get("density"), str):

@@ -9,23 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.errors import ArgumentError, UnknownNameError
+from horovod_sparse.errors import ArgumentError
 
 #: elements whose bits of one kind are one word
 WORD = 32
 #: as many as a code can tell apart
 MOST_LEVELS = 127
-#: what an element is measured by, in a group
-NORMS = ("mean", "max", "l2")
 
 
 @dataclass(frozen=True)
 class Quantization:
     """Encodes elements in groups: each element is a sign times a whole number of its group's unit.
 
-    With s levels the unit is norm / s, the number at most s, and what lies between two is rounded to either
-    at random, so that the expectation is the element itself. With signs alone the number is 1, the unit the
-    norm.
+    With s levels the unit is the group's largest magnitude / s, the number at most s, and what lies between
+    two is rounded to either at random, so that the expectation is the element itself. With signs alone the
+    number is 1, the unit the mean magnitude.
 
     In words of 32 bits: the units of all groups as the accumulator's floats, then for every 32 elements one
     word for each bit of a code: the signs (1 for what is below 0), and the bits of the number, lowest first.
@@ -34,12 +32,10 @@ class Quantization:
     Args:
         levels: s; 0 for signs alone.
         group: elements that share a unit, a multiple of 32; 0 for all of them.
-        norm: of a group: "mean" of the magnitudes, the largest ("max"), or "l2".
     """
 
     levels: int = 0
     group: int = 0
-    norm: str = "mean"
 
     def __post_init__(self) -> None:
         for name, value, most in (("levels", self.levels, MOST_LEVELS), ("group", self.group, 2**31 - WORD)):
@@ -48,8 +44,6 @@ class Quantization:
             object.__setattr__(self, name, int(value))
         if self.group % WORD:
             raise ArgumentError("group", self.group, f"a multiple of {WORD}, or 0 for all elements")
-        if self.norm not in NORMS:
-            raise UnknownNameError("norm of a quantizer", str(self.norm), NORMS)
 
     @property
     def planes(self) -> int:
@@ -123,26 +117,28 @@ def spread(by_group: Array, start: int, stop: int, length: int) -> Array:
 
 
 def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
-    """Returns the norms of all groups, with 24 significant bits: no order of sums changes them."""
+    """Returns each group's largest magnitude, or with signs alone the mean of all.
+
+    A mean has 24 significant bits: no order of sums changes it.
+    """
     n, length = values.size, code.length_of_group(values.size)
     found, counts = np.zeros(code.num_units(n)), np.full(code.num_units(n), length)
     counts[-1:] += n - counts.sum()
     for start, stop in windows(n, length, CHUNK):
         sizes, groups = np.abs(values[start:stop]), slice(start // length, -(-stop // length))
         starts = np.arange(0, stop - start, length)
-        if code.norm == "max":
+        if code.levels:
             found[groups] = np.maximum(found[groups], np.maximum.reduceat(sizes, starts))
         else:
-            wide = sizes.astype(np.float64)
-            found[groups] += np.add.reduceat(wide * wide if code.norm == "l2" else wide, starts)
-    if code.norm == "max":
+            found[groups] += np.add.reduceat(sizes.astype(np.float64), starts)
+    if code.levels:
         return found
-    found = np.sqrt(found) if code.norm == "l2" else found / counts
+    found /= counts
     for group in np.flatnonzero(~np.isfinite(found) | (found == 0.0)).tolist():
         sizes = np.abs(values[group * length : (group + 1) * length]).astype(np.float64)
         top = sizes.max(initial=0.0)
         sizes /= top or 1.0
-        found[group] = top * (np.linalg.norm(sizes) if code.norm == "l2" else sizes.mean())
+        found[group] = top * sizes.mean()
     coarse = ((found.view(np.int64) + (1 << 28)) & -(1 << 29)).view(np.float64)
     return np.where((found > 1e-300) & np.isfinite(found), coarse, found)
 
@@ -171,7 +167,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
             bits *= values.dtype.type(2.0**-24)
             sizes += bits
             numbers = sizes.astype(np.uint8)
-            numbers -= numbers > code.levels  # where a norm was rounded down
+            numbers -= numbers > code.levels  # where a unit was rounded down
             planes += [numbers & np.uint8(1 << place) for place in range(code.planes - 1)]
         here = codes[start // WORD : -(-stop // WORD)]
         for place, plane in enumerate(planes):

@@ -56,19 +56,6 @@ class CollectiveCost:
         return CollectiveCost(self.rounds + other.rounds, self.bytes_received + other.bytes_received)
 
 
-@dataclass(frozen=True)
-class AlphaBeta:
-    """A network's cost model: ``time = rounds * alpha + bytes * beta``."""
-
-    #: latency of one message
-    alpha_seconds: float = 50e-6
-    #: time of one byte, the inverse of the bandwidth
-    beta_seconds: float = 8e-9
-
-    def seconds(self, cost: CollectiveCost) -> float:
-        return cost.rounds * self.alpha_seconds + cost.bytes_received * self.beta_seconds
-
-
 @dataclass
 class Recorder:
     """Records the kind and bytes of P ranks' collectives, by round and rank."""

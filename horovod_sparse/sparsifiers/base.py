@@ -106,7 +106,6 @@ class Sparsifier(abc.ABC):
         values: how values travel: "exact" (as the accumulator has them), "float16", "bfloat16" or "2bit"
             (see `WireFormat`). The rounding error stays in the residual.
         indices: how indices travel: "int32", or "gaps" (bit-packed).
-        quantum: message lengths are rounded up to this many elements.
         schedule: of the density over the steps, where it is not always `density` (warm-up).
     """
 
@@ -119,12 +118,11 @@ class Sparsifier(abc.ABC):
     density: float = 0.001
     values: str = "exact"
     indices: str = "int32"
-    quantum: int = 1
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         check_density("density", self.density, "a kept fraction in (0, 1]")
-        WireFormat(self.values, self.indices, self.quantum)
+        WireFormat(self.values, self.indices)
         if self.schedule is not None and not hasattr(self.schedule, "density_at"):
             allowed = "a schedule, such as exponential(steps=400), or None"
             raise ArgumentError("schedule", self.schedule, allowed)
@@ -132,7 +130,7 @@ class Sparsifier(abc.ABC):
     @final
     @property
     def wire(self) -> WireFormat:
-        return _wire_format(self.values, self.indices, self.quantum)
+        return _wire_format(self.values, self.indices)
 
     @final
     def density_at(self, step: int) -> float:
@@ -143,15 +141,6 @@ class Sparsifier(abc.ABC):
     def num_selected(self, info: BucketInfo, step: int) -> int:
         """Returns ``k = max(1, round(density * n))``, at most n, in a step (from 0)."""
         return min(info.num_elements, max(1, round(self.density_at(step) * info.num_elements)))
-
-    def resolved(self, info: BucketInfo) -> Sparsifier:
-        """Returns a copy whose "auto" arguments are decided by the bucket's size and the number of ranks."""
-        return self
-
-    @property
-    def why_diverges(self) -> str:
-        """The reason why these arguments let the residual grow without limit; empty if they do not."""
-        return ""
 
     def init(self, info: BucketInfo) -> SparsifierState:
         """Returns the state before the first step."""
@@ -205,10 +194,8 @@ class SelectAndGather(Sparsifier):
     A subclass implements `select`. Selected elements leave the accumulator; their rounding errors stay.
     """
 
-    @property
-    def names_senders(self) -> bool:
-        """True if the sum keeps the ranks' selections apart, so that the sender of every element is known."""
-        return True
+    #: True if the sum keeps the ranks' selections apart, so that the sender of every element is known
+    names_senders: ClassVar[bool] = True
 
     @abc.abstractmethod
     def select(self, accumulator: Accumulator, k: int, state: Any, info: BucketInfo) -> Selected:

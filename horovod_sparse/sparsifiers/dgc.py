@@ -10,7 +10,6 @@ import numpy as np
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import check_count, check_density
-from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers import BucketInfo, SparsifierState
 from horovod_sparse.sparsifiers.base import SelectAndGather, Selected, step_generator
 
@@ -74,8 +73,6 @@ class DGC(SampledSelection):
 
     Args:
         sample_fraction: share of elements in the sample.
-        threshold: "sampled" (the paper), or "exact" (k-th largest by block maxima, which costs less
-            than the sample here).
         seed: of the sample's start, which depends on seed, bucket, rank and step alone.
 
     Source: Lin et al., ICLR 2018. Departure: too many hits are cut by magnitude; the public program
@@ -84,15 +81,8 @@ class DGC(SampledSelection):
 
     name: ClassVar[str] = "dgc"
 
-    threshold: str = "sampled"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.threshold not in ("sampled", "exact"):
-            raise UnknownNameError("threshold of dgc", str(self.threshold), ("sampled", "exact"))
-
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
-        if self.threshold == "exact" or k >= accumulator.num_elements:
+        if k >= accumulator.num_elements:
             return Selected(accumulator.largest(k))
         threshold = self.sampled_threshold(accumulator, k, self.generator(info, state.step))
         indices = accumulator.at_least(threshold)

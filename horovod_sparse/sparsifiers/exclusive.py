@@ -10,12 +10,12 @@ import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.collectives import AllGather, Synchronization
-from horovod_sparse.errors import StateMismatchError
+from horovod_sparse.errors import StateMismatchError, UnknownNameError
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, Sparsifier, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.base import exchange_selections
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import Window
-from horovod_sparse.thresholds import ThresholdRule, ThresholdState, threshold_rule
+from horovod_sparse.thresholds import RULES, ThresholdRule, ThresholdState
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class ExclusiveThreshold(Sparsifier):
 
     density_scope: ClassVar[Literal["per rank", "global"]] = "global"
 
-    threshold: str | ThresholdRule = "sketch"
+    threshold: str = "sketch"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        threshold_rule(self.threshold)
+        if self.threshold not in RULES:
+            raise UnknownNameError("threshold rule", str(self.threshold), RULES)
 
     def init(self, info: BucketInfo) -> ExclusiveState:
         return ExclusiveState()
@@ -60,7 +61,7 @@ class ExclusiveThreshold(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: ExclusiveState, info: BucketInfo
     ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
-        rule, k, n = threshold_rule(self.threshold), self.num_selected(info, state.step), info.num_elements
+        rule, k, n = RULES[self.threshold], self.num_selected(info, state.step), info.num_elements
         found, window = rule.find(accumulator, k, state.threshold), self.window(state, info)
         if k < n:
             selection = _select(accumulator, rule, k, window, found)

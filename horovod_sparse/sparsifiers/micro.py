@@ -20,7 +20,7 @@ class MiCRO(ExclusiveThreshold):
 
     Args:
         threshold: "sketch" (default: exact order statistic of this step) or "paper" (scaled by the
-            count; the first one is a guess that takes hundreds of steps to settle), or a rule.
+            count; the first one is a guess that takes hundreds of steps to settle).
 
     Source: MiCRO (HiPC 2023), Algorithm 1. Departures: the sketch rule; equal parts take the
     remainder one element each, as in the public program.

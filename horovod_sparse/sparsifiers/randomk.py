@@ -1,4 +1,4 @@
-"""Random-k: k positions drawn at random, by all ranks alike or by each rank for itself."""
+"""Random-k: k positions drawn at random, by all ranks alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from horovod_sparse.arrays import Accumulator, Indices
 from horovod_sparse.checks import check_count
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.sparsifiers import BucketInfo, SparseSum, SparsifierState, Traffic
 from horovod_sparse.sparsifiers.base import SelectAndGather, Selected, step_generator
 from horovod_sparse.sparsifiers.rounds.shared import sum_at, sum_traffic
@@ -34,14 +33,12 @@ def draw_positions(generator: np.random.Generator, num_elements: int, k: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(SelectAndGather):
-    """Each rank sends its values at k random positions, by default the same ones on all ranks.
+    """Each rank sends its values at k random positions, the same ones on all ranks.
 
-    With `shared` positions (default) all ranks draw the same ones, so no index is ever sent: one
-    allreduce of k values (and of what the header of a message would carry, five numbers per rank), and
-    the union is exactly k. With own positions: one allgather of indices and values, as top-k.
+    All ranks draw the same positions, so no index is ever sent: one allreduce of k values (and of what the
+    header of a message would carry, five numbers per rank), and the union is exactly k.
 
     Args:
-        shared: whether all ranks draw the same positions.
         seed: of the generator, which is this sparsifier's own: drawing never touches the global seeds
             of NumPy or of a framework. Positions depend on seed, bucket and step alone, so a
             resumed run draws what an uninterrupted one would have.
@@ -54,25 +51,18 @@ class RandomK(SelectAndGather):
     """
 
     name: ClassVar[str] = "randomk"
+    names_senders: ClassVar[bool] = False
 
-    shared: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.shared, bool):
-            raise ArgumentError("shared", self.shared, "True or False")
         check_count("seed", self.seed, low=0)
-
-    @property
-    def names_senders(self) -> bool:
-        return not self.shared
 
     def positions(self, info: BucketInfo, step: int) -> Indices:
         """Returns the positions of a step, ascending and unique."""
-        generator = step_generator(self.seed, info, step, None if self.shared else info.rank)
-        k = self.num_selected(info, step)
-        return draw_positions(generator, info.num_elements, k)
+        generator = step_generator(self.seed, info, step)
+        return draw_positions(generator, info.num_elements, self.num_selected(info, step))
 
     def select(self, accumulator: Accumulator, k: int, state: SparsifierState, info: BucketInfo) -> Selected:
         return Selected(self.positions(info, state.step))
@@ -80,13 +70,9 @@ class RandomK(SelectAndGather):
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[tuple[SparseSum, SparsifierState]]:
-        if not self.shared:
-            return (yield from super().synchronize(accumulator, state, info))
         indices = self.positions(info, state.step)
         counts = np.full(info.size, indices.size)
         return (yield from sum_at(accumulator, indices, counts, info, self.wire)), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        if self.shared:
-            return sum_traffic(int(counts[info.rank]), info, self.wire)
-        return super().traffic(info, counts, step)
+        return sum_traffic(int(counts[info.rank]), info, self.wire)

@@ -1,9 +1,8 @@
-"""SIDCo: a threshold from fitting a distribution to the magnitudes, in stages up the tail."""
+"""SIDCo: a threshold from fitting an exponential to the magnitudes, in stages up the tail."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -12,69 +11,8 @@ import numpy as np
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import LOCAL
-from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.sparsifiers.base import BucketInfo, Selected, SparsifierState
 from horovod_sparse.sparsifiers.dgc import SampledSelection
-
-
-@dataclass(frozen=True)
-class Excess:
-    """Mean and variance of |x| - threshold over the magnitudes that reach it, and the mean of ln |x|."""
-
-    mean: float
-    variance: float
-    mean_logarithm: float = 0.0
-
-    @classmethod
-    def of(cls, sizes: np.ndarray, threshold: float) -> Excess:
-        """Computes the excess of one or more magnitudes, all of which reach the threshold and exceed 0."""
-        mean = float(sizes.mean())
-        with np.errstate(over="ignore"):
-            square = float(np.dot(sizes, sizes)) / sizes.size
-        return cls(mean - threshold, max(0.0, square - mean**2), float(np.log(sizes).mean()))
-
-
-def exponential(excess: Excess, density: float) -> float:
-    """Returns the threshold of a fitted exponential: ``beta = mean,  threshold = beta * ln(1 / density)``."""
-    return excess.mean * math.log(1.0 / density)
-
-
-def generalized_pareto(excess: Excess, density: float) -> float:
-    """Returns the threshold of a fitted generalized Pareto distribution.
-
-    ``alpha = (1 - q) / 2,  beta = mean (q + 1) / 2,  q = mean^2 / variance``;
-    ``threshold = (beta / alpha) (density^-alpha - 1)``.
-    """
-    if excess.variance <= 0.0:
-        return excess.mean
-    quotient = excess.mean**2 / excess.variance
-    alpha, beta = 0.5 * (1.0 - quotient), 0.5 * excess.mean * (quotient + 1.0)
-    if abs(alpha) < 1e-9:
-        return beta * math.log(1.0 / density)
-    return beta / alpha * math.expm1(-alpha * math.log(density))
-
-
-def gamma(excess: Excess, density: float) -> float:
-    """Returns the threshold of a fitted gamma; 0 where the tail's approximation is not positive.
-
-    ``s = ln mean - mean ln,  alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s),  beta = mean / alpha``;
-    ``threshold = -beta (ln density + ln Gamma(alpha))``.
-    """
-    spread = math.log(excess.mean) - excess.mean_logarithm
-    if not spread > 1e-12:
-        return excess.mean
-    alpha = (3.0 - spread + math.sqrt((spread - 3.0) ** 2 + 24.0 * spread)) / (12.0 * spread)
-    return max(0.0, -excess.mean / alpha * (math.log(density) + math.lgamma(alpha)))
-
-
-#: quantiles, of the first stage and of those after it: the excess over the last threshold (over 0 at first),
-#: of a mean above 0, that the share `density` in (0, 1) exceeds
-FITS: dict[str, tuple[Callable[[Excess, float], float], ...]] = {
-    "exponential": (exponential, exponential),
-    "pareto": (generalized_pareto, generalized_pareto),
-    "gamma": (gamma, generalized_pareto),
-}
-
 
 #: what stands for achieved / target where nothing was sent, whose logarithm is none
 _NOTHING = 1e-6
@@ -96,7 +34,7 @@ class SIDCoState(SparsifierState):
 
 @dataclass(frozen=True, kw_only=True)
 class SIDCo(SampledSelection):
-    """Each rank sends |acc| >= threshold, the threshold being a quantile of a fitted distribution.
+    """Each rank sends |acc| >= threshold, the threshold being a quantile of a fitted exponential.
 
     Stage 1 fits all magnitudes and finds where the share `first_density` lies above; each further stage
     fits what exceeds the last threshold, and the last one goes for what is left of the density:
@@ -107,8 +45,6 @@ class SIDCo(SampledSelection):
     One round: an allgather of as many indices and values as pass. Density is per rank.
 
     Args:
-        distribution: "exponential", "pareto" (generalized), or "gamma" (first stage gamma, then
-            generalized Pareto).
         first_density: share that a stage before the last leaves.
         tolerance: of achieved / target around 1.
         adapt_every: steps between changes of M.
@@ -116,7 +52,7 @@ class SIDCo(SampledSelection):
         sample_fraction: share of elements that is fitted; 1 fits all of them, which are copied for it.
         seed: of the sample's start, which depends on seed, bucket, rank and step alone.
 
-    Source: Abdelmoniem et al., MLSys 2021 (SIDCo). Departures: fits are made to a strided sample, as
+    Source: Abdelmoniem et al., MLSys 2021 (SIDCo-E). Departures: fits are made to a strided sample, as
     DGC's; zeros are left out; the first M follows from the density; where a fit puts the threshold above
     every magnitude, as it would for ever where they are nearly equal, the k largest are sent; and the
     direction in which M moves, since which way helps depends on the tail: a single exponential fit passes
@@ -125,7 +61,6 @@ class SIDCo(SampledSelection):
 
     name: ClassVar[str] = "sidco"
 
-    distribution: str = "exponential"
     first_density: float = 0.25
     tolerance: float = 0.2
     adapt_every: int = 5
@@ -133,8 +68,6 @@ class SIDCo(SampledSelection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.distribution not in FITS:
-            raise UnknownNameError("distribution", self.distribution, FITS)
         for argument in ("first_density", "tolerance"):
             check_number(argument, getattr(self, argument), "a number in (0, 1)", "(0, 1)")
         for argument in ("adapt_every", "max_stages"):
@@ -152,10 +85,11 @@ class SIDCo(SampledSelection):
         for stage in range(num_stages):
             last = stage == num_stages - 1 or density >= self.first_density
             wanted = density if last else self.first_density
-            excess = Excess.of(sizes, threshold) if sizes.size > 1 else Excess(0.0, 0.0)
-            if excess.mean <= 0.0 or wanted >= 1.0:
+            # an exponential's only parameter is the mean excess over the last threshold
+            mean = float(sizes.mean()) - threshold if sizes.size > 1 else 0.0
+            if mean <= 0.0 or wanted >= 1.0:
                 break
-            threshold += FITS[self.distribution][min(stage, 1)](excess, wanted)
+            threshold += mean * math.log(1.0 / wanted)
             if last:
                 break
             density /= self.first_density

@@ -263,7 +263,7 @@ _QUANTIZED = 1 << 20
 
 
 def _norms(values: Tensor, code: Quantization) -> Tensor:
-    """Returns each group's norm, as float64 with 24 significant bits."""
+    """Returns each group's largest or mean magnitude in float64, as `kernels.quantization` does."""
     n, length = values.numel(), code.length_of_group(values.numel())
     if length >= n:
         rows, counts = values.view(1, -1), torch.tensor([[max(1, n)]], device=values.device)
@@ -272,17 +272,14 @@ def _norms(values: Tensor, code: Quantization) -> Tensor:
         counts = torch.full((rows.shape[0], 1), length, device=values.device)
         counts[-1] = n - (rows.shape[0] - 1) * length
     tops = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True).double()
-    if code.norm == "max":
+    if code.levels:
         return tops.view(-1)
-    order = 1 if code.norm == "mean" else 2
-    found = torch.linalg.vector_norm(rows, order, dim=1, keepdim=True, dtype=torch.float64)
-    divided = counts if order == 1 else torch.ones_like(counts)
-    found = found / divided
+    found = torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True, dtype=torch.float64) / counts
     # numbers near the ends of what float64 holds: by the largest
     bad = ((~torch.isfinite(found) | (found == 0)) & (tops > 0)).view(-1).nonzero().view(-1)
     if bad.numel():
         parts = rows[bad].double() / tops[bad]
-        found[bad] = tops[bad] * torch.linalg.vector_norm(parts, order, dim=1, keepdim=True) / divided[bad]
+        found[bad] = tops[bad] * torch.linalg.vector_norm(parts, 1, dim=1, keepdim=True) / counts[bad]
     found = found.contiguous()
     bits = (found.view(torch.int64) + (1 << 28)) & -(1 << 29)
     coarse = bits.view(torch.float64)

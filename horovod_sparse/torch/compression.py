@@ -104,7 +104,7 @@ class Compression(
         >>> Compression.topk(densty=0.01)
         Traceback (most recent call last):
         horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are \
-dense, dense_below, densities, density, feedback, indices, quantum, schedule, values
+dense, dense_below, densities, density, feedback, indices, schedule, values
     """
 
     none = hvd.Compression.none

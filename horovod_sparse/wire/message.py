@@ -10,7 +10,7 @@ Layout, in 32-bit words::
     5  projection float32 bits of how far this rank's gradient leans along a direction that ranks share
     6  indices    count words, ascending
     .  values     count words (float32) or 2 * count words (float64), or none
-    .  padding    zeros up to the room that the format asks for (`WireFormat.padded`)
+    .  padding    zeros up to the room that the format asks for (`WireFormat.capacity`)
 
 That is a plain message. In any other format (`WireFormat`) the length is negative, and one more word
 comes before the indices::
@@ -60,8 +60,6 @@ class WireFormat:
         values: "exact" (as the accumulator has them), "float64", "float32", "float16",
             "bfloat16", or "2bit" (with two magnitudes per 64 values).
         indices: "int32" (any order), or for ascending ones "gaps" (bit-packed).
-        quantum: elements that the payload is rounded up to. A length that repeats from step to step
-            stays in Horovod's response cache; a changed one costs an extra negotiation.
         capacity: elements that the payload has room for at least, whatever is in it.
 
     Example:
@@ -71,7 +69,6 @@ class WireFormat:
 
     values: str = "exact"
     indices: str = "int32"
-    quantum: int = 1
     capacity: int = 0
 
     def __post_init__(self) -> None:
@@ -79,7 +76,6 @@ class WireFormat:
             raise UnknownNameError("way to write values", str(self.values), ["exact", *VALUE_CODECS])
         if self.indices not in INDEX_CODECS:
             raise UnknownNameError("way to write indices", str(self.indices), INDEX_CODECS)
-        check_count("quantum", self.quantum, "a whole number of elements, 1 or more")
         check_count("capacity", self.capacity, "a whole number of elements, 0 or more", low=0)
 
     @functools.cached_property
@@ -91,15 +87,6 @@ class WireFormat:
     def ascending(self) -> bool:
         """True if indices must be ascending."""
         return self.indices != "int32"
-
-    def padded(self, count: int) -> int:
-        """Returns the number of elements that a message of `count` elements has room for.
-
-        Example:
-            >>> WireFormat(quantum=8, capacity=20).padded(3), WireFormat(quantum=8, capacity=20).padded(30)
-            (24, 32)
-        """
-        return -(-max(count, self.capacity) // self.quantum) * self.quantum
 
     def round(self, values: Values) -> Values:
         """Returns the values after encoding and decoding; the caller adds the difference to the residual.
@@ -190,7 +177,11 @@ def sections(format: WireFormat, count: int, num_elements: int, dtype: Any) -> S
         code = 1 + (0 if value_codec is None else value_codec.code) + 8 * index_codec.code
         tag, header = format_tag(code, num_elements), HEADER_WORDS + 1
     index_words, value_words = words(count)
-    ends = header + index_words, header + index_words + value_words, header + sum(words(format.padded(count)))
+    ends = (
+        header + index_words,
+        header + index_words + value_words,
+        header + sum(words(max(count, format.capacity))),
+    )
     return Sections(tag, header, *ends, index_codec, value_codec)
 
 

@@ -136,7 +136,7 @@ def test_replicas_that_come_apart_are_found(engine: Engine) -> None:
 OTHERS = [
     *("values=float16", "dense_below=100", "gtopk:density=0.1"),
     *("density=0.2", "schedule=exponential(steps=10)", "feedback=none", "feedback=momentum", "indices=gaps"),
-    *("feedback=error(clip_norm=1.0)", "values=2bit", "dense=('*bias',)", "quantum=4"),
+    *("feedback=error(clip_norm=1.0)", "values=2bit", "dense=('*bias',)"),
     *(f"{name}:density=0.1" for name in ("exdyna", "micro", "oktopk", "dgc", "randomk", "cltk", "mstopk")),
     *(f"{name}:density=0.1" for name in ("sidco", "spardl", "topk_dsa", "dragonn", "chunk_topk")),
     *("hard_threshold:threshold=0.1", "qsgd:levels=4", "signsgd:density=1.0"),

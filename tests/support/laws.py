@@ -123,14 +123,11 @@ def rounding(history: History, num_steps: int) -> np.ndarray:
 
     P * steps additions, each rounded by at most half an ulp of a number below A = sum over steps and ranks of
     |g|; twice that leaves room for the errors' own rounding. A quantizer sends of a small element as much as
-    of its group's others, and so do two bits: there A is the bucket's largest, or its norm.
+    of its group's others, and so do two bits: there A is the bucket's largest.
     """
     dtype = history.cluster.buckets[0].info.value_dtype
     magnitude = np.abs(np.nan_to_num(history.gradients[:num_steps], nan=0, posinf=0, neginf=0)).sum((0, 1))
-    if isinstance(history.recipe.sparsifier, Quantizer):
-        whole = np.linalg.norm if history.recipe.sparsifier.quantization.norm == "l2" else np.max
-        magnitude = np.full_like(magnitude, whole(magnitude) if magnitude.size else 0.0)
-    elif history.recipe.sparsifier.values == "2bit":
+    if isinstance(history.recipe.sparsifier, Quantizer) or history.recipe.sparsifier.values == "2bit":
         magnitude = np.full_like(magnitude, magnitude.max(initial=0.0))
     # below the normal numbers an ulp no longer shrinks: half of the smallest denormal per addition
     smallest = float(np.finfo(dtype).smallest_subnormal)

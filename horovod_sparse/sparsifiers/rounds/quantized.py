@@ -22,16 +22,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Accumulator, FoldReport, Values
 from horovod_sparse.collectives import AllGather, Synchronization
 from horovod_sparse.errors import ArgumentError, MessageError
-from horovod_sparse.kernels.quantization import (
-    CHUNK,
-    NORMS,
-    WORD,
-    Quantization,
-    decode_sum,
-    spread,
-    unpack_bits,
-    windows,
-)
+from horovod_sparse.kernels.quantization import Quantization, decode_sum
 from horovod_sparse.sparsifiers.base import BucketInfo, Sparsifier, SparsifierState, Traffic, WholeSum
 from horovod_sparse.wire import HEADER_WORDS, Notes
 from horovod_sparse.wire.message import empty_message, format_tag
@@ -52,13 +43,13 @@ def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport)
 
 def _tag(code: Quantization, num_elements: int) -> int:
     # 128 to 255 is no selection's code; groups of another length are met by the message's
-    return format_tag(0x80 | (code.levels * len(NORMS) + NORMS.index(code.norm)) % 0x80, num_elements)
+    return format_tag(0x80 | code.levels, num_elements)
 
 
 def sum_quantized(
-    buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any, *, votes: bool
+    buffer: NDArray[np.int32], size: int, code: Quantization, num_elements: int, dtype: Any
 ) -> tuple[Values, Notes]:
-    """Decodes an allgathered buffer into the sum over ranks (or their vote), and the ranks' notes."""
+    """Decodes an allgathered buffer into the sum over ranks, and the ranks' notes."""
     words = np.ascontiguousarray(buffer)
     length = quantized_words(code, num_elements, dtype)
     if words.dtype != np.int32 or words.shape != (size * length,):
@@ -76,28 +67,13 @@ def sum_quantized(
             f"{num_elements} elements; all ranks must use the same version, sparsifier, dtype and model"
         )
     values = np.empty(num_elements, dtype)
-    units = (majority if votes else decode_sum)(messages[:, HEADER:], code, values)
+    units = decode_sum(messages[:, HEADER:], code, values)
     if not ((units >= 0) & np.isfinite(units)).all():
         raise MessageError(
             "a unit of some rank's message is below 0 or no number: it was damaged, or the ranks do not have "
             "the same model"
         )
     return values, Notes.of(messages[:, 2:HEADER_WORDS])
-
-
-def majority(bodies: NDArray[np.int32], code: Quantization, out: Values) -> Values:
-    """Writes to `out` most ranks' sign (0 in a tie) times the summed units; returns all ranks' units."""
-    size, at, length = len(bodies), code.unit_words(out.size, out.dtype), code.length_of_group(out.size)
-    units: Values = np.ascontiguousarray(bodies[:, :at]).view(out.dtype)
-    # the sum of units, computed as size times their mean
-    unit = (units / size).sum(0, dtype=out.dtype) * out.dtype.type(size)
-    for start, stop in windows(out.size, length, CHUNK):
-        words = bodies[:, at + start // WORD : at - (-stop // WORD)].view(np.uint32)
-        ahead = np.full(stop - start, size, np.int32)
-        for one in words:
-            ahead -= 2 * unpack_bits(one, stop - start).astype(np.int32)
-        out[start:stop] = np.sign(ahead).astype(out.dtype) * spread(unit, start, stop, length)
-    return units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +92,6 @@ class Quantizer(Sparsifier):
             ("density", 1.0),
             ("values", "exact"),
             ("indices", "int32"),
-            ("quantum", 1),
             ("schedule", None),
         ):
             if getattr(self, name) != only:
@@ -126,12 +101,7 @@ class Quantizer(Sparsifier):
     @property
     @abc.abstractmethod
     def quantization(self) -> Quantization:
-        """Returns the encoding: the number of levels, the norm and the length of groups."""
-
-    @property
-    def votes(self) -> bool:
-        """True if each element of the sum gets the sign that most ranks have."""
-        return False
+        """Returns the encoding: the number of levels and the length of groups."""
 
     def key(self, info: BucketInfo, step: int) -> int:
         """Returns the 64-bit seed of this rank's random rounding in a step; 0 without random rounding."""
@@ -140,14 +110,12 @@ class Quantizer(Sparsifier):
     def synchronize(
         self, accumulator: Accumulator, state: SparsifierState, info: BucketInfo
     ) -> Synchronization[tuple[WholeSum, SparsifierState]]:
-        n, dtype, code, votes = info.num_elements, info.value_dtype, self.quantization, self.votes
+        n, dtype, code = info.num_elements, info.value_dtype, self.quantization
         key = self.key(info, state.step)
         message = blank(code, n, dtype, accumulator.report)
         accumulator.quantize(code, key, message[HEADER:])
         gathered = yield AllGather(message)
-        values, notes = sum_quantized(gathered, info.size, code, n, dtype, votes=votes)
-        if votes:  # every rank's part of what is applied
-            accumulator.subtract(values / dtype.type(info.size))
+        values, notes = sum_quantized(gathered, info.size, code, n, dtype)
         return WholeSum(values, np.full(info.size, n), notes), state
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:

@@ -41,7 +41,7 @@ def sum_at(
     values = accumulator.remove(indices)
     if wire.exact:
         report = accumulator.report if ask_health else None
-        summed, notes = yield from _allreduce(values, report, info, wire)
+        summed, notes = yield from _allreduce(values, report, info)
     else:
         summed, notes = yield from _sum_in_parts(accumulator, indices, values, info, wire, ask_health)
     return SparseSum(indices, summed, counts, notes)
@@ -52,34 +52,30 @@ def sum_traffic(
 ) -> tuple[Traffic, ...]:
     """Declares the cost of `sum_at`: the values, and each rank's note if `ask_health`."""
     if wire.exact:
-        padded = wire.padded(num_indices)
         health = _NUMBERS_PER_RANK * info.size if ask_health else 0
-        return (Traffic(AllReduce, (padded + health) * info.value_dtype.itemsize),)
+        return (Traffic(AllReduce, (num_indices + health) * info.value_dtype.itemsize),)
     words = [
         wire.num_value_words(stop - start, info.value_dtype)
-        for start, stop in _windows_by_rank(wire.padded(num_indices), info.size)
+        for start, stop in _windows_by_rank(num_indices, info.size)
     ]
     health = _HEALTH_WORDS if ask_health else 0
     sent = sum(health + count for rank, count in enumerate(words) if rank != info.rank)
     return (Traffic(AllToAll, 4 * sent), Traffic(AllGather, 4 * words[info.rank]))
 
 
-def _allreduce(
-    values: Values, report: FoldReport | None, info: BucketInfo, wire: WireFormat
-) -> Synchronization[_Sum]:
+def _allreduce(values: Values, report: FoldReport | None, info: BucketInfo) -> Synchronization[_Sum]:
     k = values.size
-    padded = wire.padded(k)
-    buffer = np.zeros(padded + (_NUMBERS_PER_RANK * info.size if report is not None else 0), values.dtype)
+    buffer = np.zeros(k + (_NUMBERS_PER_RANK * info.size if report is not None else 0), values.dtype)
     buffer[:k] = values
     if report is not None:  # this rank's column; summed up, those of all ranks
-        columns = buffer[padded:].reshape(_NUMBERS_PER_RANK, info.size)
+        columns = buffer[k:].reshape(_NUMBERS_PER_RANK, info.size)
         own = note_of(report)
         norm, projection = own.view(np.float32)[1::2]
         columns[:, info.rank] = *divmod(own[0], _HALF), norm, own[2], projection
     summed = yield AllReduce(buffer)
     if report is None:
         return summed[:k], Notes()
-    high, low, norms, steps, projections = summed[padded:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
+    high, low, norms, steps, projections = summed[k:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
     notes = np.empty((info.size, _HEALTH_WORDS), np.int32)
     notes[:, ::2] = np.stack([high * _HALF + low, steps], 1)
     notes.view(np.float32)[:, 1::2] = np.stack([norms, projections], 1)
@@ -94,17 +90,14 @@ def _sum_in_parts(
     wire: WireFormat,
     ask_health: bool,
 ) -> Synchronization[_Sum]:
-    num_indices, padded = indices.size, wire.padded(indices.size)
-    parts = _windows_by_rank(padded, info.size)
-    values = np.concatenate([values, np.zeros(padded - num_indices, values.dtype)])
+    parts = _windows_by_rank(indices.size, info.size)
     health = note_of(accumulator.report) if ask_health else np.zeros(0, np.int32)
     messages = []
     for start, stop in parts:
         words = wire.encode_values(values[start:stop])
         seen = wire.decode_values(words, stop - start, values.dtype)
         messages.append(np.concatenate([health, words]))
-        here = indices[start:stop]  # padding has no place
-        accumulator.add(here, (values[start:stop] - seen)[: here.size])
+        accumulator.add(indices[start:stop], values[start:stop] - seen)
     arrived = yield AllToAll(tuple(messages))
 
     start, stop = parts[info.rank]
@@ -113,10 +106,9 @@ def _sum_in_parts(
         for message in arrived:
             total += wire.decode_values(message[health.size :], stop - start, values.dtype)
     summed, error = yield from gather_parts(total, parts, info, wire)
-    here = indices[start:stop]
-    accumulator.add(here, error[: here.size])
+    accumulator.add(indices[start:stop], error)
     notes = Notes.of(np.stack([message[: health.size] for message in arrived])) if ask_health else Notes()
-    return summed[:num_indices], notes
+    return summed, notes
 
 
 def gather_parts(

@@ -146,6 +146,6 @@ def split_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
     words = [wire.message_words(number, info.num_elements, info.value_dtype) for number in (0, count)]
     others = info.size - 1
     # written plainly, elements cost the same in whichever message they are
-    plain = wire.is_plain(info.value_dtype) and wire.quantum == 1
+    plain = wire.is_plain(info.value_dtype)
     most = others * words[0] + words[1] - words[0] if plain else others * words[1]
     return Traffic(AllToAll, 4 * others * words[0], 4 * most if others else 0)

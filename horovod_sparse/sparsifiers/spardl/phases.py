@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator, Indices, Values
-from horovod_sparse.collectives import Exchange, Synchronization, rank_part
+from horovod_sparse.collectives import Exchange, Synchronization
 from horovod_sparse.sparsifiers.base import BucketInfo, SparseSum, exchange_selections
 from horovod_sparse.sparsifiers.rounds.pairs import Mail, bruck_all_gather
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import SparseVector, not_among, split_exactly
@@ -89,17 +89,11 @@ class Phases:
     """The collectives of a step of SparDL on one rank, in order."""
 
     def __init__(
-        self,
-        accumulator: Accumulator,
-        info: BucketInfo,
-        layout: TeamLayout,
-        wire: WireFormat,
-        notes_travel: bool,
+        self, accumulator: Accumulator, info: BucketInfo, layout: TeamLayout, wire: WireFormat
     ) -> None:
         self.ledger = Ledger(accumulator, wire)
         self._accumulator, self._info, self._layout, self._wire = accumulator, info, layout, wire
         self._mail = Mail(accumulator.report, info, wire)
-        self._notes_travel = notes_travel
         self._team, self._position = layout.team_and_position(info.rank)
 
     def scatter_reduce(self) -> Synchronization[SparseVector]:
@@ -164,7 +158,7 @@ class Phases:
 
     def _ranks_with_notes(self, teams: range | list[int]) -> list[int]:
         """Returns the ranks whose notes a message carries: those at this rank's position in these teams."""
-        return [self._layout.rank(team, self._position) for team in teams] if self._notes_travel else []
+        return [self._layout.rank(team, self._position) for team in teams]
 
     def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:
         """Gathers all blocks of the sum on all ranks, by Bruck's all-gather within every team."""
@@ -178,17 +172,9 @@ class Phases:
         return mail.sum_of(SparseVector(*map(np.concatenate, pairs)), layout.num_selected)
 
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """Gathers all blocks on all ranks by one allgather: each of d teams sends 1/d of a block."""
-        layout = self._layout
-        start, stop = rank_part(len(block), self._team, layout.teams)
-        mine = self.ledger.round(block[start:stop])
+        """Gathers all blocks on all ranks by one allgather, where there is one team."""
+        mine = self.ledger.round(block)
         sent = self._accumulator, mine.indices, mine.values, self._info, self._wire
         sum_ = yield from exchange_selections(*sent)
-        if layout.teams > 1:
-            ends = np.cumsum(sum_.counts)
-            order = [rank for position in range(layout.team_size) for rank in layout.column(position)]
-            pieces = [slice(ends[rank] - sum_.counts[rank], ends[rank]) for rank in order]
-            sum_.indices = np.concatenate([sum_.indices[piece] for piece in pieces])
-            sum_.values = np.concatenate([sum_.values[piece] for piece in pieces])
-        sum_.counts = np.full_like(sum_.counts, layout.num_selected)
+        sum_.counts = np.full_like(sum_.counts, self._layout.num_selected)
         return sum_

@@ -1,4 +1,4 @@
-"""SparDL's teams: their layout, their traffic, the best number of them, and the state between steps."""
+"""SparDL's teams: their layout, their traffic, and the state between steps."""
 
 from __future__ import annotations
 
@@ -67,14 +67,12 @@ class TeamLayout:
         stop = min(2 * first, self.team_size)
         return [(position + offset) % self.team_size for offset in range(first, stop)]
 
-    def traffic(
-        self, info: BucketInfo, wire: WireFormat, recursive: bool, notes_travel: bool
-    ) -> tuple[Traffic, ...]:
+    def traffic(self, info: BucketInfo, wire: WireFormat, recursive: bool) -> tuple[Traffic, ...]:
         """Declares the cost of every round of a step for this rank."""
-        team, position = self.team_and_position(info.rank)
+        _, position = self.team_and_position(info.rank)
         d, quota = self.teams, self.quota(position)
         # of a block, B-SAG may leave as few elements as one team gives
-        exact = d == 1 or recursive
+        exact = recursive
 
         def ends(words_of: Callable[[int], int], count: int) -> tuple[int, int]:
             return words_of(count if exact else -(-count // d)), words_of(count)
@@ -87,21 +85,16 @@ class TeamLayout:
         for stage in reversed(range(self.num_stages)):
             count = sum(self.quota(block) for block in self.bag(position, stage))
             rounds.append(Traffic(Exchange, 4 * mail_words(count, 0, info, wire)))
+        if d == 1:
+            return (*rounds, Traffic(AllGather, 4 * mail_words(quota, 0, info, wire)))
         if recursive:
             rounds += [
-                Traffic(Exchange, 4 * mail_words(quota, (1 << stage) * notes_travel, info, wire))
+                Traffic(Exchange, 4 * mail_words(quota, 1 << stage, info, wire))
                 for stage in range(d.bit_length() - 1)
             ]
         else:
-            given = ends(lambda count: 1 + mail_words(count, int(notes_travel), info, wire), quota)
+            given = ends(lambda count: 1 + mail_words(count, 1, info, wire), quota)
             rounds += [traffic_of(Exchange, [given] * num_sent) for num_sent in bruck_counts(d)]
-        if not notes_travel:
-
-            def part_words(count: int) -> int:
-                start, stop = rank_part(count, team, d)
-                return mail_words(stop - start, 0, info, wire)
-
-            return (*rounds, traffic_of(AllGather, [ends(part_words, quota)]))
 
         def block_words(count: int) -> int:
             return 1 + mail_words(count, d, info, wire)
@@ -110,47 +103,6 @@ class TeamLayout:
             blocks = [(position + offset) % self.team_size for offset in range(num_sent)]
             rounds.append(traffic_of(Exchange, [ends(block_words, self.quota(block)) for block in blocks]))
         return tuple(rounds)
-
-
-def is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def spardl_cost(size: int, teams: int, between: str) -> tuple[int, float, float]:
-    """Returns the number of rounds, and the least and most elements received over k: Eqs. (4), (7), (10).
-
-    Example:
-        >>> spardl_cost(14, 1, "recursive")
-        (8, 1.857..., 1.857...)
-        >>> spardl_cost(14, 7, "bruck")
-        (5, 1.0, 4.0)
-    """
-    num_blocks = size // teams
-    rounds = 2 * ceil_log2(num_blocks) + ceil_log2(teams)
-    within = (size - teams) / size
-    if between == "recursive":
-        both = 2 * within + teams / size * math.log2(teams)
-        return rounds, both, both
-    least = within + (teams - 1) / size + within / teams
-    return rounds, least, 2 * within + teams * (teams - 1) / size
-
-
-def teams_by_cost(
-    size: int, bytes_of_union: float, latency_seconds: float, seconds_per_byte: float, between: str = "auto"
-) -> list[tuple[int, float]]:
-    """Returns every divisor d of P with its predicted seconds, the fastest first."""
-
-    def seconds(teams: int) -> float:
-        way = between
-        if way == "auto":
-            way = "recursive" if is_power_of_two(teams) else "bruck"
-        rounds, least, most = spardl_cost(size, teams, way)
-        return rounds * latency_seconds + bytes_of_union * (least + most) / 2 * seconds_per_byte
-
-    divisors = [teams for teams in range(1, size + 1) if size % teams == 0]
-    if between == "recursive":
-        divisors = [teams for teams in divisors if is_power_of_two(teams)]
-    return sorted(((teams, seconds(teams)) for teams in divisors), key=lambda pair: pair[1])
 
 
 #: the first stride, as a share of the range that h may have

@@ -58,33 +58,27 @@ MORE: list[tuple[str, tuple[int, int, int]]] = [
         (f"{text},density=0.1,feedback=momentum(momentum=0.5,masking={masks})", (size, 60, 5))
         for text in (
             "gtopk:values=float16",
-            "topk_dsa:quantum=1",
-            "oktopk:quantum=1",
+            "topk_dsa:values=exact",
+            "oktopk:values=exact",
             "spardl:residuals=partial",
         )
         for size, masks in ((4, "true"), (6, "true"), (4, "false"))
     ),
     *(("spardl:teams=2,density=0.1,feedback=momentum(momentum=0.5)", (size, 60, 5)) for size in (4, 6)),
-    ("topk:density=0.1,schedule=linear(steps=3,start=1.0),feedback=momentum(momentum=0.5)", (2, 40, 5)),
-    # ExDyna's algorithm 3, which moves blocks
-    *(
-        (f"exdyna:density=0.05,rebalance=paper,alpha={alpha},blocks_per_move={move}", (size, 500, 12))
-        for size, alpha, move in ((3, 1.0, 1), (5, 1.05, 2), (9, 1.3, 3))
+    (
+        "topk:density=0.1,schedule=stairs(steps=1,densities=(1.0,0.7,0.4)),feedback=momentum(momentum=0.5)",
+        (2, 40, 5),
     ),
+    # ExDyna's algorithm 3, which moves blocks
+    *(("exdyna:density=0.05,rebalance=paper", (size, 500, 12)) for size in (3, 5, 9)),
     # where few elements are wanted nobody sends in some steps, whose turns are not used up
     *((f"{name}:density=0.0025", (16, 400, 24)) for name in ("micro", "exdyna")),
 ]
 #: of these the number of elements that were sent, and their sum
-LONG = (
-    "sidco",
-    "sidco:distribution=pareto",
-    "sidco:distribution=gamma",
-    "dgc:sample_fraction=0.05",
-    "mstopk",
-)
+LONG = "sidco", "dgc:sample_fraction=0.05", "mstopk"
 LONG += (
     "signsgd:group=96",
-    "qsgd:levels=15,norm=l2,group=96",
+    "qsgd:levels=15,group=96",
     "qsgd:levels=127",
     "dragonn",
     "hard_threshold:threshold=2.0",

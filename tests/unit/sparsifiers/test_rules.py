@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo, SparsifierState
 from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
-from horovod_sparse.sparsifiers.schedule import Exponential, Linear, Stairs
+from horovod_sparse.sparsifiers.schedule import Exponential, Stairs
 from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
 from support import laws
 from support.cases import CASES, Case, case_id
@@ -29,11 +29,8 @@ from support.laws import Scenario, random_gradients, run
     [
         # 0.16 -> 0.01 in 4 steps: a factor of (1 / 16) ** (1 / 4) = 1 / 2 each
         (Exponential(steps=4, start=0.16), 0.01, [0.16, 0.08, 0.04, 0.02, 0.01, 0.01]),
-        (Exponential(epochs=2, steps_per_epoch=2, start=0.16), 0.01, [0.16, 0.08, 0.04, 0.02, 0.01, 0.01]),
-        (Linear(steps=5, start=0.6), 0.1, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]),
-        (Linear(epochs=2.5, steps_per_epoch=2, start=0.6), 0.1, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]),
         # Section 3.3: 75 %, 93.75 %, 98.4375 %, 99.6 %, 99.9 % are left out, epoch by epoch
-        (Stairs(steps_per_epoch=1), 0.001, [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]),
+        (Stairs(steps=1), 0.001, [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]),
         (Stairs(steps=2, densities=[0.5]), 0.1, [0.5, 0.5, 0.1]),  # type: ignore[arg-type]
     ],
 )
@@ -73,7 +70,7 @@ def test_density_is_a_fraction(name: str) -> None:
 def test_random_positions_depend_on_seed_bucket_and_step_alone() -> None:
     info = BucketInfo("w", 1000, rank=0, size=4)
     other_rank = BucketInfo("w", 1000, rank=3, size=4)
-    shared, own = RandomK(density=0.05), RandomK(density=0.05, shared=False)
+    shared = RandomK(density=0.05)
     before = pickle.dumps(np.random.get_state())  # noqa: NPY002 -- the global generator is not touched
     drawn = shared.positions(info, 7)
     assert pickle.dumps(np.random.get_state()) == before  # noqa: NPY002
@@ -86,7 +83,6 @@ def test_random_positions_depend_on_seed_bucket_and_step_alone() -> None:
     assert shared.positions(first, 7).tolist() == shared.positions(again, 7).tolist()
     assert shared.positions(first, 7).tolist() != shared.positions(other, 7).tolist()
     assert drawn.tolist() != RandomK(density=0.05, seed=1).positions(info, 7).tolist()
-    assert own.positions(info, 7).tolist() != own.positions(other_rank, 7).tolist()
     assert np.unique(drawn).size == 50
 
 
@@ -123,7 +119,6 @@ def holding(values: list[float]) -> HostAccumulator:
 def test_the_papers_scaling_of_thresholds_by_hand(count: int, factor: float) -> None:
     state = ThresholdScaling().steer(count, 1000, ThresholdState(threshold=2.0))
     assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
-    assert 1 < ThresholdScaling(beta=6).steer(count or 200, 1000, state).threshold / state.threshold < 1.002
 
 
 def test_the_sketchs_threshold_and_correction_by_hand() -> None:
@@ -143,7 +138,7 @@ def test_the_sketchs_threshold_and_correction_by_hand() -> None:
     state = Sketch().steer(0, 100, state)
     assert state.correction == pytest.approx(1.0)
     # and c stays within [1 / limit, limit]
-    assert Sketch(limit=2.0).steer(1, 100, ThresholdState()).correction == 2.0
+    assert Sketch().steer(1, 1000, ThresholdState()).correction == 16.0
 
 
 class Sampled(HostAccumulator):

@@ -56,9 +56,9 @@ def test_rounds_and_words_are_those_of_table_1(size: int) -> None:
     one = 4 * (size - 1) / size * k
     rows: list[tuple[dict[str, object], int, float, float, int]] = [
         ({"name": "topk"}, log(size), *[2.0 * (size - 1) * k] * 2, (size - 1) * _HEADER),
-        ({"gather": "allgather"}, 2 * log(size), one, one, (log(size) + size - 1) * _HEADER),
+        ({"teams": 1}, 2 * log(size), one, one, (log(size) + size - 1) * _HEADER),
     ]
-    for d in (number for number in range(1, size + 1) if size % number == 0):
+    for d in (number for number in range(2, size + 1) if size % number == 0):
         rounds, sent = 2 * log(size // d) + log(d), 2 * (size - d) / size * k
         if d & (d - 1) == 0:
             words = 2 * ((2 * size - 2 * d) / size + d / size * log2(d)) * k
@@ -69,9 +69,7 @@ def test_rounds_and_words_are_those_of_table_1(size: int) -> None:
         most = 2 * (d**2 + 2 * size - 3 * d) / size * k
         rows.append(({"teams": d, "between": "bruck"}, rounds, least, most, headers(d, (d - 1) * within)))
     for given, rounds, least, most, beside in rows:
-        made = recipe(
-            **{"name": "spardl", "gather": "bruck", **given} if "name" not in given else given, density=0.1
-        )
+        made = recipe(**{"name": "spardl", **given}, density=0.1)
         cluster = SimulatedCluster(made, 40 * size, size)
         cluster.synchronize([*gaussian(np.random.default_rng(size), (size, 40 * size)).astype(np.float32)])
         totals = [cluster.recorder.total(rank) for rank in range(size)]

@@ -13,9 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch s
 TEXTS = [
     *(f"{name}:density=0.01" for name in ("topk", "exdyna", "cltk")),
     "signsgd",
-    "signsgd:vote=majority,feedback=none",
     "qsgd:group=96",
-    "qsgd:norm=l2,levels=127",
+    "qsgd:levels=127",
 ]
 SHAPES = {"first": (400, 300), "bias": (7,), "second": (3, 50, 110)}
 

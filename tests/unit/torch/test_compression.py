@@ -27,7 +27,7 @@ def test_every_algorithm_has_a_factory_with_its_arguments(name):
     assert compressor.recipe == recipe(name, density=density, feedback="none")
     parameters = inspect.signature(factory).parameters
     assert parameters["density"].default == ALGORITHMS[name].density
-    assert {"quantum", "feedback"} < set(parameters)
+    assert {"values", "feedback"} < set(parameters)
     assert inspect.getdoc(ALGORITHMS[name]).splitlines()[0] in factory.__doc__
     assert "dense_below" in factory.__doc__
     assert name in dir(Compression) and f"Compression.{name}" in factory.__qualname__

@@ -46,18 +46,17 @@ def packed(format, n, dtype, counts, seed=0):
 @given(
     n=st.sampled_from([1, 9, 1000, 65_537, 300_000]),
     counts=st.lists(st.integers(0, 300), min_size=1, max_size=9),
-    quantum=st.sampled_from([1, 7, 64, 1000]),
+    capacity=st.sampled_from([0, 7, 64, 1000]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_messages_are_unpacked_as_they_were_packed(format, n, counts, quantum, dtype):
-    format = WireFormat(format.values, format.indices, quantum)
+def test_messages_are_unpacked_as_they_were_packed(format, n, counts, capacity, dtype):
+    format = WireFormat(format.values, format.indices, capacity)
     counts = [min(count, n) for count in counts]
     messages, selections = packed(format, n, dtype, counts)
     for message, count in zip(messages, counts, strict=True):
         assert message.dtype == np.int32
         assert message.nbytes == format.message_bytes(count, n, dtype)
-        padded = -(-count // quantum) * quantum
-        assert message.size == format.message_words(padded, n, dtype)
+        assert message.size == format.message_words(max(count, capacity), n, dtype)
 
     gathered = unpack_sum(np.concatenate(messages), len(counts), format, n, dtype)
     np.testing.assert_array_equal(gathered.indices, np.concatenate([indices for indices, _ in selections]))
