@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TypeAlias
 
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.collectives import LOCAL
@@ -43,14 +43,17 @@ class ThresholdScaling:
     """
 
     def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
+        """Returns how many elements of its window this rank sends: all that reach the threshold."""
         return num_hits
 
     def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
+        """Returns the state with this step's threshold."""
         if state.threshold:
             return state
         return replace(state, threshold=1.0 / (2.0 * math.sqrt(num_selected)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
+        """Returns the state after a step in which all ranks together sent `count` elements."""
         exam, factor = count / num_selected, 1.0 - _GAMMA
         if exam > _BETA:
             factor = 1.0 + _GAMMA
@@ -141,17 +144,6 @@ class Sketch:
         return replace(state, correction=correction, ahead=ahead, paused=paused)
 
 
-class ThresholdRule(Protocol):
-    """Finds a threshold for each step, and adapts it to the number of elements that were sent."""
-
-    def find(self, accumulator: Accumulator, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Returns the state with this step's threshold."""
-
-    def num_to_send(self, num_hits: int, num_selected: int, state: ThresholdState) -> int:
-        """Returns how many elements of its window a rank sends if `num_hits` reach the threshold."""
-
-    def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Returns the state after a step in which all ranks together sent `count` elements."""
-
-
+ThresholdRule: TypeAlias = Sketch | ThresholdScaling
+#: by name
 RULES: Mapping[str, ThresholdRule] = {"sketch": Sketch(), "paper": ThresholdScaling()}

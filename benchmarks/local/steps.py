@@ -86,7 +86,7 @@ class StepWorks:
     def _threshold(self) -> float:
         """Returns what a user of a hard threshold would have found by trying."""
         self._works.refill()
-        self._memory.fold(self._works.gradient, FoldRule(keep_residual=False))
+        self._memory.fold(self._works.gradient, FoldRule(decay=0.0))
         return self._memory.kth_magnitude(self._k)
 
     def bucket(self, name: str, memory: Accumulator | None = None, feedback: str = "none") -> Bucket:

@@ -126,7 +126,7 @@ class Accumulator:
                 allowed = "one without momentum or moment, or make the accumulator with companions=1"
                 raise ArgumentError("rule", rule, allowed)
             companion = self.companions[0]
-        if rule.keep_residual:
+        if rule.decay:
             self._apply_quantized()
         self.report, self._norm = self._kernels.fold(
             self._values, companion, gradient, self._maxima, rule, self._norm, self.step

@@ -51,12 +51,11 @@ class FoldRule:
     whose square is no finite number counts as not finite, and leaves v as it is.
 
     Args:
-        decay: factor of the old values.
+        decay: factor of the old values; 0 forgets them (no error feedback).
         momentum: if given, in [0, 1]: the first companion becomes momentum * companion + gradient, and
             that is added instead of the gradient.
         nesterov: with momentum, add gradient + momentum * companion.
         masking: whether `Accumulator.clear` clears the companions too, until the next fold.
-        keep_residual: False forgets the old values (no error feedback).
         clip_norm: if given, above 0: a gradient whose finite elements have a larger L2 norm is scaled
             down to it.
         moment: if given, in (0, 1), and instead of momentum: how much of the second moment lasts.
@@ -79,7 +78,6 @@ class FoldRule:
     momentum: float | None = None
     nesterov: bool = False
     masking: bool = True
-    keep_residual: bool = True
     clip_norm: float | None = None
     moment: float | None = None
     rate: float = 1.0
@@ -110,15 +108,14 @@ class FoldRule:
         Raises:
             ArgumentError: a factor is no number that the accumulator's dtype can hold.
         """
-        kept = self.decay * self.keep_residual
         if self.moment is None:
             momentum = self.momentum or 0.0
             added = (1.0, momentum) if self.nesterov else (0.0, 1.0)
-            numbers = [kept, momentum, *(self.rate * factor for factor in added)]
+            numbers = [self.decay, momentum, *(self.rate * factor for factor in added)]
         else:
             held = 1.0 - self.moment**self.count
             of_root = [factor * math.sqrt(held) for factor in (self.rate, self.eps)]
-            numbers = [kept, self.moment, 1.0 - self.moment, *of_root, self.floor * held]
+            numbers = [self.decay, self.moment, 1.0 - self.moment, *of_root, self.floor * held]
         with np.errstate(over="ignore", under="ignore"):
             factors = np.array(numbers, dtype)
         if not np.isfinite(factors[0]):

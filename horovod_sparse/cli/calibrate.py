@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ def _parsed_sparsifier(text: str, density: float) -> Sparsifier:
 
 
 def _checked_device(options: argparse.Namespace, launch: Launch) -> str:
-    if launch.placement.rank == 0 and not Path(options.out).resolve().parent.is_dir():
-        raise ArgumentError("--out", options.out, "a file in a folder that exists")
+    if launch.placement.rank == 0 and not os.access(Path(options.out).resolve().parent, os.W_OK):
+        raise ArgumentError("--out", options.out, "a file in a folder that can be written")
     if launch.framework == "tensorflow":
         return "cpu"
     available = bool(importlib.import_module("torch").cuda.is_available())

@@ -43,8 +43,6 @@ class Feedback:
     text_name: ClassVar[str] = ""
     #: number of arrays of n elements beside the residual
     num_companions: ClassVar[int] = 0
-    #: True if unsent elements stay in the residual
-    keeps_residual: ClassVar[bool] = True
     #: True if messages hold steps that include the learning rate
     applies_rate: ClassVar[bool] = False
     #: True if ranks also step ahead by their largest unsent elements, until the next pass
@@ -130,12 +128,9 @@ class NoFeedback(Feedback):
     """
 
     text_name: ClassVar[str] = "none"
-    keeps_residual: ClassVar[bool] = False
+    decay = 0.0
 
     clip_norm: float | None = None
-
-    def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
-        return {"keep_residual": False}
 
 
 @dataclass(frozen=True)

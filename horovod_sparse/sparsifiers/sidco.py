@@ -9,11 +9,13 @@ from typing import ClassVar
 import numpy as np
 
 from horovod_sparse.arrays import Accumulator
-from horovod_sparse.checks import check_count, check_number
 from horovod_sparse.collectives import LOCAL
 from horovod_sparse.sparsifiers.base import BucketInfo, Selected, SparsifierState
 from horovod_sparse.sparsifiers.dgc import SampledSelection
 
+#: share that a stage before the last leaves; tolerance of achieved / target around 1; steps between changes
+#: of the number of stages, and the most stages
+_FIRST_DENSITY, _TOLERANCE, _ADAPT_EVERY, _MAX_STAGES = 0.25, 0.2, 5, 6
 #: what stands for achieved / target where nothing was sent, whose logarithm is none
 _NOTHING = 1e-6
 
@@ -36,19 +38,15 @@ class SIDCoState(SparsifierState):
 class SIDCo(SampledSelection):
     """Each rank sends |acc| >= threshold, the threshold being a quantile of a fitted exponential.
 
-    Stage 1 fits all magnitudes and finds where the share `first_density` lies above; each further stage
-    fits what exceeds the last threshold, and the last one goes for what is left of the density:
-    ``d = first_density ** (M - 1) * d_M``. The number of stages M follows the outcome: every
-    `adapt_every` steps, if the mean of sent / k is outside 1 +- tolerance, it moves by one; on in the
-    direction it moved last (up at first) if that made the error smaller, else back.
+    Stage 1 fits all magnitudes and finds where a quarter lies above; each further stage fits what exceeds the
+    last threshold, and the last one goes for what is left of the density: ``d = 0.25 ** (M - 1) * d_M``. The
+    number of stages M, at most 6, follows the outcome: every 5 steps, if the mean of sent / k is outside
+    1 +- 0.2, it moves by one; on in the direction it moved last (up at first) if that made the error
+    smaller, else back.
 
     One round: an allgather of as many indices and values as pass. Density is per rank.
 
     Args:
-        first_density: share that a stage before the last leaves.
-        tolerance: of achieved / target around 1.
-        adapt_every: steps between changes of M.
-        max_stages: most stages.
         sample_fraction: share of elements that is fitted; 1 fits all of them, which are copied for it.
         seed: of the sample's start, which depends on seed, bucket, rank and step alone.
 
@@ -61,21 +59,9 @@ class SIDCo(SampledSelection):
 
     name: ClassVar[str] = "sidco"
 
-    first_density: float = 0.25
-    tolerance: float = 0.2
-    adapt_every: int = 5
-    max_stages: int = 6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for argument in ("first_density", "tolerance"):
-            check_number(argument, getattr(self, argument), "a number in (0, 1)", "(0, 1)")
-        for argument in ("adapt_every", "max_stages"):
-            check_count(argument, getattr(self, argument))
-
     def init(self, info: BucketInfo) -> SIDCoState:
-        stages = math.floor(math.log(self.density) / math.log(self.first_density))
-        return SIDCoState(num_stages=min(max(stages, 1), self.max_stages))
+        stages = math.floor(math.log(self.density) / math.log(_FIRST_DENSITY))
+        return SIDCoState(num_stages=min(max(stages, 1), _MAX_STAGES))
 
     def threshold(self, sample: np.ndarray, k: int, num_stages: int) -> float:
         """Returns a threshold that about k magnitudes pass, by `num_stages` fits to a sample of them."""
@@ -83,8 +69,8 @@ class SIDCo(SampledSelection):
         # zeros are not fitted, so the share is one of the others
         density = k / max(sizes.size, 1)
         for stage in range(num_stages):
-            last = stage == num_stages - 1 or density >= self.first_density
-            wanted = density if last else self.first_density
+            last = stage == num_stages - 1 or density >= _FIRST_DENSITY
+            wanted = density if last else _FIRST_DENSITY
             # an exponential's only parameter is the mean excess over the last threshold
             mean = float(sizes.mean()) - threshold if sizes.size > 1 else 0.0
             if mean <= 0.0 or wanted >= 1.0:
@@ -92,7 +78,7 @@ class SIDCo(SampledSelection):
             threshold += mean * math.log(1.0 / wanted)
             if last:
                 break
-            density /= self.first_density
+            density /= _FIRST_DENSITY
             sizes = sizes[sizes >= threshold]
         return threshold
 
@@ -114,14 +100,14 @@ class SIDCo(SampledSelection):
 
     def _adapt_num_stages(self, state: SIDCoState, achieved: float) -> SIDCoState:
         recent = (*state.recent, achieved)
-        if len(recent) < self.adapt_every:
+        if len(recent) < _ADAPT_EVERY:
             return replace(state, recent=recent)
         mean = float(np.mean(recent))
-        if abs(mean - 1.0) <= self.tolerance:
+        if abs(mean - 1.0) <= _TOLERANCE:
             return replace(state, recent=())
         error = abs(math.log(max(mean, _NOTHING)))
         direction = -state.direction if error > state.error >= 0.0 else state.direction
-        if not 1 <= state.num_stages + direction <= self.max_stages:
+        if not 1 <= state.num_stages + direction <= _MAX_STAGES:
             direction = -direction
-        num_stages = min(max(state.num_stages + direction, 1), self.max_stages)
+        num_stages = min(max(state.num_stages + direction, 1), _MAX_STAGES)
         return replace(state, num_stages=num_stages, recent=(), direction=direction, error=error)

@@ -18,7 +18,7 @@ from support.reference import Plain
 History = dict[str, Any]
 #: rules that may follow one another: what they keep beside the values is the same
 RULES = (
-    [*map(FoldRule, (1.0, 0.9, 0.0, 10.0, -0.5)), FoldRule(0.3, keep_residual=False)],
+    [*map(FoldRule, (1.0, 0.9, 0.0, 10.0, -0.5))],
     [
         FoldRule(decay, momentum, nesterov, masking=momentum != 1.0)
         for decay in (1.0, 0.9, 0.0)

@@ -96,7 +96,7 @@ class Plain:
 
     def fold(self, gradient: Array, rule: FoldRule) -> tuple[Folded, float]:
         """And the square norm of what was carried on."""
-        decay, self.masked = rule.decay * rule.keep_residual, slice(1, None if rule.masking else 1)
+        decay, self.masked = rule.decay, slice(1, None if rule.masking else 1)
         like: dict[str, Any] = {}
         if rule.momentum is not None:
             like = {"velocity": self.arrays[1], "momentum": rule.momentum, "nesterov": rule.nesterov}

@@ -103,7 +103,7 @@ def test_best_takes_density_and_messages_from_the_number_of_steps(steps: int, de
 _REPEATED = """
     exdyna:num_blocks=1.5
     randomk:seed=-1 hard_threshold:threshold=0.0 dgc:sample_fraction=1.5 dragonn:slots_per_selected=0
-    mstopk:num_passes=0 sidco:first_density=1.0 sidco:adapt_every=0 qsgd:levels=128 signsgd:group=33
+    mstopk:num_passes=0 sidco:seed=-1 qsgd:levels=128 signsgd:group=33
     topk:schedule=0.1 topk:schedule=exponential(steps=3,start=0.0) topk:schedule=stairs(steps=1,densities=0.1)
     topk:feedback=momentum(momentum=2) topk:feedback=momentum(clip_norm=0.0) topk:feedback=adam(beta2=1.0)
     topk:feedback=none(clip_norm=True) topk:feedback=error(clip_norm=-1.0) topk:feedback=adam(eps=0.0)
