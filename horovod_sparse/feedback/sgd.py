@@ -15,7 +15,7 @@ class VelocityFeedback(Rule):
     """SGD's step per rank: ``u = m u + g,  acc = e + eta u``; sending clears no velocity.
 
     With Nesterov's momentum ``acc = e + eta (g + m u)``. At density 1 that is SGD with momentum of the mean
-    gradient: momentum is linear. Weight decay and dampening come with the gradient. With every > 1 or
+    gradient: momentum is linear. Weight decay comes with the gradient. With every > 1 or
     delay > 0 ranks step ahead (see `training.moves`).
 
     Args:
@@ -31,6 +31,9 @@ class VelocityFeedback(Rule):
     keras_moment: ClassVar[str] = "momentums"
     keras_sign: ClassVar[float] = -1.0
     steps_ahead: ClassVar[bool] = True
+    refused: ClassVar[Mapping[str, str]] = {
+        "dampening": "a parameter's first step is not damped, and those of a bucket begin at different steps"
+    }
 
     momentum: float | None = None
     nesterov: bool | None = None
@@ -70,8 +73,7 @@ class VelocityFeedback(Rule):
             return OwnStep(self, (sign * rate, decay * rate), 1.0, rate)
         # where a schedule has taken momentum away, a velocity of one step
         own = replace(self, momentum=momentum or 5e-324, nesterov=bool(group["nesterov"]))
-        damped = 1.0 - float(group["dampening"]) if age else 1.0
-        return OwnStep(own, (sign * damped, decay * damped), 1.0, rate)
+        return OwnStep(own, (sign, decay), 1.0, rate)
 
     def keras_own_step(self, optimizer: Any, rate: float, age: int) -> OwnStep:
         # Keras' velocity holds the rates at which it was made

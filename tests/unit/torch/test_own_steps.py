@@ -63,7 +63,6 @@ CASES = [
     (OPTIM.SGD, {"lr": 0.01, "weight_decay": 0.1}),
     (OPTIM.SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
     (OPTIM.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
-    (OPTIM.SGD, {"lr": 0.01, "momentum": 0.9, "dampening": 0.3}),
     (OPTIM.SGD, {"lr": 1e-4, "momentum": 0.9, "maximize": True}),
     (OPTIM.AdamW, {"lr": 0.01, "betas": (0.0, 0.9), "weight_decay": 0.1}),
     (OPTIM.Adam, {"lr": 0.01, "betas": (0.0, 0.9), "weight_decay": 0.1}),
@@ -208,6 +207,10 @@ def named(name: str, base: type = OPTIM.Optimizer) -> Any:
     ("make", "words"),
     [
         (lambda given: OPTIM.AdamW(given, amsgrad=True), "AdamW without it: the largest second moment"),
+        (
+            lambda given: OPTIM.SGD(given, momentum=0.9, dampening=0.5),
+            "SGD without it: a parameter's first step",
+        ),
         (lambda given: OPTIM.SGD(given, 0.1, differentiable=True), "SGD without it: autograd does not see"),
         (OPTIM.Adagrad, "Adagrad: its second moment never forgets"),
         (OPTIM.SparseAdam, "SparseAdam: its gradients are sparse already"),
