@@ -183,12 +183,12 @@ class OkTopk(Sparsifier):
         if k == accumulator.num_elements:  # everything, zeros too
             return np.arange(k, dtype=np.int32), state.local_threshold
         threshold = state.local_threshold
-        if self._exact(state.step) or not threshold:
+        if self._computes_thresholds(state.step) or not threshold:
             threshold = accumulator.kth_magnitude(k)
         return accumulator.at_least(threshold), threshold
 
-    def _exact(self, step: int) -> bool:
-        """True if this step computes thresholds from magnitudes, False if it adjusts the last ones."""
+    def _computes_thresholds(self, step: int) -> bool:
+        """True if this step computes the thresholds from magnitudes, not by adjusting the last ones."""
         return self.threshold_steps == 0 or step % self.threshold_steps == 0
 
     def _prune(
@@ -205,7 +205,7 @@ class OkTopk(Sparsifier):
         """
         magnitudes, of_every_step = np.abs(total.values), self.threshold_steps == 0
         falling = np.argsort(-magnitudes, kind="stable") if of_every_step else np.empty(0, np.int64)
-        finds = self._exact(state.step) or not state.global_threshold
+        finds = self._computes_thresholds(state.step) or not state.global_threshold
         length, reported = len(total), magnitudes
         if of_every_step:
             orders = reported_orders(k)

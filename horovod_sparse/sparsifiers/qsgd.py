@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers.rounds.quantized import Quantizer
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(Quantizer):
-    """Every rank sends all elements, each rounded at random to a multiple of its group's largest over s.
+    """Every rank sends all elements, rounded at random to multiples of (its group's largest) / s.
 
     ``sent = sign(acc) (max / s) l,  l = floor(s |acc| / max + u),  u uniform in [0, 1)``
 

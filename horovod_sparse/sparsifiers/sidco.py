@@ -22,7 +22,7 @@ _NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class SIDCoState(SparsifierState):
-    """State of SIDCo: the number of stages of its fit, and how it was last changed."""
+    """State of SIDCo: the number of stages of its fit, and the direction of its last change."""
 
     #: how often the tail is fitted now
     num_stages: int = field(default=1, metadata=LOCAL)

@@ -76,7 +76,7 @@ class SparDL(Sparsifier):
         return SparDLState.first(self.teams)
 
     def layout(self, info: BucketInfo, num_selected: int, step: int) -> TeamLayout:
-        """Returns the teams, blocks and quotas of a step."""
+        """Returns which ranks form teams, the bucket's blocks, and a step's quota of elements for each."""
         if info.size % self.teams:
             divisors = [number for number in range(1, info.size + 1) if info.size % number == 0]
             raise ArgumentError("teams", self.teams, f"a divisor of {info.size} ranks ({divisors})")
