@@ -95,11 +95,11 @@ class RankStatus:
     #: with two levels the rank's column: states have to be equal within it
     column: int = 0
     #: True with two levels if the rank holds residuals of whole parameters, not only of its shard
-    loose: bool = False
+    has_foreign_shards: bool = False
     #: True if the rank has taken no step and loaded nothing
     fresh: bool = False
     #: True if the launcher has restarted ranks; see `was_restarted`
-    again: bool = False
+    restarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class AgreedStatus:
     """The step and plan from which all ranks continue: those of the furthest rank."""
 
     #: True if all ranks reset the sparsifiers' states
-    anew: bool
+    resets: bool
     step: int
     plan: Plan
     reason: str = ""
     #: rank 0's prefix for collectives
     label: str = ""
-    #: True if a rank may hold something of others' shards
-    loose: bool = False
+    #: True if a rank may hold residuals of other ranks' shards
+    has_foreign_shards: bool = False
 
 
 def was_restarted(rank: int) -> bool:
@@ -137,7 +137,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     def by_rank(name: str) -> list[Any]:
         return [one[name] for one in ranks]
 
-    if all(by_rank("fresh")) and any(by_rank("again")):
+    if all(by_rank("fresh")) and any(by_rank("restarted")):
         _log.warning(_BEGINS_ANEW)
     steps, columns, reason = by_rank("step"), by_rank("column"), ""
     moved = [rank for rank, place in enumerate(by_rank("made_for")) if place != [rank, len(ranks)]]
@@ -153,9 +153,9 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     furthest = max(steps)
     agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"])
     if not reason:
-        return replace(agreed, loose=any(by_rank("loose")))
+        return replace(agreed, has_foreign_shards=any(by_rank("has_foreign_shards")))
     plans = yield from shared_lines(plan)
-    return replace(agreed, plan=Plan.from_dict(plans[steps.index(furthest)]), loose=True)
+    return replace(agreed, plan=Plan.from_dict(plans[steps.index(furthest)]), has_foreign_shards=True)
 
 
 def differences(everyone: Sequence[Mapping[str, str]], missing: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ class Training:
         #: the `start_token` under which ranks have agreed; None if they have to agree
         self._agreed_under: object = None
         #: with two levels, residuals and progress of whole parameters, until ranks agree on their hosts
-        self._loose: tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]] | None = None
+        self._whole_residuals: tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]] | None = None
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
@@ -175,8 +175,8 @@ class Training:
 
     def residuals_and_progress(self) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Progress]]:
         """Returns residuals and companions by parameter, and each parameter's progress."""
-        if self._loose is not None:
-            return self._loose
+        if self._whole_residuals is not None:
+            return self._whole_residuals
         progress = {name: part.bucket.progress for part in self.parts for name in part.names}
         return residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), progress
 
@@ -185,7 +185,7 @@ class Training:
         assign_residuals(self.parts, held, progress)
         if self.settings.levels == "host" and self.size > 1:
             is_any = any(np.any(np.asarray(values)) for by_name in held for values in by_name.values())
-            self._loose, self._agreed_under = (held, progress) if is_any else None, None
+            self._whole_residuals, self._agreed_under = (held, progress) if is_any else None, None
 
     def replan(self, plan: Plan) -> None:
         """Changes the plan between two steps, on all ranks; keeps residuals, resets sparsifiers' states."""
@@ -228,11 +228,11 @@ class Training:
         under = self.engine.start_token()
         start = self._carry_out(self._agreement())
         self.label = start.label
-        if start.anew:
+        if start.resets:
             self.reset_states(start)
-        if self.topology is not None and start.loose:
+        if self.topology is not None and start.has_foreign_shards:
             self._carry_out(gather_shards(self.parts, *self.residuals_and_progress()))
-        self._loose, self._agreed_under = None, under
+        self._whole_residuals, self._agreed_under = None, under
         self.engine.begin(self)
         self.drift.restart(self.step)
 
@@ -263,9 +263,9 @@ class Training:
             self.plan,
             label=self._own_label,
             column=0 if self.topology is None else self.topology.position(self.rank)[1],
-            loose=self._loose is not None,
+            has_foreign_shards=self._whole_residuals is not None,
             fresh=self._is_fresh,
-            again=agreement.was_restarted(self.engine.placement().world_rank),
+            restarted=agreement.was_restarted(self.engine.placement().world_rank),
         )
 
     def reset_states(self, start: agreement.AgreedStatus) -> None:

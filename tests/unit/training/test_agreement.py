@@ -50,7 +50,7 @@ def started(ranks):
 
 def test_ranks_with_equal_states_go_on() -> None:
     start, rounds = started(statuses())
-    assert (start.anew, start.step, start.plan, start.reason, rounds) == (False, 5, ONE, "", 1)
+    assert (start.resets, start.step, start.plan, start.reason, rounds) == (False, 5, ONE, "", 1)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_ranks_with_equal_states_go_on() -> None:
 )
 def test_any_difference_makes_all_start_anew_at_the_furthest_step(changed, reason) -> None:
     start, rounds = started(statuses(**changed))
-    assert (start.anew, start.step, start.plan, start.reason, rounds) == (True, 5, ONE, reason, 2)
+    assert (start.resets, start.step, start.plan, start.reason, rounds) == (True, 5, ONE, reason, 2)
 
 
 @pytest.mark.parametrize(("steps", "plan"), [((5, 5, 5), ONE), ((0, 7, 7), TWO)])
 def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> None:
     start, rounds = started(statuses(step=steps, plan=(ONE, TWO, ONE)))
-    assert (start.anew, start.step, start.plan, rounds) == (True, max(steps), plan, 2)
+    assert (start.resets, start.step, start.plan, rounds) == (True, max(steps), plan, 2)
 
 
 @pytest.mark.parametrize(
-    ("variables", "rank", "again"),
+    ("variables", "rank", "restarted"),
     [
         ({"HOROVOD_ELASTIC": "1", "HOROVOD_RANK": "2"}, 0, True),
         ({"HOROVOD_ELASTIC": "1", "HOROVOD_RANK": "2"}, 2, False),
@@ -84,18 +84,18 @@ def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> Non
         ({"TORCHELASTIC_RESTART_COUNT": "0"}, 0, False),
     ],
 )
-def test_launchers_tell_that_ranks_have_ended(variables, rank, again, monkeypatch) -> None:
+def test_launchers_tell_that_ranks_have_ended(variables, rank, restarted, monkeypatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert was_restarted(rank) is again
+    assert was_restarted(rank) is restarted
 
 
 @pytest.mark.parametrize(
-    ("fresh", "again", "told"),
+    ("fresh", "restarted", "told"),
     [((1, 1, 1), (0, 0, 1), 3), ((1, 1, 0), (0, 0, 1), 0), ((1, 1, 1), (0, 0, 0), 0)],
 )
-def test_all_ranks_log_that_a_training_begins_anew(fresh, again, told, caplog) -> None:
-    started(statuses(fresh=map(bool, fresh), again=map(bool, again)))
+def test_all_ranks_log_that_a_training_begins_anew(fresh, restarted, told, caplog) -> None:
+    started(statuses(fresh=map(bool, fresh), restarted=map(bool, restarted)))
     assert caplog.text.count("begins at step 0") == told
 
 
