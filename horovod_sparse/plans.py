@@ -150,7 +150,7 @@ DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
 def fixed_bytes(parameters: Sequence[ParameterFacts], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Plan:
-    """Returns a plan with buckets of at most `bucket_bytes` of gradient, ordered by first parameters.
+    """Returns a plan with buckets of at most so many bytes of gradients, filled in backward order.
 
     Walks the parameters from the last to the first, as backward does. A bucket is closed before it would
     exceed `bucket_bytes`, so a larger parameter has a bucket of its own. Each kind (dtype, device, parameter

@@ -132,7 +132,7 @@ class Sketch:
         return round(math.expm1(weight * math.log1p(expected) + (1.0 - weight) * math.log1p(hits)))
 
     def steer(self, count: int, num_selected: int, state: ThresholdState) -> ThresholdState:
-        """Returns the state with c corrected by the number of elements that all ranks sent in this step."""
+        """Returns the state with the factor c of `_steered_count` adapted to the elements that ranks sent."""
         target, correction = self._corrected_k(num_selected, state), state.correction
         few = num_selected < _FEW
         ahead = max(state.ahead + count - num_selected, -2 * num_selected) if few else 0

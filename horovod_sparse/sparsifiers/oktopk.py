@@ -194,9 +194,9 @@ class OkTopk(Sparsifier):
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
-        """Returns this rank's kept sums, each rank's numbers of selected and kept elements, and what follows.
+        """Returns kept sums, ranks' numbers of selected and kept elements, global threshold, next regions.
 
-        The global threshold, which kept sums reach; then the regions of the next step.
+        Kept sums are this rank's sums that reach the global threshold.
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of

@@ -116,7 +116,7 @@ class Engine(Protocol):
         """Runs a coroutine on all ranks, and returns its result; `topology` says which ranks share a host."""
 
     def begin(self, training: Any) -> None:
-        """Called on all ranks once they have agreed, also on the training's `label` and `topology`."""
+        """Called on all ranks after each agreement: adopts the training's `label` and `topology`."""
 
     def declared(self) -> Mapping[str, object]:
         """Returns further arguments that have to be equal on all ranks, beside recipe and settings."""
