@@ -17,7 +17,7 @@ from support.sampling import rest_nightly
 WORKER, TF_WORKER = (Path(__file__).with_name(name) for name in ("worker.py", "tf_worker.py"))
 RANKS = 2
 #: seconds in which a job has to begin, and in which it has to end after a fault: on a busy machine
-BEGINS, ENDS = 120.0, 60.0
+BEGINS, ENDS = 300.0, 60.0
 
 
 def job(mode: str, folder: Path, worker: Path = WORKER, launcher: Sequence[str] = HOROVODRUN) -> Any:

@@ -103,7 +103,7 @@ class Job:
     def entries(self) -> list[dict[str, Any]]:
         return entries_in(self.folder)
 
-    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], seconds: float = 150.0) -> None:
+    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], seconds: float = 300.0) -> None:
         """Until what the workers have written down meets a condition; else fails, with the log's end."""
         until = time.monotonic() + seconds
         while not condition(self.entries):
@@ -118,7 +118,7 @@ class Job:
         self.wait_for(lambda entries: bool(of(entries, what, **facts)))
         return of(self.entries, what, **facts)[0]
 
-    def wait(self, seconds: float = 150.0) -> int:
+    def wait(self, seconds: float = 300.0) -> int:
         """The exit status; if it has not ended in time fails, with the log's end."""
         try:
             return self.process.wait(seconds)

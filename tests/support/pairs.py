@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 #: others read an error of a rank that could not begin within three seconds
-SECONDS, DEADLINE = 25.0, "5"
+SECONDS, DEADLINE = 60.0, "5"
 #: in these words PyTorch itself names what differs
 _OF_PYTORCH = "DDP expects same model|appears not to match sizes"
 VARIABLES = {
