@@ -8,7 +8,7 @@ import torch
 
 import horovod_sparse.torch as hvd
 from support.linear import LinearModel, dyadic, same_on_all_ranks
-from support.optimizers import residuals_of, train_step
+from support.optimizers import residuals_of
 from support.sampling import rows_by
 
 SHAPES = {"first": (40, 30), "bias": (7,), "second": (3, 5, 11), "late": (6, 8)}
@@ -40,6 +40,13 @@ def frozen(how, compression="topk:density=0.1", named=True, **arguments):
     return model, hvd.DistributedOptimizer(base, names, hvd.Compression.parse(compression), **arguments)
 
 
+def stepped(model, optimizer, rank, step, names):
+    """Unlike `train_step` where parameters have no gradient yet."""
+    model.backward(gradients(rank, step, names))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @rows_by(
     "moment,how,named",
     ["before the first step", "between steps", "within a step"],
@@ -63,7 +70,7 @@ def test_parameters_that_join_are_synchronized_from_then_on(moment, how, named, 
             names += ["late", "bias"]
         # on one rank some parameters have no gradient
         mine = names if rank else [name for name in names if name != "bias"]
-        train_step(model, optimizer, gradients(rank, step, mine))
+        stepped(model, optimizer, rank, step, mine)
         for name in names:
             rate = 0.25 if how is add_named and name in ("late", "bias") else 0.5
             for r in range(size):
@@ -93,7 +100,7 @@ def test_a_new_process_loads_what_was_saved_with_parameters_that_had_joined(how,
             if step == 4 and not resumed:
                 saved = copy.deepcopy(optimizer.state_dict())
                 weights = copy.deepcopy(model.state_dict())
-            train_step(model, optimizer, gradients(rank, step, SHAPES if step >= 2 else ["first", "second"]))
+            stepped(model, optimizer, rank, step, SHAPES if step >= 2 else ["first", "second"])
         results.append([p.detach().clone() for p in model.parameters()] + [*residuals_of(optimizer).values()])
         assert optimizer.telemetry.last.step == 6
     for one, other in zip(*results, strict=True):
