@@ -218,7 +218,7 @@ class StepBucket(ParameterBucket, StepPart):
             for moment, before in self._young:
                 moment.copy_(before)
             for momentum, gradient in self._whole_gradients() if self.now.matrices else ():
-                self.now.matrices.take_back(momentum, gradient)
+                self.now.matrices.undo_advance(momentum, gradient)
         for number in self._counted:
             self.ages[self.names[number]] -= 1
         self._counted = []

@@ -104,13 +104,14 @@ def test_a_parameter_that_is_used_late_or_rarely_moves_as_in_pytorch(missing, ki
 
 
 @pytest.mark.parametrize("schedule", [{}, {"delay": 1}])
-@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD])
+@pytest.mark.parametrize("kind", [OPTIM.AdamW, OPTIM.SGD, OPTIM.Muon])
 def test_a_skipped_step_leaves_moments_and_their_age(kind: type, schedule: Any) -> None:
     found = []
     for bad in (False, True):
         net = net_of()
-        more = {"momentum": 0.9} if kind is OPTIM.SGD else {"betas": (0.0, 0.9)}
-        optimizer: Any = kind(net.parameters(), lr=0.01, **more)
+        more = {OPTIM.SGD: {"momentum": 0.9}, OPTIM.AdamW: {"betas": (0.0, 0.9)}}.get(kind, {})
+        matrices = [net[0].weight, net[2].weight]
+        optimizer: Any = kind(matrices if kind is OPTIM.Muon else net.parameters(), lr=0.01, **more)
         hvd.DistributedOptimizer(
             optimizer, compression="topk:density=1.0,feedback=best", on_nonfinite="skip", **schedule
         )
