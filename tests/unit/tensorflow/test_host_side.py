@@ -304,7 +304,7 @@ def test_a_step_that_failed_does_not_touch_what_is_loaded_afterwards():
         committed = compression.state_dict()
         if fails:
             (part,) = compression.synchronizer.parts
-            part.task.start(part.begin(None, [targets(1)]), (0, 1))
+            part.task.start(part.begin([targets(1)]), (0, 1))
         compression.load_state_dict(committed)
         assert compression.state_dict()["step"] == 1
         step(tf.constant(targets(2)))
