@@ -112,7 +112,8 @@ def train(
             group["lr"] = rate
         if makes_steps:
             rule: Any = recipe.feedback
-            now = rule.own_step(kind_of(optimizer), optimizer.param_groups[0], step)
+            steps = [rule.own_step(kind_of(optimizer), group, step) for group in optimizer.param_groups]
+            now = steps[0]
             for bucket in cluster.buckets:
                 bucket.feedback = now.feedback
         gradients, losses = [], []
@@ -141,9 +142,13 @@ def train(
             num_bytes += sent
         if edit is not None:
             edit(flat)
+        if makes_steps:
+            for own_step, group in zip(steps, optimizer.param_groups, strict=True):
+                for parameter in group["params"]:
+                    parameter.data.mul_(own_step.shrink)
         for parameter, view in zip(parameters, views, strict=True):
             if makes_steps:
-                parameter.data.mul_(now.shrink).sub_(view)
+                parameter.data.sub_(view)
             else:
                 parameter.grad = view
         if not makes_steps:

@@ -1,5 +1,7 @@
 """The studies themselves, at tiny sizes; and what their committed measurements promise."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,11 +9,11 @@ pytest.importorskip("mlxtend")
 pytest.importorskip("matplotlib")
 
 from benchmarks.report.main import PICTURES, STUDIES
-from benchmarks.studies import convergence, lengths, local, networks, sizes
+from benchmarks.studies import adamw, convergence, lengths, local, networks, sizes
 from benchmarks.studies.baselines import BASELINES
 from benchmarks.studies.papers import sixteen, trainings
 from benchmarks.studies.study import load
-from benchmarks.studies.tasks import digits_task, gpt_task
+from benchmarks.studies.tasks import Task, digits_task, gpt_task
 from horovod_sparse.cli.main import bits_per_second
 from horovod_sparse.cli.worth_it import Case, recommended_row, rows_of
 
@@ -94,6 +96,22 @@ def test_simulated_ranks_of_local_steps_have_parameters_of_their_own():
     third = [list(task.batches(rank, 4, 4, 0))[2] for rank in range(4)]
     expected = [task.loss(model, *batch).item() for batch in third]
     assert losses[2] == pytest.approx(sum(expected) / 4, rel=1e-3)
+
+
+def test_simulated_ranks_decay_what_the_optimizer_decays() -> None:
+    """Biases and norms decayed too, and long sparse trainings ended behind dense ones for that alone."""
+    net = torch.nn.Linear(2, 1)
+    weight, bias = (parameter.detach().clone() for parameter in net.parameters())
+    task = Task(
+        lambda: net,
+        lambda *_: itertools.repeat((weight, bias)),
+        lambda model, *_: 0.0 * (model.weight.sum() + model.bias.sum()),
+        lambda *_: (0.0, 1),
+    )
+    setting = {**adamw.SETTING, "num_steps": 2, "warmup": 0.5, "weight_decay": 0.5}
+    adamw.trained(task, adamw.Method(1, "topk:density=1,feedback=adam"), setting, 0.1, 0)
+    torch.testing.assert_close(net.weight.detach(), weight * 0.95 * 0.95)
+    torch.testing.assert_close(net.bias.detach(), bias)
 
 
 def test_worth_it_says_a_schedule_within_10_percent_of_the_best_in_five_networks_of_six() -> None:
