@@ -56,8 +56,8 @@ METHODS = {
     DENSE: Method("", {}, (7.5e-4, 1.5e-3, 3e-3, 6e-3)),
     "fp16": Method("fp16", {}, ()),  # has dense's curve
     "PowerSGD of rank 4": Method("powersgd", {}, (3e-3,), 2 * STEPS),
-    "DiLoCo, every=30": Method("", {"every": 30, "outer": "nesterov"}, (1.5e-3,), 2 * STEPS),
-    "SparseLoCo, every=30": Method("sparseloco", {"every": 30, "outer": _OUTER}, (1.5e-3,), 2 * STEPS),
+    "DiLoCo, every=30": Method("", {"every": 30, "outer": "nesterov"}, (1.5e-3,), 3 * STEPS),
+    "SparseLoCo, every=30": Method("sparseloco", {"every": 30, "outer": _OUTER}, (1.5e-3,), 3 * STEPS),
     **{
         f"best, every={every}, delay={delay}": Method(
             BEST, {"every": every, "delay": delay}, rates, longer * STEPS
@@ -128,8 +128,8 @@ def _curve(name: str, rate: float) -> Result:
     return {"bits": rounded(bits)}
 
 
-def _speed(name: str) -> Result:
-    """Median seconds of a step, over whole rounds, and the bytes that leave a host in it."""
+def _speed(name: str) -> tuple[float, float, int]:
+    """Median seconds of a step, over whole rounds, the bytes that leave a host in it, and the rounds."""
     options = METHODS.get(name, METHODS[DENSE]).options
     every, delay = int(options.get("every", 1)), int(options.get("delay", 0))
     training = _training(name, MOST, [1e-4] * MOST)
@@ -141,15 +141,16 @@ def _speed(name: str) -> Result:
             next(training)
         return time.perf_counter() - started
 
-    for _ in range((3 if every < 15 else 1) + delay):  # PowerSGD's first steps are dense, too
-        first = _means([seconds_of_round()])[0]
-    before = int(sent.read_text())
-    count = max(3 if every == 1 else 2, min(-(-20 // every), round(5 / first)))
+    # PowerSGD's first steps are dense, too, and ranks of `best` agree in theirs
+    for _ in range((2 if name in (DENSE, "fp16") else 3 if every < 15 else 1) + delay):
+        first = seconds_of_round()
+    num_rounds = torch.tensor(max(2, min(-(-20 // every), round(3 / first))))
+    dist.broadcast(num_rounds, 0)
+    count, before = int(num_rounds), int(sent.read_text())
     seconds = [seconds_of_round() for _ in range(count)]
     bytes_sent = (int(sent.read_text()) - before) / count / every
     training.close()
-    found = _means([statistics.median(seconds) / every, bytes_sent])
-    return {"seconds": float(f"{found[0]:.4g}"), "bytes": round(found[1]), "rounds": count}
+    return statistics.median(seconds) / every, bytes_sent, count
 
 
 def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +162,12 @@ def on_rank(settings: dict[str, Any]) -> dict[str, Any]:
     hvd.shutdown()  # its thread looks for work all the time
     if "curve" in settings:
         return _curve(settings["curve"], settings["rate"])
-    return {name: _speed(name) for name in (ALONE, *METHODS)}
+    found = {name: _speed(name) for name in (ALONE, *METHODS)}
+    means = _means([one for speed in found.values() for one in speed]).reshape(-1, 3)
+    return {
+        name: {"seconds": float(f"{seconds:.4g}"), "bytes": round(num_bytes), "rounds": round(rounds)}
+        for name, (seconds, num_bytes, rounds) in zip(found, means, strict=True)
+    }
 
 
 def measure(name: str) -> Result:
