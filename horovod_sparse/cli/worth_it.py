@@ -18,8 +18,6 @@ DENSITY = 0.01
 _SELECTED_BYTES = 8
 #: every, delay, and steps to a loss, by those of every=1 (docs/appendix/results.md#networks)
 _SCHEDULES = (1, 0, 1.0), (1, 1, 1.2), (4, 1, 1.4), (15, 1, 2.3)
-#: times that a sparse exchange over Gloo waits for the network's latency
-_LATENCIES = 6
 #: seconds that one CPU core needs to fold and select a parameter; said, and not counted
 _SELECTION_SECONDS = 1e-9
 #: fraction of a step that a way has to save to be recommended
@@ -76,8 +74,7 @@ def rows_of(case: Case) -> list[Row]:
     ]
     for every, delay, steps in _SCHEDULES:
         given = f", every={every}" * (every > 1) + f", delay={delay}" * (delay > 0)
-        sent = case.seconds(every * others * case.message_bytes * n, 1)
-        exchange = sent + (_LATENCIES - 1) * case.latency_seconds
+        exchange = case.seconds(every * others * case.message_bytes * n, 1)
         exposed = max(0.0, exchange - delay * every * case.step_seconds)
         rows.append(Row(f"sparse{given}", exposed / every, _SPARSE.format(DENSITY, given), steps))
     return rows
@@ -123,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"assumed: one rank a node, {case.latency_seconds:g} s latency; dense: a ring allreduce of "
         f"2 (P - 1) / P of the bytes; sparse: topk, {DENSITY:g} of all elements, 8 bytes each, to P - 1, and "
-        f"{_LATENCIES} latencies; more steps: a small GPT's with AdamW; nothing hides behind backward; "
+        "one latency; more steps: a small GPT's with AdamW; nothing hides behind backward; "
         f"selection is not counted ({selecting})"
     )
     return 0
