@@ -234,13 +234,13 @@ def undo_fold(
         companion[...] = library.where(counted, library.where(before > 0, before, 0), companion)
 
 
-def signed_sum(before: Any, after: Any, moment: Any, signs: Any, factors: Any, library: Any = np) -> Any:
+def projection_on(before: Any, after: Any, moment: Any, signs: Any, factors: Any, library: Any = np) -> Any:
     """Returns a gradient's projection on signs, computed from the values before and after its fold.
 
     Example:
         >>> factors = FoldRule(moment=0.75, count=math.inf, rate=2.0, eps=1.0).factors(np.dtype(float))
         >>> after, moment = np.array([1.0, 2.0]), np.array([4.0, 9.0])
-        >>> float(signed_sum(np.zeros(2), after, moment, np.array([1.0, -1.0]), factors))
+        >>> float(projection_on(np.zeros(2), after, moment, np.array([1.0, -1.0]), factors))
         -2.5
     """
     decay, *_, rate, eps, floor = factors

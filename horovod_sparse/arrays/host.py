@@ -213,7 +213,7 @@ class HostKernels(Kernels):
 
     def with_projection(self, report: FoldReport, samples: Any, signs: Array, rule: FoldRule) -> FoldReport:
         before, after, moment = (array.astype(np.float64) for array in samples)
-        projection = gradients.signed_sum(before, after, moment, signs, rule.factors(self.dtype).tolist())
+        projection = gradients.projection_on(before, after, moment, signs, rule.factors(self.dtype).tolist())
         return dataclasses.replace(report, projection=float(projection))
 
     def undo_fold(self, values: Array, companion: Array | None, gradient: Any, rule: FoldRule) -> None:

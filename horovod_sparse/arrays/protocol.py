@@ -163,7 +163,7 @@ class Kernels(Protocol):
         """
 
     def with_projection(self, report: FoldReport, samples: Any, signs: Values, rule: FoldRule) -> FoldReport:
-        """Returns the fold's report with the gradient's projection on signs (`gradients.signed_sum`)."""
+        """Returns the fold's report with the gradient's projection on signs (`gradients.projection_on`)."""
 
     def undo_fold(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
         """Undoes `fold`, up to rounding."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse.cli.launch import FRAMEWORKS, Launch, start
+from horovod_sparse.cli.launch import FRAMEWORKS, RankConnection, start
 from horovod_sparse.cli.main import count, time
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback.recipe import parse_arguments, parse_recipe
@@ -83,7 +83,7 @@ def _parsed_sparsifier(text: str, density: float) -> Sparsifier:
     return parse_recipe(f"{name}:{arguments}").sparsifier
 
 
-def _checked_device(options: argparse.Namespace, launch: Launch) -> str:
+def _checked_device(options: argparse.Namespace, launch: RankConnection) -> str:
     if launch.placement.rank == 0 and not os.access(Path(options.out).resolve().parent, os.W_OK):
         raise ArgumentError("--out", options.out, "a file in a folder that can be written")
     if launch.framework == "tensorflow":
@@ -95,7 +95,7 @@ def _checked_device(options: argparse.Namespace, launch: Launch) -> str:
 
 
 def _measure(
-    options: argparse.Namespace, launch: Launch, sparsifiers: list[Sparsifier], extent: Extent
+    options: argparse.Namespace, launch: RankConnection, sparsifiers: list[Sparsifier], extent: Extent
 ) -> Profile:
     device = launch.run_agreed(lambda: _checked_device(options, launch))
     # ranks that measure different things would wait for each other

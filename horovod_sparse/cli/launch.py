@@ -53,7 +53,7 @@ def usable_framework(asked: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Launch:
+class RankConnection:
     """A connection of this process to all ranks that a launcher started."""
 
     framework: str
@@ -85,7 +85,7 @@ class Launch:
         return result
 
 
-def start(framework: str | None) -> Launch:
+def start(framework: str | None) -> RankConnection:
     """Connects the launched ranks: over torch.distributed under torchrun, else over Horovod."""
     if launcher() != "torchrun":
         return _connect_horovod(usable_framework(framework))
@@ -94,7 +94,7 @@ def start(framework: str | None) -> Launch:
     return _connect_torchrun()
 
 
-def _connect_horovod(framework: str) -> Launch:
+def _connect_horovod(framework: str) -> RankConnection:
     hvd = importlib.import_module(f"horovod_sparse.{framework}")
     room = importlib.import_module(f"{hvd.__name__}.{'driver' if framework == 'torch' else 'collectives'}")
     started = not hvd.is_initialized()
@@ -106,10 +106,10 @@ def _connect_horovod(framework: str) -> Launch:
         return room.carry_out_together(coroutine, everyone, "command")
 
     placement = Placement.of_horovod(hvd, everyone)
-    return Launch(framework, controller, placement, run, hvd.shutdown if started else lambda: None)
+    return RankConnection(framework, controller, placement, run, hvd.shutdown if started else lambda: None)
 
 
-def _connect_torchrun() -> Launch:
+def _connect_torchrun() -> RankConnection:
     dist = importlib.import_module("torch.distributed")
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -121,4 +121,4 @@ def _connect_torchrun() -> Launch:
         return carry_out(coroutine, carrier)
 
     placement = Placement(rank, size, rank, size, host, *local)
-    return Launch("torch", "gloo", placement, run, dist.destroy_process_group)
+    return RankConnection("torch", "gloo", placement, run, dist.destroy_process_group)

@@ -218,7 +218,7 @@ class Part(common.BucketPart):
         )
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls the step back: the selection returns to the residual."""
+        """Returns the selection to the residual, which loses this step's gradient if `drop`."""
         self.bucket.abandon(drop=drop)
         self.task.settled = True
 

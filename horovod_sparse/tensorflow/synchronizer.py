@@ -65,7 +65,7 @@ class GradientSynchronizer(VariablesTraining):
         """True if there are several ranks, or if one rank alone has to sparsify."""
         return takes_part(self.process_set)
 
-    def _retire(self) -> None:
+    def _on_invalid_traces(self) -> None:
         self._eagerly = graph.EagerCalls(self._build)  # our own functions
 
     def save(self, **more: Any) -> dict[str, Any]:
@@ -133,15 +133,15 @@ class GradientSynchronizer(VariablesTraining):
     def _build(self, gradients: Sequence[Gradient], variables: Sequence[Any], scaled: bool) -> list[Any]:
         """Builds the operations of one synchronization, in the graph being traced."""
         with graph.ungated():
-            results, end, skipped = self._sum_in_graph(gradients, variables, scaled)
+            results, end, skipped = self._add_sums(gradients, variables, scaled)
         if end is not None:
             graph.gate(end)
         return [*results, skipped]
 
-    def _sum_in_graph(
+    def _add_sums(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], scaled: bool
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
-        """Builds all sums; returns them, a tensor that is ready afterwards, and whether to skip the step."""
+        """Adds sums to the graph; returns them, a tensor ready after them, and whether to skip the step."""
         results, by_name, parts, tokens = self._start_rounds(gradients, variables)
         check = self._replicas.drift_check_for(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
@@ -243,7 +243,7 @@ class GradientSynchronizer(VariablesTraining):
                     slices.add(name or "")
                     label = f"{self.engine.label}.other{i}"
                     results[i] = reduce_densely(gradient, label, self.process_set, self._averages)
-            parts = self.parts_of(by_name, slices)
+            parts = self.checked_parts_of(by_name, slices)
             given = {name: gradients[i] for name, i in by_name.items() if gradients[i] is not None}
             tensors = [
                 [

@@ -137,7 +137,7 @@ class VariablesTraining(Training):
     def name_of(self, variable: Any) -> str | None:
         return self._names.get(variable.ref())
 
-    def parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
+    def checked_parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
         """Returns the parts of these variables; raises if one's gradient has become `tf.IndexedSlices`."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
@@ -230,9 +230,9 @@ class VariablesTraining(Training):
                 part.task = before.task
         self._by_task = {part.task: part for part in self.parts}
         if former and not goes_on:
-            self._retire()
+            self._on_invalid_traces()
 
-    def _retire(self) -> None:
+    def _on_invalid_traces(self) -> None:
         """Called when a new plan makes traced functions invalid; the synchronizer then drops its own."""
 
 

@@ -61,7 +61,7 @@ class Watch:
         if self.deadline.seconds == math.inf:
             return
         _thread.add_watch(self)
-        queue = self._new_queue()
+        queue = self._error_queue()
         graph: Any = tf.compat.v1.get_default_graph()
         while hasattr(graph, "outer_graph"):  # which may outlive all else
             _queues.setdefault(graph, []).append(queue)
@@ -77,7 +77,7 @@ class Watch:
         if self.deadline.seconds == math.inf:
             return
         with tf.device(HOST), tf.control_dependencies([end]):
-            handle = self._new_queue().queue_ref
+            handle = self._error_queue().queue_ref
             passed = tf.raw_ops.QueueEnqueueV2(handle=handle, components=[tf.constant("")])
             run_independently(passed, "QueueEnqueueV2")
 
@@ -131,7 +131,7 @@ class Watch:
         while self._queue is not None and int(self._queue.size()):
             self._queue.dequeue()
 
-    def _new_queue(self) -> Any:
+    def _error_queue(self) -> Any:
         if self._queue is None:
             with tf.init_scope(), tf.device(HOST):
                 self._queue = tf.queue.FIFOQueue(1 << 20, [tf.string], shapes=[[]])

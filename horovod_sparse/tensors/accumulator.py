@@ -159,7 +159,7 @@ class TensorKernels(Kernels):
     def with_projection(self, report: FoldReport, samples: Any, signs: Any, rule: FoldRule) -> FoldReport:
         before, after, moment = (one.double() for one in samples)
         along, factors = to_device(signs, self._device), rule.factors(self.dtype).tolist()
-        projection = gradients.signed_sum(before, after, moment, along, factors, torch)
+        projection = gradients.projection_on(before, after, moment, along, factors, torch)
         return PendingReport(self._pending, report.step, PendingCopy(projection.view(1)))
 
     def _on_device(self, factors: NDArray[Any]) -> Tensor:

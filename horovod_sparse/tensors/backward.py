@@ -23,7 +23,7 @@ from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.collective_errors import Outcome, listed, worst
-from horovod_sparse.training.compression import refuse_later_momentum
+from horovod_sparse.training.compression import refuse_added_momentum
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -209,7 +209,7 @@ class GradientTraining(Training):
         edited = [name for part in self.parts for name in part.edited_names()]  # since they were taken
         try:
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
-                refuse_later_momentum(self.recipe, self.optimizer.param_groups)
+                refuse_added_momentum(self.recipe, self.optimizer.param_groups)
             self.join_any_new_parameters()
             self.agree()
             for part in self.parts:
@@ -265,7 +265,7 @@ class GradientTraining(Training):
         raise error
 
     def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
-        """Rolls the step back: gradients become 0, and selections return to the residual."""
+        """Zeroes gradients; selections return to the residual, which loses the step's gradients if `drop`."""
         self.cancel_collectives(alike=alike)
         for part in self.parts:
             if part.task is not None:

@@ -354,7 +354,7 @@ class GradientBucket(ParameterBucket):
         return self._first_of_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls the step back: the selection returns to the residual."""
+        """Returns the selection to the residual, which loses this step's gradient if `drop`."""
         if self.streams is not None:
             self.streams.wait_for_coroutine()
         self.bucket.abandon(drop=drop)

@@ -64,7 +64,7 @@ def scaled_by() -> torch.amp.GradScaler | None:
 
 
 class ScaleOfStep:
-    """The loss scale of one step's gradients, whose backward passes may be several."""
+    """Holds one step's loss scale, read once, in the first of its backward passes."""
 
     def __init__(self) -> None:
         #: scaler of this step, or of the last one; None if losses are not scaled

@@ -152,7 +152,7 @@ class StepBucket(ParameterBucket, StepPart):
         self.group = facts[spec.names[0]][0].group
         #: number of gradients of each parameter, by name: a late parameter's moment has fewer
         self.ages = ages
-        #: this pass's moments that `_correct_moment` changed, with copies of their old values
+        #: this pass's moments that `_correct_late_moment` changed, with copies of their old values
         self._young: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[int] = []
         self.bind(make_parameters(self.given, self.spans), moves_at_once)
@@ -164,7 +164,7 @@ class StepBucket(ParameterBucket, StepPart):
         for number in self._counted:
             own = self.ages[self.names[number]] = self.ages.get(self.names[number], 0) + 1
             if own <= self.bucket.progress.age:
-                self._correct_moment(number, own)
+                self._correct_late_moment(number, own)
         if self.now.matrices is None:
             return super().gradient()
         for momentum, gradient in self._whole_gradients():
@@ -190,11 +190,11 @@ class StepBucket(ParameterBucket, StepPart):
             else:
                 yield torch.zeros_like(self._flat_memory(number)[0])
 
-    def _correct_moment(self, number: int, own: int) -> None:
-        """Raises a late parameter's second moment, so that the bucket's bias correction is right for it.
+    def _correct_late_moment(self, number: int, own: int) -> None:
+        """Scales up a late parameter's second moment, so that its bucket's bias correction fits it.
 
-        ``v (1 - b^age) / (1 - b^own)`` is kept of a moment v, so that the correction for the bucket's age is
-        that for the parameter's own. The fold adds (1 - b) g^2; this adds what is missing.
+        A moment v is stored as ``v (1 - b^age) / (1 - b^own)``: the correction for the bucket's age then
+        gives v corrected for the parameter's own. The fold adds (1 - b) g^2, this method the rest.
         """
         feedback: Any = self.now.feedback
         age = self.bucket.progress.age + 1

@@ -277,7 +277,7 @@ def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 class DriftCheck:
-    """Compares ranks every `check_every` steps; raises `DriftError` on all of them if they differ."""
+    """Compares all ranks' models every `check_every` steps; raises `DriftError` on all if they differ."""
 
     def __init__(self, settings: Settings) -> None:
         self.every = settings.check_every or 0
@@ -286,11 +286,11 @@ class DriftCheck:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Schedules a comparison after the next step, for example after a load."""
+        """Makes ranks compare their models after the next step, for example after a load."""
         self.next_step = step + 1 if self.every else math.inf
 
     def postpone(self, step: int) -> None:
-        """Schedules the next comparison; it depends on the step alone, so all ranks have the same."""
+        """Schedules the next comparison of models, by the step alone, so all ranks compare together."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
     def run(self, step: int, entries: Sequence[Replicated]) -> Synchronization[None]:

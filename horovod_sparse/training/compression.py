@@ -162,7 +162,7 @@ def refuse_double_momentum(
         )
 
 
-def refuse_later_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
+def refuse_added_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises if the optimizer got momentum since it was wrapped, from a checkpoint or a schedule."""
     if any(group.get("momentum") for group in groups):
         refuse_double_momentum(recipe, lambda: groups)

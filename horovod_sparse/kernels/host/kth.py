@@ -67,8 +67,8 @@ def kth_of(keys, k, num_bits):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def kth_of_values(values, maxima, k, num_bits, start, stop):  # type: ignore[no-untyped-def]
-    """Returns the k-th largest magnitude of values[start:stop], and how many are larger; copies nothing."""
+def kth_of_values(values, k, num_bits, start, stop):  # type: ignore[no-untyped-def]
+    """Returns the magnitude bits of the k-th largest of values[start:stop], and how many are larger."""
     mask_all = (1 << num_bits) - 1
     prefix = 0
     left = num_bits

@@ -252,7 +252,7 @@ def matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -
 
 
 def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: float) -> int:
-    """Overwrites a dense array with ``scale * sum``, and with 0 where the sum has no element.
+    """Overwrites an array with ``scale * sum``, 0 where the sum has no element; returns the sum's size.
 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
     same value an average is that value. Half types are summed and scaled in float32, rounded once.

@@ -301,7 +301,7 @@ def _kth_bits(values: Array, maxima: Array, layout: Layout, k: int, start: int, 
     if count >= 0 and larger < k <= larger + count:
         smallest, more = kth_of(buffer[:count], k - larger, num_bits)
         return bits(smallest), larger + more
-    smallest, larger = kth_of_values(values, maxima, k, num_bits, start, stop)
+    smallest, larger = kth_of_values(values, k, num_bits, start, stop)
     return bits(smallest), larger
 
 

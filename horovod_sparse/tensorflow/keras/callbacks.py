@@ -115,7 +115,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
             logs[name] = sum(values) / len(values)
 
 
-class _Rates:
+class _RateSetter:
     """Reads and sets an optimizer's learning rate for Horovod's callbacks, which do not know Keras 3.
 
     Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
@@ -151,7 +151,7 @@ class _Rates:
             logs["lr"] = self._rate()
 
 
-class LearningRateScheduleCallback(_Rates, stock.LearningRateScheduleCallback):
+class LearningRateScheduleCallback(_RateSetter, stock.LearningRateScheduleCallback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from `start_epoch` to `end_epoch`.
 
     Arguments are those of ``horovod.tensorflow.keras.callbacks.LearningRateScheduleCallback``; `multiplier`
@@ -159,7 +159,7 @@ class LearningRateScheduleCallback(_Rates, stock.LearningRateScheduleCallback):
     """
 
 
-class LearningRateWarmupCallback(_Rates, stock.LearningRateWarmupCallback):
+class LearningRateWarmupCallback(_RateSetter, stock.LearningRateWarmupCallback):
     """Raises the learning rate from ``initial_lr / size`` to `initial_lr` over the first epochs.
 
     Arguments are those of ``horovod.tensorflow.keras.callbacks.LearningRateWarmupCallback``.
