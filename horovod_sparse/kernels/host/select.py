@@ -51,7 +51,7 @@ def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore
 
 
 @kernel
-def _list_blocks(values, maxima, block, threshold, first, last, passing):  # type: ignore[no-untyped-def]
+def _list_blocks(maxima, threshold, first, last, passing):  # type: ignore[no-untyped-def]
     """Writes the numbers of blocks in [first, last) whose maximum reaches the threshold; returns how many."""
     count = 0
     thresholds = v.splat(threshold)
@@ -107,7 +107,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
     group = first
     while group < last:
         group_stop = min(group + _GROUP, last)
-        size = _list_blocks(values, maxima, block, threshold, group, group_stop, passing)
+        size = _list_blocks(maxima, threshold, group, group_stop, passing)
         # Memory is read fastest in one go: where many blocks pass, all are opened.
         all_blocks = size * _CROWDED > group_stop - group
         if all_blocks:
@@ -279,7 +279,7 @@ def _largest_and_keys(
     return indices[:count], keys[:count]
 
 
-def _kth_bits(values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int) -> tuple[Any, int]:
+def _kth_bits(values: Array, maxima: Array, k: int, start: int, stop: int) -> tuple[Any, int]:
     """Returns the bits of a window's k-th largest magnitude, and how many are larger, by a sample's bounds.
 
     The sample has one element of each of many equal stretches. Which one varies, since layers repeat with
@@ -317,7 +317,7 @@ def largest(values: Array, maxima: Array, k: int, start: int, stop: int, layout:
             return indices.copy()
         smallest, larger = maxima.dtype.type(0), indices.size
     else:
-        smallest, larger = _kth_bits(values, maxima, layout, k, start, stop)
+        smallest, larger = _kth_bits(values, maxima, k, start, stop)
     out = np.empty(k + v.LANES, np.int32)
     select_exactly(values, maxima, layout.block, smallest, k - larger, start, stop, k, out)
     return out[:k]
@@ -328,7 +328,7 @@ def kth(values: Array, maxima: Array, k: int, start: int, stop: int, layout: Lay
     if _fits_buffer(layout, k, start, stop):
         _, keys = _largest_and_keys(values, maxima, layout, k, start, stop)
         return keys.min() if keys.size == k else 0
-    return _kth_bits(values, maxima, layout, k, start, stop)[0]
+    return _kth_bits(values, maxima, k, start, stop)[0]
 
 
 def at_least(values: Array, maxima: Array, bits: Any, start: int, stop: int, layout: Layout) -> Indices:
