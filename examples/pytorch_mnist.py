@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, metavar="FILE", help="measurements to plan by")
     parser.add_argument(
         "--levels",
-        choices=("flat", "host", "auto"),
+        choices=("flat", "host"),
         default="flat",
         help="host: sums gradients densely within each host first (docs/merging.md)",
     )

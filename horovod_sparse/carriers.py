@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from horovod_sparse import collectives
+from horovod_sparse import collectives, errors
 from horovod_sparse.collectives import AllGather, Exchange, Request, Synchronization, Words
-from horovod_sparse.errors import CollectiveMismatchError, HorovodSparseError
+from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.engine import Handle, Task, answer_for_one_rank
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport, requested_transport
@@ -28,6 +28,8 @@ from horovod_sparse.training.settings import TRANSPORT_VARIABLE, check_transport
 _SLEEP_SECONDS = 20e-6
 #: bytes from which a sum is worth a collective of its own
 _SMALL = 2**22
+#: errors that all ranks raise after the same messages, so that later ones still match
+COLLECTIVE_ERRORS = errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError
 
 
 def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
@@ -73,7 +75,11 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
 
 
 def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchronization[None]:
-    """Runs tasks round by round; what they gather in a round is one message, and small sums are one."""
+    """Runs tasks round by round; what they gather in a round is one message, and small sums are one.
+
+    An error of `COLLECTIVE_ERRORS` stays in its task. Any other ends all: this rank's messages would no
+    longer be those that others expect.
+    """
     answers: dict[int, Any] = dict.fromkeys(range(len(batch)))
     while answers:
         requests: dict[int, Request] = {}
@@ -83,13 +89,14 @@ def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchron
                 requests[number] = coroutine.send(answers[number])
             except StopIteration as stop:
                 task.result = stop.value
-            except HorovodSparseError as error:
+            except COLLECTIVE_ERRORS as error:
                 task.error = error
         answers = {}
         if len(batch) > 1:
-            own = {number: one.buffer for number, one in requests.items() if isinstance(one, AllGather)}
+            shared = {number: one for number, one in requests.items() if one.level == "all"}
+            own = {number: one.buffer for number, one in shared.items() if isinstance(one, AllGather)}
             answers |= (yield from _gather_together(own, len(batch))) if own else {}
-            answers |= yield from _sum_together(requests)
+            answers |= yield from _sum_together(shared)
         for number in sorted(requests.keys() - answers.keys()):
             answers[number] = yield requests[number]
 

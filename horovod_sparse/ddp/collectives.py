@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse import errors
-from horovod_sparse.carriers import among, by_exchanges, side_by_side
+from horovod_sparse.carriers import COLLECTIVE_ERRORS, among, by_exchanges, side_by_side
 from horovod_sparse.collectives import AllReduce, Exchange, ReduceScatter, Request, Synchronization
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
@@ -147,13 +147,15 @@ class Carrier:
         coming, own = [], self._name_hash()
         for rank in sources:
             if rank != self.rank:
-                coming.append((rank, *(self._from[rank].offered or self._begin_receive(rank))))
+                with self._naming_lost_rank(f"rank {rank}"):
+                    coming.append((rank, *(self._from[rank].offered or self._begin_receive(rank))))
                 self._from[rank].offered = None
         # buffers stay alive until they are sent
         sent = []
         for rank, words in sends.items():
             if rank != self.rank:
-                sent += self._begin_send(words, rank)
+                with self._naming_lost_rank(f"rank {rank}"):
+                    sent += [(rank, *part) for part in self._begin_send(words, rank)]
         messages, following = {}, []
         for rank, head, tag, work in coming:
             with self._naming_lost_rank(f"rank {rank}"):
@@ -169,9 +171,10 @@ class Carrier:
             else:
                 messages[rank] = torch.empty(length, dtype=torch.int32)
                 messages[rank][:room] = head[_HEADER:]
-                following.append(self._host.recv([messages[rank][room:]], rank, tag + 1))
-        for work in [*following, *(work for _, work in sent)]:
-            work.wait()
+                following.append((rank, self._host.recv([messages[rank][room:]], rank, tag + 1)))
+        for rank, work in [*following, *((rank, work) for rank, _, work in sent)]:
+            with self._naming_lost_rank(f"rank {rank}"):
+                work.wait()
         received = {rank: message.numpy() for rank, message in messages.items()}
         if self.rank in sources:
             received[self.rank] = sends[self.rank].copy()
@@ -226,9 +229,6 @@ def _timeout_of(group: dist.ProcessGroup) -> Any:
             continue
     return None
 
-
-#: errors that all ranks raise after the same messages, so that later ones still match
-_COLLECTIVE = (errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError)
 
 #: seconds between checks of the deadline
 _LOOK_SECONDS = 0.5
@@ -366,7 +366,7 @@ def _run(shared: _ThreadState) -> None:
         with shared.changed:
             for task, _ in batch:
                 task.error = task.error or failure
-                if task.error is not None and not isinstance(task.error, _COLLECTIVE):
+                if task.error is not None and not isinstance(task.error, COLLECTIVE_ERRORS):
                     shared.failure = task.error
                 task.finished, task.done = time.perf_counter(), True
             shared.changed.notify_all()

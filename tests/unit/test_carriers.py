@@ -7,7 +7,12 @@ import pytest
 
 from horovod_sparse import carriers
 from horovod_sparse.collectives import AllGather, AllReduce, Exchange, ReduceScatter
-from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
+from horovod_sparse.errors import (
+    CollectiveMismatchError,
+    MessageError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from horovod_sparse.simulation import Recorder, SimulatedCluster, run_lockstep
 from horovod_sparse.simulation.lockstep import num_rounds
 from horovod_sparse.topology import Topology
@@ -100,7 +105,7 @@ def _work(rank: int, number: int):
         found.append((yield AllGather(np.arange(rank + number, dtype=np.int32))))
         found.append((yield AllReduce(np.full(number + 1, rank + turn, [np.float32, float][number % 2]))))
     if number == 3:
-        raise UnsupportedError("on all ranks")
+        raise StateMismatchError("on all ranks")
     return found
 
 
@@ -117,5 +122,32 @@ def test_tasks_side_by_side_get_what_each_gets_alone_in_fewer_collectives():
         for rank, expected in enumerate(alone):
             for one, other in zip(tasks[rank][number].value(), expected, strict=True):
                 np.testing.assert_array_equal(one, other)
-    with pytest.raises(UnsupportedError, match="on all ranks"):
+    with pytest.raises(StateMismatchError, match="on all ranks"):
         tasks[0][3].value()
+
+
+def test_tasks_of_one_level_gather_and_sum_among_their_ranks():
+    def work(rank: int, level: str):
+        gathered = yield AllGather(np.array([rank], np.int32), level)
+        return gathered.tolist(), (yield AllReduce(np.array([rank], float), level)).tolist()
+
+    topology = Topology.regular(2, 2)
+    tasks = [[Task(level) for level in ("all", "host", "host")] for _ in range(4)]
+    batches = [[(task, work(rank, task.name)) for task in own] for rank, own in enumerate(tasks)]
+    run_lockstep([carriers.side_by_side(batch) for batch in batches], topology=topology)
+    assert [task.value() for task in tasks[3]] == [([0, 1, 2, 3], [6.0]), ([2, 3], [5.0]), ([2, 3], [5.0])]
+
+
+def test_an_error_of_one_rank_alone_ends_all_tasks_of_its_batch():
+    """Its messages would be taken for those of another task."""
+
+    def work(is_damaged: bool):
+        yield AllGather(np.zeros(1, np.int32))
+        if is_damaged:
+            raise MessageError("of one rank")
+        yield AllGather(np.zeros(1, np.int32))
+
+    recorder, batch = Recorder(), [(Task(str(one)), work(one)) for one in (True, False)]
+    with pytest.raises(MessageError, match="of one rank"):
+        run_lockstep([carriers.side_by_side(batch)], recorder)
+    assert recorder.kinds == [AllGather]

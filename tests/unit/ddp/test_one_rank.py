@@ -4,6 +4,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from horovod_sparse import ddp
-from horovod_sparse.ddp.collectives import Communicator, Deadline
+from horovod_sparse.collectives import Exchange
+from horovod_sparse.ddp.collectives import Carrier, Communicator, Deadline
 from horovod_sparse.ddp.distributed_engine import _construction_errors
-from horovod_sparse.errors import ArgumentError, DeadlineError, HorovodSparseError, UnsupportedError
+from horovod_sparse.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    DeadlineError,
+    HorovodSparseError,
+    UnsupportedError,
+)
 from horovod_sparse.trainers import transformers_callback
 from support.passes import backward, batches, flat, net_of, train
 
@@ -115,6 +123,18 @@ def test_a_coroutine_goes_no_further_behind_the_deadline():
             communicator.run("late", (number and went_on.append(number) for number in range(2)))
         store.set("answer", "")
     assert not went_on
+
+
+@pytest.mark.parametrize("failing", ["recv", "send"])
+def test_a_rank_that_has_left_before_a_message_begins_is_named(failing, mesh):
+    def lost(*_):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4321")
+
+    carrier = Carrier(None)
+    carrier.size, carrier._from, carrier._to = 2, carrier._from * 2, carrier._to * 2
+    carrier._host = SimpleNamespace(**{"recv": lambda *_: None, "send": lambda *_: None, failing: lost})
+    with pytest.raises(CollectiveMismatchError, match=r"rank 1 ended, or left, before .*4321"):
+        carrier(Exchange({1: np.zeros(3, np.int32)}, (1,)))
 
 
 def test_a_parameter_that_is_replaced_is_named(mesh):
