@@ -1,4 +1,4 @@
-"""Scalers of a loss and rates, by every engine of PyTorch; loops of users are in tests/loops."""
+"""Scalers of a loss, by every engine of PyTorch; loops of users are in tests/loops."""
 
 import contextlib
 import copy

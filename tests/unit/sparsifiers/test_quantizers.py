@@ -1,4 +1,4 @@
-"""SignSGD and QSGD against their papers in plain NumPy, in cases worked by hand, and over many steps."""
+"""SignSGD and QSGD: values of any scale, the lemma of QSGD's paper over many steps, damaged messages."""
 
 import numpy as np
 import pytest

@@ -185,7 +185,7 @@ def test_equals_the_simulator_with_one_rank(way, feedback):
     expected = np.zeros(LENGTH, np.float32)
     for number in range(6):
         step(tf.constant(targets(number)))
-        expected -= RATE * cluster.step([targets(number)], RATE if way.endswith("keras") else None)
+        expected -= RATE * cluster.step([targets(number)])
         np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6, atol=1e-6)
     assert compression.telemetry.last.step == 6
 
