@@ -64,11 +64,11 @@ class _VariableState:
 
 
 class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
-    """The state of a model and its optimizer for ``hvd.elastic.run``.
+    """Saves and restores a model, its optimizer and residuals in ``hvd.elastic.run``; syncs no residuals.
 
     Departures from Horovod's: models of Keras 3 are taken; the optimizer gets its variables here, so that
-    a worker that joins has as many as the others; states of random generators stay each rank's own, and
-    so do residuals, which are saved and restored with the optimizer. `backend` has no use.
+    a worker that joins has as many as the others; states of random generators stay each rank's own, as
+    residuals do. `backend` has no use.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
@@ -94,7 +94,7 @@ class TensorFlowKerasState(_VariableState, stock.TensorFlowKerasState):
 
 
 class TensorFlowState(_VariableState, stock.TensorFlowState):
-    """The state of a list of variables for ``hvd.elastic.run``; `session` must be None."""
+    """Saves, restores and syncs a list of variables in ``hvd.elastic.run``; `session` must be None."""
 
     def __init__(self, variables: Any = None, session: Any = None, **attributes: Any) -> None:
         self.variables, self.session = list(variables or ()), session

@@ -131,7 +131,7 @@ class TensorParameters(HostParameters):
 
 
 def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's elements in the order of a parameter's memory."""
+    """Returns a tensor's elements in the order of a parameter's memory, a copy if its own order differs."""
     return flat(tensor, memory_strides(local(parameter)))
 
 
