@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +60,29 @@ def measured_profile(
         raise ArgumentError("cluster", cluster, "a Profile, or the path of a saved one")
     given = Profile.load(cluster) if isinstance(cluster, (str, Path)) else cluster
     stamp, between = _clock({one.device for one in found.values()})
-    recorder, before = BackwardRecorder(list(found), 1, between), [one.grad for one in found.values()]
+    recorder = BackwardRecorder(list(found), 1, between)
+    before = {one: one.grad for one in found.values()}
 
     def noting(name: str) -> Callable[[torch.Tensor], None]:
         return lambda _: recorder.arrived(name, stamp())
 
     hooks = [one.register_post_accumulate_grad_hook(noting(name)) for name, one in found.items()]
     try:
-        for _ in range(1 + num_steps):
-            for one in found.values():
+        for number in range(1 + num_steps):
+            for one in before:
                 one.grad = None
             recorder.begin(stamp())
-            loss().backward(inputs=list(found.values()))
+            value = loss()
+            # not by backward(inputs=...), which reentrant checkpoints refuse
+            for one in _leaves(value) if number == 0 else ():
+                before.setdefault(one, one.grad)
+                one.grad = None
+            value.backward()
             recorder.end()
     finally:
-        for hook, one, grad in zip(hooks, found.values(), before, strict=True):
+        for hook in hooks:
             hook.remove()
+        for one, grad in before.items():
             one.grad = grad
     sparsifier, largest = compression.recipe.sparsifier, max(found.values(), key=torch.Tensor.numel)
     device, dtype = largest.device, dtype_name(largest)
@@ -101,6 +108,18 @@ def measured_profile(
     with torch.no_grad():
         profile: Profile = carry_out_together(measured(), process_set, name, starts.append, meanwhile=look)
     return profile
+
+
+def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the tensors to whose `.grad` a backward pass adds, also those that have no name."""
+    seen, nodes = set[Any](), [loss.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [one for one, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
 
 
 def _clock(

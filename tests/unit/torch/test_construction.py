@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import horovod.torch
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
@@ -144,9 +145,11 @@ def test_backward_is_measured_before_a_training_and_changes_nothing(monkeypatch)
 
     def loss():
         first = Slow.apply(net[0].weight, "0.weight")
-        second = Slow.apply(net[2].weight, "2.weight")
         hidden = torch.nn.functional.linear(torch.ones(4, 8), first, net[0].bias).relu()
-        return torch.nn.functional.linear(hidden, second, net[2].bias).sum() * unnamed
+        return checkpoint(last, hidden, use_reentrant=True).sum() * unnamed
+
+    def last(hidden):
+        return torch.nn.functional.linear(hidden, Slow.apply(net[2].weight, "2.weight"), net[2].bias)
 
     unnamed = torch.ones((), requires_grad=True)
     net[0].bias.grad = held = torch.ones(6)
