@@ -301,7 +301,7 @@ class MpiCarrier:
         late = self._inbox.pop(before, {})
         if late and before not in self._open:
             raise CollectiveMismatchError(
-                f"{whose} received messages from ranks {sorted(late)} that it does not expect"
+                f"{whose} did not expect messages from ranks {sorted(late)}: ranks call different collectives"
             )
         self._open.discard(before)
         self._open.add(key)

@@ -168,7 +168,8 @@ class HostKernels(Kernels):
         if parts.size != n:
             raise ArgumentError("gradient", parts.size, f"an array of {n} elements")
         if parts.dtype != self.dtype and gradients.accumulating(parts.dtype) != self.dtype:
-            raise ArgumentError("gradient", parts.dtype.name, f"{self.dtype} (float32: also half types)")
+            allowed = "float64" if self.dtype == np.float64 else "float32, float16 or bfloat16"
+            raise ArgumentError("gradient", parts.dtype.name, allowed)
         return parts
 
     def fold(

@@ -125,7 +125,7 @@ class Bucket:
         """Replaces residual and companions by arrays [n]; with two levels by this rank's slice of them."""
         self.accumulator.assign_arrays(held)
 
-    def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+    def load_host_sum(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the sum of arrays [n] over this host's ranks, with two levels; else does nothing."""
         yield from ()
 
@@ -238,10 +238,10 @@ class Bucket:
             )
 
     def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
-        """Raises if the sum overflows, or if `marks` has {rank: position of NaN or Inf; n: it cancels}."""
+        """Raises if the sum overflows, or on marks: {rank: position of NaN or Inf; n: edited gradients}."""
         name, cancelled = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == cancelled]:
-            raise errors.EditedGradientError(name, dict.fromkeys(edited, "its own error says which"))
+            raise errors.EditedGradientError(name, dict.fromkeys(edited, "that rank's error names them"))
         if marks:
             raise errors.NonFiniteGradientError(
                 name, {rank: self.member_at(at) for rank, at in marks.items()}

@@ -75,7 +75,7 @@ def parse_value(argument: str, text: str) -> Any:
     """
     name, bracket, rest = text.partition("(")
     if bracket and name.strip().isidentifier() and text.endswith(")"):
-        return _parse_call(argument, name.strip(), rest[:-1])
+        return _parse_nested(argument, name.strip(), rest[:-1])
     if text in ("true", "false"):
         return text == "true"
     try:
@@ -84,7 +84,7 @@ def parse_value(argument: str, text: str) -> Any:
         return text
 
 
-def _parse_call(argument: str, name: str, text: str) -> Any:
+def _parse_nested(argument: str, name: str, text: str) -> Any:
     known = NESTED.get(argument)
     if known is None:
         return f"{name}({text})"  # refused by name where the argument is taken

@@ -135,7 +135,7 @@ class TwoLevelBucket(Bucket):
     def load(self, held: Sequence[np.ndarray]) -> None:
         self._assign_padded([values[slice(*self.shard)] for values in held])
 
-    def sum_over_host(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+    def load_host_sum(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the sum over this host's ranks of arrays [n]; all ranks of the host call it together."""
         shards = []
         for values in held:

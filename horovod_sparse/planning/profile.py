@@ -155,7 +155,7 @@ class Profile:
         needed |= {"allreduce"}  # of what stays dense
         measured = dict.fromkeys(needed, Fit(0.0, 0.0)) if size == 1 else self.collectives
         if missing := sorted(needed - set(measured)):
-            raise ProfileMismatchError(f"{name} needs {_shortened(missing)}, which the profile does not hold")
+            raise ProfileMismatchError(f"the profile lacks {_shortened(missing)}: calibrate with {name}")
         if name not in self.selection:
             raise ProfileMismatchError(
                 f"no selection time for {name} in the profile, only {_shortened(sorted(self.selection))}: "

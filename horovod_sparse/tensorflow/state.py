@@ -86,24 +86,24 @@ class WithState:
     _horovod_sparse_keeper: StateKeeper | None = None
 
     @property
-    def _bound_synchronizer(self) -> Any:
+    def _synchronizer_or_none(self) -> Any:
         return getattr(self._horovod_sparse_keeper, "synchronizer", None)
 
     @property
     def telemetry(self) -> Telemetry:
         """Reports of the last step and means; empty before the first step."""
-        return Telemetry() if self._bound_synchronizer is None else self._bound_synchronizer.telemetry
+        return Telemetry() if self._synchronizer_or_none is None else self._synchronizer_or_none.telemetry
 
     @property
     def plan(self) -> Plan | None:
         """The plan of buckets; None before the first step, and without a sparsifier."""
-        bound = self._bound_synchronizer
+        bound = self._synchronizer_or_none
         return bound.plan if bound is not None and bound.parts else None
 
     @property
     def decision(self) -> Decision | None:
         """The predictions and the profile that led to this plan; None without measured times."""
-        return None if self._bound_synchronizer is None else self._bound_synchronizer.decision
+        return None if self._synchronizer_or_none is None else self._synchronizer_or_none.decision
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals and sparsifier states; empty before the first step."""
@@ -154,8 +154,8 @@ def with_local_names(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str
         only_saved = [f"{name} {shape}" for name, shape in saved.items() if known.get(name) != shape]
         only_here = [f"{name} {shape}" for name, shape in known.items() if saved.get(name) != shape]
         raise StateMismatchError(
-            f"the saved state is of another model: it has {only_saved or 'nothing'} that this one has not, "
-            f"and lacks {only_here or 'nothing'}"
+            f"the saved state is of another model: in it alone {only_saved or 'nothing'}, "
+            f"in this model alone {only_here or 'nothing'}"
         )
     here, plan = dict(zip(saved, known, strict=True)), Plan.from_dict(entry["plan"])
     buckets = tuple(tuple(here[name] for name in bucket) for bucket in plan.buckets)

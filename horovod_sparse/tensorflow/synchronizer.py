@@ -53,7 +53,7 @@ class GradientSynchronizer(VariablesTraining):
         self.watch = engine.watch = Watch(settings.deadline_seconds, process_set, self)
         self._driver, self._order, self._ending = Driver(self), graph.Order(), threading.Lock()
         self.host = self._driver.host
-        self._replicas = Replicas(self, self.host)
+        self._drift_checks = DriftChecks(self, self.host)
         self._eagerly, self._agreeing = graph.EagerCalls(self._build), threading.Lock()
         #: returns further variables that have to be equal on all ranks: the optimizer's
         self.also_equal: Callable[[], Sequence[Any]] = lambda: ()
@@ -95,7 +95,7 @@ class GradientSynchronizer(VariablesTraining):
                 for part in self.parts:
                     part.roll_back_unapplied()
                 super().agree()
-                self._replicas.restart()
+                self._drift_checks.restart()
 
     @tf.autograph.experimental.do_not_convert
     def synchronize(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
@@ -143,7 +143,7 @@ class GradientSynchronizer(VariablesTraining):
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
         """Adds sums to the graph; returns them, a tensor ready after them, and whether to skip the step."""
         results, by_name, parts, tokens = self._start_rounds(gradients, variables)
-        check = self._replicas.drift_check_for(variables)
+        check = self._drift_checks.drift_check_for(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
         if not parts and not slices:
             return results, None, tf.constant(False)
@@ -176,7 +176,7 @@ class GradientSynchronizer(VariablesTraining):
             *sums, outcome, due = shaped(ended, [shape for _, shape in like])
             end = outcome
             if check is not None:
-                end = self._replicas.compare_when_due(due, check, variables, self.also_equal())
+                end = self._drift_checks.compare_when_due(due, check, variables, self.also_equal())
         for order in (self._order, graph.WAITING) if waits else (self._order,):
             order.note(end)
         if parts:
@@ -258,7 +258,7 @@ class GradientSynchronizer(VariablesTraining):
         return results, by_name, parts, tokens
 
 
-class Replicas:
+class DriftChecks:
     """Compares variables between ranks from time to time, in the graph of a step."""
 
     def __init__(self, training: VariablesTraining, host: graph.HostFunctions) -> None:

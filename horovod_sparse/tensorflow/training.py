@@ -176,7 +176,7 @@ class VariablesTraining(Training):
         self._names.update({variable.ref(): name for name, variable in zip(facts, new, strict=True)})
         if not self.facts:
             self.begin(facts, plan)
-            _warn_of_new_compressors(new[0], self.telemetry)
+            _warn_of_compressor_per_step(new[0], self.telemetry)
             return True
         self._append_parts(facts, plan)
         return True
@@ -240,7 +240,7 @@ class VariablesTraining(Training):
 _LIVES = "_horovod_sparse_telemetries"
 
 
-def _warn_of_new_compressors(variable: Any, telemetry: Telemetry) -> None:
+def _warn_of_compressor_per_step(variable: Any, telemetry: Telemetry) -> None:
     """Logs a warning if each step makes a new compressor, which loses the residual."""
     lives = getattr(variable, _LIVES, ())
     if [life.num_steps for life in lives] == [1, 1]:

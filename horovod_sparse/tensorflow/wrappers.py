@@ -201,7 +201,7 @@ class _DistributedTape(tf.GradientTape):
         Args:
             target, sources, output_gradients, unconnected_gradients: see `tf.GradientTape.gradient`.
             use_generic_names: accepted for Horovod's sake; collectives have names of their own.
-            loss_scale: by which `target` is multiplied, a power of two: residuals are kept without it.
+            loss_scale: factor of `target`, a power of two; the result keeps it, residuals are without it.
                 Gradients that are not finite on some rank are NaN on all then, and no error: see to it
                 that such a step is skipped (a `LossScaleOptimizer` does).
 

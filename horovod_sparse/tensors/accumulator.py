@@ -44,9 +44,8 @@ def _load_triton_kernels() -> ModuleType:
 
         version = tuple(int(part) for part in triton.__version__.split(".")[:2])
         if version < _OLDEST_TRITON:
-            raise ImportError(
-                f"Triton {triton.__version__} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
-            )
+            oldest = ".".join(map(str, _OLDEST_TRITON))
+            raise ImportError(f"Triton {triton.__version__} is installed: install {oldest} or later")
         from horovod_sparse.tensors import triton as triton_kernels
     except ImportError as error:
         _log.warning(
@@ -121,12 +120,12 @@ class TensorKernels(Kernels):
 
     def _checked_gradient(self, gradient: Tensor) -> Tensor:
         if gradient.numel() != self.layout.num_elements:
-            allowed = f"a tensor of {self.layout.num_elements} elements"
-            raise ArgumentError("gradient", tuple(gradient.shape), allowed)
+            raise ArgumentError("gradient", tuple(gradient.shape), f"{self.layout.num_elements} elements")
         if gradient.device != self._device:
             raise ArgumentError("gradient", gradient.device, f"a tensor on {self._device}")
-        if gradient.dtype not in ((torch.float64,) if self._kind == torch.float64 else _NARROW):
-            raise ArgumentError("gradient", gradient.dtype, f"{self._kind} (float32: also half types)")
+        kinds = (torch.float64,) if self._kind == torch.float64 else _NARROW
+        if gradient.dtype not in kinds:
+            raise ArgumentError("gradient", gradient.dtype, f"one of {kinds}")
         return gradient.detach()
 
     def fold(

@@ -157,8 +157,8 @@ class StepBucket(ParameterBucket, StepPart):
         self._counted: list[int] = []
         self.bind(make_parameters(self.given, self.spans), moves_at_once)
 
-    def gradient(self) -> Any:
-        """Returns gradients (or whole steps) to fold, after correcting moments of parameters used late."""
+    def prepare_fold(self) -> Any:
+        """Returns gradients (or Muon's steps) to fold; counts them, and corrects late parameters' moments."""
         self._young = []
         self._counted = sorted(set(range(len(self.names))) - set(self.absent))
         for number in self._counted:
@@ -166,7 +166,7 @@ class StepBucket(ParameterBucket, StepPart):
             if own <= self.bucket.progress.age:
                 self._correct_late_moment(number, own)
         if self.now.matrices is None:
-            return super().gradient()
+            return super().prepare_fold()
         for momentum, gradient in self._whole_gradients():
             self.now.matrices.advance(momentum, gradient)
         if self.memory is not HOST:

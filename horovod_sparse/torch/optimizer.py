@@ -173,7 +173,7 @@ def DistributedOptimizer(
 
 @construction_errors.publishing_errors
 def _adopt(optimizer: Any) -> None:
-    """Replaces the methods of an optimizer that Horovod made by this package's."""
+    """Puts this package's methods into an optimizer that Horovod's own `DistributedOptimizer` made."""
     recipe, own = optimizer._compression.recipe, type(optimizer)  # a class of its own, made from the user's
     _check_sparse(optimizer, recipe, getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
     settings = Settings(bucket_bytes=1)
@@ -194,7 +194,7 @@ def _adopt(optimizer: Any) -> None:
 
 
 def _adopt_if_sparse(optimizer: Any) -> bool:
-    """Adopts an optimizer that has a sparsifier; returns whether it has one."""
+    """Called with each optimizer that Horovod makes: adopts it, or returns False without a sparsifier."""
     if sparse := isinstance(optimizer._compression, SparseCompressor):
         _adopt(optimizer)
     return sparse

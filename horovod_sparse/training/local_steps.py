@@ -139,12 +139,12 @@ class LocalTraining(Steps):
             self.taken = taken
             raise
 
-    def _send_facts(self, facts: Any, name: str) -> None:
+    def _send_rank_facts(self, facts: Any, name: str) -> None:
         told = [self.step, facts.finishing, self._replaced, self._statistics.read().size]
         facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
         self._num_begun, self._replaced = self._num_begun + 1, False
 
-    def _read_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
+    def _read_rank_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
         numbers, finishing, replaced, sizes = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
         if len(set(replaced)) > 1:
@@ -230,6 +230,6 @@ class LocalTraining(Steps):
         for what in _SAVED:
             wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
             found = {name: tuple(values.shape) for name, values in local.get(what, {}).items()}
-            if found != wanted:
-                raise StateMismatchError(f"local.{what} in the saved state is not of this model's shapes")
+            if other := found.items() ^ wanted.items():
+                raise StateMismatchError(f"saved {what} of {min(other)[0]} is of another model or momentum")
         return local

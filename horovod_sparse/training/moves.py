@@ -330,9 +330,9 @@ class StepPart(BucketPart):
     def fold(self) -> BucketStep:
         """Folds this pass's gradients; residual and moments of absent parameters stay."""
         absent = [self.spans[number] for number in self.absent]
-        return self.bucket.fold(self.gradient(), self.now.rate, absent=absent)
+        return self.bucket.fold(self.prepare_fold(), self.now.rate, absent=absent)
 
-    def gradient(self) -> Any:
+    def prepare_fold(self) -> Any:
         """Returns the gradients in a form that the accumulator can fold."""
         return self.parameters.foldable(self.gradients, self.now.weights)
 

@@ -250,7 +250,7 @@ def gather_shards(
 ) -> Synchronization[None]:
     """Sends each rank of a host the residuals of its shard that other ranks of the host hold."""
     for part in parts:
-        yield from part.bucket.sum_over_host(_part_arrays(part, arrays, progress))
+        yield from part.bucket.load_host_sum(_part_arrays(part, arrays, progress))
 
 
 def _part_arrays(

@@ -126,7 +126,7 @@ class Steps(Training):
         """Returns the arrays that have to be equal on all ranks, which a drift check compares."""
         raise NotImplementedError
 
-    def _send_facts(self, facts: RankFacts, name: str) -> None:
+    def _send_rank_facts(self, facts: RankFacts, name: str) -> None:
         """Starts the collectives that share `RankFacts` and average the model's buffers in an exchange."""
         # exchanges applied and in flight: if one rank alone has cancelled one, its number differs
         number = self.step + len(self._in_flight)
@@ -138,7 +138,7 @@ class Steps(Training):
                 facts.averaged = own, self.starter.start(f"{name}.averaged", mean_of_finite(own))
         self._num_begun += 1
 
-    def _read_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
+    def _read_rank_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
         """Checks all ranks' facts; returns where to apply weight decay, and whether all are finishing."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.refuse_other_exchanges(numbers)
@@ -201,7 +201,7 @@ class Steps(Training):
         # collectives in flight need different names
         name = f"pass{self._num_begun % (self.schedule.delay + 2)}"
         with self.starter.together():
-            self._send_facts(facts, name)
+            self._send_rank_facts(facts, name)
             for part in self.parts:
                 part.moves.begin(self.starter, f"{name}.{part.name}")
         self._in_flight.append(facts)
@@ -230,7 +230,7 @@ class Steps(Training):
                 self.roll_back()
                 raise
             try:
-                shrunk, all_finishing = self._read_facts(facts)
+                shrunk, all_finishing = self._read_rank_facts(facts)
             except errors.HorovodSparseError as error:
                 failures.append(error)
             if all_finishing and not self.schedule.moves_at_once:  # no rank had gradients
@@ -308,7 +308,7 @@ class Steps(Training):
             if plan != self.plan and set(plan.names()) == set(self.facts):
                 raise errors.StateMismatchError(
                     f"the saved state has moves of a rank (every > 1 or delay > 0) by the plan {plan}: train "
-                    f"by that one, not by {self.plan}, or save behind finish()"
+                    f"by that one, not by {self.plan}, or save after finish()"
                 )
             if entry["size"] != self.size:
                 passes = {**passes, "shares": [[self.share_of(entry), passes["moves"]]]}

@@ -292,8 +292,8 @@ class Training:
         unknown, lacking = saved - set(known or saved), set(needed) - saved
         if unknown or lacking:
             raise StateMismatchError(
-                f"the saved state is of another model: it has {sorted(unknown) or 'nothing'} that this one "
-                f"has not, and lacks {sorted(lacking) or 'nothing'}{_advice_if_compiled(unknown | lacking)}"
+                f"the saved state is of another model: in it alone {sorted(unknown) or 'nothing'}, "
+                f"in this model alone {sorted(lacking) or 'nothing'}{_advice_if_compiled(unknown | lacking)}"
             )
         if known:
             check_shapes(entry, {name: tuple(parameter.shape) for name, parameter in known.items()})

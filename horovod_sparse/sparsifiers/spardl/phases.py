@@ -161,7 +161,7 @@ class Phases:
         return [self._layout.rank(team, self._position) for team in teams]
 
     def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """Gathers all blocks of the sum on all ranks, by Bruck's all-gather within every team."""
+        """The last phase of several teams: each gathers all blocks on its ranks by Bruck's all-gather."""
         layout, mail = self._layout, self._mail
         block = self.ledger.round(block, layout.teams, self._team)
         team = [layout.rank(self._team, position) for position in range(layout.team_size)]
@@ -172,7 +172,7 @@ class Phases:
         return mail.sum_of(SparseVector(*map(np.concatenate, pairs)), layout.num_selected)
 
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """Gathers all blocks on all ranks by one allgather, where there is one team."""
+        """The last phase of a single team: gathers the sum's blocks on all ranks by one allgather."""
         mine = self.ledger.round(block)
         sent = self._accumulator, mine.indices, mine.values, self._info, self._wire
         sum_ = yield from exchange_selections(*sent)

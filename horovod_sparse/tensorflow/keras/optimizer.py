@@ -94,7 +94,7 @@ def DistributedOptimizer(
     if arguments.is_sparse:
         recipe, fixed = arguments.compression.recipe, getattr(optimizer, "loss_scale_factor", None)
         if fixed is not None:
-            raise ArgumentError("loss_scale_factor", fixed, "None: give a LossScaleOptimizer(optimizer)")
+            raise ArgumentError("loss_scale_factor", fixed, "None, in a LossScaleOptimizer(optimizer)")
         if recipe.feedback.applies_rate and takes_part(process_set):
             reducer = bind_steps(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
             for method in ("finish", "common"):

@@ -40,12 +40,12 @@ def docstrings() -> list[str]:
 
 def errors() -> list[str]:
     """Exceptions that the package raises with a message, as source text with the value of `allowed`."""
-    texts, allowed = [], None
+    texts, known = list[str](), dict[str, Any]()  # `allowed` by path
     for path, node in sorted(nodes(ast.Assign, ast.Raise), key=lambda one: (one[0], one[1].lineno)):
         if isinstance(node, ast.Assign):
-            allowed = node.value if ast.unparse(node.targets[0]) == "allowed" else allowed
+            known |= {path: node.value} if ast.unparse(node.targets[0]) == "allowed" else {}
         elif isinstance(node.exc, ast.Call) and node.exc.args:
-            node.exc.args = [allowed if ast.unparse(one) == "allowed" else one for one in node.exc.args]
+            node.exc.args = [known.get(path, a) if ast.unparse(a) == "allowed" else a for a in node.exc.args]
             texts.append(f"{path}: {ast.unparse(node.exc)}")
     return texts
 
