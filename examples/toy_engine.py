@@ -84,7 +84,7 @@ class PipeEngine:
 
     def placement(self) -> Placement:
         rank, size = self.rank_and_size()
-        return Placement(rank, size, rank, size, host="here", host_rank=rank, host_size=size)
+        return Placement(rank, size, rank, host="here", host_rank=rank)
 
     def start_token(self) -> object:
         return PipeEngine  # pipes are never made anew

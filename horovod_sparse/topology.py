@@ -140,11 +140,9 @@ class Placement:
     rank: int
     size: int
     world_rank: int
-    world_size: int
     #: the same name on all of its ranks
     host: str
     host_rank: int
-    host_size: int
 
     @classmethod
     def of_horovod(cls, hvd: Any, process_set: Any) -> Placement:
@@ -153,8 +151,14 @@ class Placement:
         asked = getattr(hvd, "is_homogeneous", None) or getattr(hvd.mpi_ops, "is_homogeneous", None)
         alike = asked is None or asked()  # the same on all ranks
         host = hvd.cross_rank() if alike else os.environ.get("HOROVOD_HOSTNAME") or platform.node()
-        own = int(process_set.rank()), int(process_set.size()), int(hvd.rank()), int(hvd.size())
-        return cls(*own, str(host), int(hvd.local_rank()), int(hvd.local_size()))
+        own = int(process_set.rank()), int(process_set.size()), int(hvd.rank())
+        return cls(*own, str(host), int(hvd.local_rank()))
+
+    @classmethod
+    def of_torchrun(cls, rank: int, size: int, world_rank: int) -> Placement:
+        """Returns this rank's placement, by the variables that torchrun sets."""
+        host = os.environ.get("GROUP_RANK", platform.node())
+        return cls(rank, size, world_rank, host, int(os.environ.get("LOCAL_RANK", world_rank)))
 
 
 def own_position(ranks: Placement) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from horovod_sparse.planning.model import Fit
 from horovod_sparse.planning.profile import Profile
 from horovod_sparse.sparsifiers import ALGORITHMS, Sparsifier
 from horovod_sparse.training.agreement import compare
+from horovod_sparse.training.checkpoint import call_on_all
 
 _DEFAULT = ("exdyna", "micro", "topk", "dragonn")
 _USUAL_KINDS = {"allgather", "allreduce", "broadcast", "exchange"}
@@ -97,7 +98,7 @@ def _checked_device(options: argparse.Namespace, launch: RankConnection) -> str:
 def _measure(
     options: argparse.Namespace, launch: RankConnection, sparsifiers: list[Sparsifier], extent: Extent
 ) -> Profile:
-    device = launch.run_agreed(lambda: _checked_device(options, launch))
+    device = launch.carry_out(call_on_all(lambda: _checked_device(options, launch), "begin"))
     # ranks that measure different things would wait for each other
     told = {"device": device, "sparsifiers": str([one.describe() for one in sparsifiers])}
     launch.carry_out(compare({**told, "extent": repr(extent)}))

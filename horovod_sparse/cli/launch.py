@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse.collectives import Synchronization, shared_lines
-from horovod_sparse.errors import ArgumentError, HorovodMissingError, HorovodSparseError
+from horovod_sparse.collectives import Synchronization
+from horovod_sparse.errors import ArgumentError, HorovodMissingError
 from horovod_sparse.topology import ClusterFacts, Placement, cycle_seconds
-from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import carry_out
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -70,20 +68,6 @@ class RankConnection:
         facts = self.framework, self.controller, cycle, str(words)
         return ClusterFacts(self.placement.rank, self.placement.size, *facts)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Returns every rank's value, in rank order, on all ranks."""
-        return list(self.carry_out(shared_lines(value)))
-
-    def run_agreed(self, work: Callable[[], Any]) -> Any:
-        """Calls `work` and returns its result; if it fails on any rank, all ranks raise that error."""
-        result, failure = None, None
-        try:
-            result = work()
-        except (HorovodSparseError, OSError) as error:
-            failure = error
-        self.carry_out(raise_together(failure))
-        return result
-
 
 def start(framework: str | None) -> RankConnection:
     """Connects the launched ranks: over torch.distributed under torchrun, else over Horovod."""
@@ -112,13 +96,10 @@ def _connect_horovod(framework: str) -> RankConnection:
 def _connect_torchrun() -> RankConnection:
     dist = importlib.import_module("torch.distributed")
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    host = os.environ.get("GROUP_RANK", platform.node())
-    local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     carrier = importlib.import_module("horovod_sparse.ddp.collectives").Carrier(None)
 
     def run(coroutine: Synchronization[Any]) -> Any:
         return carry_out(coroutine, carrier)
 
-    placement = Placement(rank, size, rank, size, host, *local)
+    placement = Placement.of_torchrun(dist.get_rank(), dist.get_world_size(), dist.get_rank())
     return RankConnection("torch", "gloo", placement, run, dist.destroy_process_group)

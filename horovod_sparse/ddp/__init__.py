@@ -87,10 +87,8 @@ def attach(
         optimizer = unwrapped(optimizer)
         if hasattr(optimizer, "_local_hooks"):  # both would step it
             raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
+        schedule.check(recipe, settings)
         if not recipe.feedback.applies_rate:
-            if schedule != Schedule():
-                allowed = 'feedback "best" with every > 1 or delay > 0: others exchange in every step'
-                raise ArgumentError("compression", compression, allowed)
             return _attached_gradients(model, wrappers, recipe, optimizer, replicas, settings)
         if not isinstance(optimizer, torch.optim.Optimizer):
             allowed = 'the one that trains the model: attach(model, "best", optimizer)'

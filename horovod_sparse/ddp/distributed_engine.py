@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import time
 import weakref
 from collections import Counter
@@ -151,11 +149,7 @@ class DistributedEngine:
         return dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def placement(self) -> Placement:
-        """Returns this process's `Placement`, from torchrun's environment."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        host = os.environ.get("GROUP_RANK", socket.gethostname())
-        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return Placement(*self.rank_and_size(), rank, size, host, *local)
+        return Placement.of_torchrun(*self.rank_and_size(), dist.get_rank())
 
     def start_token(self) -> object:
         return _START

@@ -268,9 +268,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
         The entry is that of an optimizer of `horovod_sparse.torch` (``state_dict()["horovod_sparse"]``): each
         loads the other's, if parameters have the same names.
-
-        Raises:
-            UnsupportedError: while a backward pass is under way.
         """
         self.ensure_parts()
         return self.save()
@@ -280,7 +277,6 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
         Raises:
             StateMismatchError: if parameters, shapes or the algorithm differ. Nothing has been loaded then.
-            UnsupportedError: while a backward pass is under way.
         """
         if self.under_way:
             raise UnsupportedError("load_state_dict was called within a backward pass: call it between steps")

@@ -28,12 +28,8 @@ class BackwardTimes:
 class BackwardRecorder:
     """Collects time stamps of gradients in a few steps, and computes medians of the seconds between.
 
-    A stamp marks a time: seconds of a clock, or an event of a device.
-
-    Args:
-        names: names of the parameters.
-        num_warmup: number of first steps that do not count.
-        between: function that returns the seconds between two stamps.
+    A stamp is a number of seconds, or an event of a device; `between` returns the seconds between two. The
+    first `num_warmup` steps do not count.
     """
 
     def __init__(self, names: Sequence[str], num_warmup: int, between: Callable[[Any, Any], float]) -> None:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from horovod_sparse import collectives
 from horovod_sparse.arrays import Accumulator
 from horovod_sparse.collectives import COLLECTIVES, Request, Synchronization
-from horovod_sparse.errors import UnknownNameError
 from horovod_sparse.feedback import Bucket, Recipe
 from horovod_sparse.kernels import apply_scaled_sum
 from horovod_sparse.planning.model import Fit, fit_time
@@ -298,6 +297,4 @@ def _request_of_kind(kind: str, rank: int, size: int, num_bytes: int) -> Request
             tuple(words[:0] if peer == rank else part for peer in range(size))
         ),
     }
-    if kind not in made:
-        raise UnknownNameError("collective", kind, made)
     return made[kind]()

@@ -80,27 +80,17 @@ def fit_time(
 
     Repetitions of a size count as their median, so that slow ones do not pull. Least squares of relative
     errors go through the medians: small messages, which fix a, weigh as much as large ones, which fix b.
-    `what` names the measurement in errors: of fewer than 3 distinct sizes (4 with `selected`), k in
-    proportion to n, or times that are no positive numbers.
+    `what` names the measurement in errors.
     """
-    given = (seconds, amounts) if selected is None else (seconds, amounts, selected)
-    rows = [np.asarray(row, np.float64) for row in given]
-    if len({row.shape for row in rows}) > 1:
-        raise ArgumentError(what, f"arrays of shape {[row.shape for row in rows]}", "one time for every size")
-    times, features = rows[0], np.column_stack(rows[1:])
-    if not np.all(np.isfinite(features)) or np.any(features < 0):
-        raise ArgumentError(what, features.tolist(), "finite sizes of 0 or more")
+    features = np.column_stack([amounts] if selected is None else [amounts, selected])
+    times = np.asarray(seconds, np.float64)
     if not np.all(np.isfinite(times)) or np.any(times <= 0.0):
         raise ArgumentError(what, times.tolist(), "positive, finite seconds: was anything measured?")
     sizes, number = np.unique(features, axis=0, return_inverse=True)
-    if len(sizes) <= len(rows):
-        raise ArgumentError(what, f"{len(sizes)} distinct sizes", f"measurements of {1 + len(rows)} or more")
     medians = np.array([np.median(times[number.reshape(-1) == i]) for i in range(len(sizes))])
     design = np.column_stack([np.ones(len(sizes)), sizes])
     scale = np.abs(design).max(axis=0)
     design = design / scale / medians[:, None]  # of relative times: 1 is right
-    if np.linalg.matrix_rank(design) < design.shape[1]:
-        raise ArgumentError(what, sizes.tolist(), "sizes (amount, selected) with different ratios")
     found = _least_squares(design)
     error = np.abs(design @ found - 1.0)
     fixed, each, of_selected = [*(found / scale).tolist(), 0.0][:3]
@@ -192,16 +182,8 @@ class Workload:
     dense: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if len(self.parameters) != len(self.backward_seconds):
-            given = f"{len(self.backward_seconds)} times for {len(self.parameters)} parameters"
-            raise ArgumentError("backward_seconds", given, "one time for every parameter")
-        for parameter, seconds in zip(self.parameters, self.backward_seconds, strict=True):
-            check_seconds(f"backward_seconds of {parameter.name}", seconds)
-        check_seconds("forward_seconds", self.forward_seconds)
         if self.parameters and not any(self.backward_seconds):
             raise ProfileMismatchError("backward takes no time for any parameter: nothing was measured")
-        if unknown := sorted(self.dense - {parameter.name for parameter in self.parameters}):
-            raise ArgumentError("dense", unknown, "only names of parameters")
 
     @property
     def backward(self) -> tuple[ParameterFacts, ...]:

@@ -49,6 +49,7 @@ class Profile:
         object.__setattr__(self, "size", int(self.size))  # JSON knows no whole number of NumPy's
         if unknown := sorted(set(self.collectives) - set(COLLECTIVES.values())):
             raise ArgumentError("collectives", unknown, f"only {sorted(COLLECTIVES.values())}")
+        check_seconds("forward_seconds", self.forward_seconds)
         for name, seconds in self.backward_seconds.items():
             check_seconds(f"backward_seconds[{name!r}]", seconds)
 

@@ -28,9 +28,6 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
     Make it once, outside of the training loop and of `tf.function`, one for every tape or optimizer: a tape
     lives for one step, and residuals as long as the training. Stock Horovod's tapes and optimizers reduce
     gradients by it as ours do. A copy by pickle has the recipe alone.
-
-    Args:
-        recipe: sparsifier and feedback.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -131,21 +128,9 @@ def _comparable(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else id(value)
 
 
-_COMMON_ARGUMENTS = """
-Arguments that every algorithm takes:
-    density: kept fraction in (0, 1], of each rank's elements or of the union of all ranks.
-    feedback: "error" (default: what is not sent is kept for the next step) or "none".
-
-Returns:
-    A SparseCompressor for the argument compression= of Horovod's tapes and optimizers, and of ours.
-    It keeps the residuals: make it once, outside of the training loop, one for every tape or optimizer.
-"""
-
-
 class Compression(
     metaclass=Algorithms,
     make=SparseCompressor,
-    help_text=_COMMON_ARGUMENTS,
     publishing_errors=construction_errors.publishing_errors,
 ):
     """The values for the argument `compression=`; a superset of `horovod.tensorflow.Compression`.

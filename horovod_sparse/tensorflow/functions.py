@@ -21,13 +21,8 @@ def broadcast_variables(
     Departures from Horovod's, which a graph gets: variables of Keras 3 are taken, too, of all dtypes that
     are numbers; and they go by their order, not by their names, which Keras counts: a rank may have made
     other models before. ``model.variables`` of Keras 3 has states of random generators in it, so that
-    dropout becomes the same on all ranks; ``model.weights`` has not.
-
-    Args:
-        variables: the same variables on all ranks, in the same order.
-        root_rank: the rank whose values are sent.
-        process_set: the ranks that take part.
-        inplace: accepted for compatibility; values are always assigned.
+    dropout becomes the same on all ranks; ``model.weights`` has not. Values are always assigned, whatever
+    `inplace` says.
     """
     every = [as_variable(variable) for variable in variables]
     if not tf.executing_eagerly():

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 
-from horovod_sparse.errors import ArgumentError
 from horovod_sparse.feedback import RULES, Progress, Recipe, kind_of
 from horovod_sparse.feedback.feedbacks import Rule
 from horovod_sparse.tensors.layout import local, replicated_arrays
@@ -78,9 +77,6 @@ class Binding(Steps):
     ) -> None:
         self.optimizer, self._kind = optimizer, kind_of(optimizer)
         self._rule = cast(Rule, recipe.feedback)
-        if settings.levels != "flat":
-            allowed = "'flat' with this feedback; feedback='error' takes 'host', too"
-            raise ArgumentError("levels", settings.levels, allowed)
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         #: number of gradients that each parameter has had, by name
         self.ages: dict[str, int] = {}

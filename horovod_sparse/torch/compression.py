@@ -26,9 +26,6 @@ class SparseCompressor(hvd.compression.Compressor):
     nothing, and the optimizer stays Horovod's: gradients stay as they are, so it trains without the momentum
     that momentum correction was to apply. ``horovod_sparse.torch.DistributedOptimizer`` does with one rank
     what it does with many.
-
-    Args:
-        recipe: sparsifier and feedback.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -66,22 +63,6 @@ class SparseCompressor(hvd.compression.Compressor):
         return (SparseCompressor, (self.recipe,))
 
 
-_COMMON_ARGUMENTS = """
-Arguments that every algorithm takes:
-    density: kept fraction in (0, 1], of each rank's elements or of the union of all ranks.
-    feedback: "error" (default: what is not sent is kept for the next step), "momentum" (momentum
-        correction; the optimizer must have none then), "none", or a feedback with arguments, as
-        "momentum(momentum=0.9,clip_norm=1.0)".
-    dense_below: parameters of fewer elements are sent whole, by an allreduce.
-    dense: patterns of names ("*.bias") whose parameters are sent whole.
-    densities: densities of parameters by pattern ({"embedding.*": 0.01}).
-
-Returns:
-    A SparseCompressor for the argument compression= of horovod.torch.DistributedOptimizer or
-    horovod_sparse.torch.DistributedOptimizer.
-"""
-
-
 def __getattr__(name: str) -> Any:
     """Returns names of Horovod's module that this module replaces: `Compressor`, `FP16Compressor`, ..."""
     return getattr(hvd.compression, name)
@@ -90,7 +71,6 @@ def __getattr__(name: str) -> Any:
 class Compression(
     metaclass=common.Algorithms,
     make=SparseCompressor,
-    help_text=_COMMON_ARGUMENTS,
     publishing_errors=construction_errors.publishing_errors,
 ):
     """The values for the argument `compression=`; a superset of `horovod.torch.Compression`.
@@ -101,10 +81,6 @@ class Compression(
     Example:
         >>> Compression.parse("exdyna:density=0.001"), Compression.parse("none") is Compression.none
         (Compression.parse('exdyna:density=0.001'), True)
-        >>> Compression.topk(densty=0.01)
-        Traceback (most recent call last):
-        horovod_sparse.errors.UnknownNameError: unknown argument of topk 'densty': the known ones are \
-dense, dense_below, densities, density, feedback, indices, schedule, values
     """
 
     none = hvd.Compression.none

@@ -152,17 +152,15 @@ def DistributedOptimizer(
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     names = None if named_parameters is None else list(named_parameters)
-    recipe = compression.recipe
+    from horovod_sparse.training.schedules import Schedule  # an optimizer of Horovod's own needs none
+
+    recipe, schedule = compression.recipe, Schedule(every, delay)
+    schedule.check(recipe, settings)
     if recipe.feedback.applies_rate:
         from horovod_sparse.torch.steps import StepSynchronizer  # only some optimizers need it
-        from horovod_sparse.training.schedules import Schedule
 
         optimizer.process_set = process_set
-        schedule = Schedule(every, delay)
         return StepSynchronizer(optimizer, names, recipe, settings, schedule, groups).optimizer
-    if (every, delay) != (1, 0):
-        allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
-        raise ArgumentError("compression", compression, allowed)
     cls = type(type(optimizer).__name__, (type(optimizer),), {**vars(HorovodOptimizer), **_METHODS})
     rest = gradient_predivide_factor, groups, sparse_as_dense, process_set
     wrapped = cls(optimizer.param_groups, names, compression, backward_passes_per_step, op, *rest)

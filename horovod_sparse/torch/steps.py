@@ -42,12 +42,6 @@ class StepSynchronizer(Binding):
         schedule: Schedule,
         groups: Any = None,
     ) -> None:
-        for name in ("merging", "tensor_selection", "profile", "max_grad_norm"):
-            if (given := getattr(settings, name)) is not None:
-                remedy = "feedback='error' exchanges gradients"
-                if name == "max_grad_norm":
-                    remedy = "torch.nn.utils.clip_grad_norm_ before step() clips"
-                raise ArgumentError(name, given, f"None: this feedback exchanges steps; {remedy}")
         recipe, names = recipe_for(optimizer, recipe), {one: name for name, one in named_parameters or ()}
         self._groups, self.process_set = groups, optimizer.process_set
         engine = HorovodEngine(optimizer, names, recipe, self.process_set, settings.deadline_seconds)

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,16 +40,10 @@ from horovod_sparse.training.collective_errors import listed
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE, Settings, requested_transport
 
 #: raise it with every change of messages: ranks with different protocol numbers refuse each other
-PROTOCOL = 5
+PROTOCOL = 6
 #: number of differences that an error lists
 _SHOWN = 8
 _TRAINED = "trained parameter"
-
-_log = logging.getLogger("horovod_sparse")
-_BEGINS_ANEW = (
-    "this job was started again, and the training begins at step 0: the ranks with its state ended before "
-    "others had it, or no checkpoint was loaded. If this is no new training, stop, and load one"
-)
 
 
 def declaration(compression: object, engine: str, **arguments: object) -> dict[str, str]:
@@ -96,10 +88,6 @@ class RankStatus:
     column: int = 0
     #: True with two levels if the rank holds residuals of whole parameters, not only of its shard
     has_foreign_shards: bool = False
-    #: True if the rank has taken no step and loaded nothing
-    fresh: bool = False
-    #: True if the launcher has restarted ranks; see `was_restarted`
-    restarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,17 +105,6 @@ class AgreedStatus:
     has_foreign_shards: bool = False
 
 
-def was_restarted(rank: int) -> bool:
-    """True if the launcher's variables say that a rank of this job has ended before and was restarted.
-
-    torchrun counts restarts. A worker that Horovod's driver starts later gets a rank behind all that live,
-    and another one when they end.
-    """
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        return os.environ.get("HOROVOD_RANK", str(rank)) != str(rank)
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares all ranks' steps, plans and states, and returns from where all continue."""
     plan = status.plan.to_dict()
@@ -137,8 +114,6 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     def by_rank(name: str) -> list[Any]:
         return [one[name] for one in ranks]
 
-    if all(by_rank("fresh")) and any(by_rank("restarted")):
-        _log.warning(_BEGINS_ANEW)
     steps, columns, reason = by_rank("step"), by_rank("column"), ""
     moved = [rank for rank, place in enumerate(by_rank("made_for")) if place != [rank, len(ranks)]]
     if moved:
@@ -239,9 +214,6 @@ class Replicated(Protocol):
     def sums(self) -> NDArray[np.uint64]:
         """Returns the checksums (`word_sums`) of the array's bytes, computed where the array is."""
 
-    def read(self) -> NDArray[np.uint8]:
-        """Returns the array's bytes on the host, in C order."""
-
 
 @dataclass(frozen=True)
 class ReplicatedArray:
@@ -255,10 +227,7 @@ class ReplicatedArray:
         return f"{self.array.dtype.name}{list(self.array.shape)}"
 
     def sums(self) -> NDArray[np.uint64]:
-        return word_sums(self.read())
-
-    def read(self) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
+        return word_sums(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8))
 
 
 def word_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:

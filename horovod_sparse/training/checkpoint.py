@@ -92,11 +92,7 @@ def load_together(
     owner: Any,
     loaded: str = "",
 ) -> Synchronization[dict[str, Any]]:
-    """Reads this rank's entry and checks it by `check`; raises on all ranks if one rank's fails.
-
-    Args:
-        loaded: what is loaded beside the optimizer, in words; the same on all ranks.
-    """
+    """Reads this rank's entry and checks it by `check`; raises on all ranks if one rank's fails."""
     yield from compare({"step of the checkpoint": str(step), "what is loaded": loaded or "the optimizer"})
     entry = yield from read_checkpoint(directory, rank=rank, size=size, step=step)
     yield from call_on_all(lambda: check(entry), f"load {directory}")

@@ -153,11 +153,8 @@ class Verdict:
 class NonFinitePolicy:
     """Decides what becomes of a step in which some rank has NaN or Inf gradients: skip or raise.
 
-    * "raise": `NonFiniteGradientError` on every rank. Nothing is applied.
-    * "skip": nothing is applied, and nothing raised: no rank's optimizer steps.
-
-    A step that no rank applies is rolled back: residuals are as before it. So is a sum that
-    overflows though every gradient is finite.
+    Either way no rank applies it, and it is rolled back. So is a sum that overflows though every gradient
+    is finite.
     """
 
     def __init__(self, on_nonfinite: str, telemetry: Telemetry) -> None:

@@ -23,6 +23,17 @@ from horovod_sparse.training.parts import host_accumulator
 _log = logging.getLogger("horovod_sparse")
 #: Horovod's own
 _STOCK = ("none", "fp16")
+#: the end of each algorithm's help
+_COMMON_ARGUMENTS = """
+Arguments that every algorithm takes:
+    density: kept fraction in (0, 1], of each rank's elements or of the union of all ranks.
+    feedback: "error" (default: what is not sent is kept for the next step), "momentum" (momentum
+        correction; the optimizer must have none then), "none", or a feedback with arguments, as
+        "momentum(momentum=0.9,clip_norm=1.0)".
+    dense_below: parameters of fewer elements are sent whole, by an allreduce.
+    dense: patterns of names ("*.bias") whose parameters are sent whole.
+    densities: densities of parameters by pattern ({"embedding.*": 0.01}).
+"""
 
 
 class Algorithms(type):
@@ -30,7 +41,6 @@ class Algorithms(type):
 
     Args:
         make: the compressor's class, called with a recipe.
-        help_text: says what all algorithms take; follows the algorithm's own help.
         publishing_errors: wraps a factory, so that its errors reach the other ranks.
     """
 
@@ -45,22 +55,14 @@ class Algorithms(type):
         body: dict[str, Any],
         *,
         make: type,
-        help_text: str,
         publishing_errors: Callable[..., Any],
     ) -> None:
         super().__init__(name, bases, body)
         cls._factories: dict[str, Callable[..., Any]] = {}
-        cls._given = make, help_text, functools.partial(publishing_errors, is_last=False)
+        cls._given = make, functools.partial(publishing_errors, is_last=False)
 
         def parse(text: str) -> Any:
-            """Returns the compression that a text from a command line means.
-
-            Args:
-                text: "none", "fp16", or an algorithm with its arguments: ``exdyna:density=0.001``.
-
-            Returns:
-                What the attribute of that name is, or makes.
-            """
+            """Returns the compression that a text means: "none", "fp16" or ``exdyna:density=0.001``."""
             recipe = recipe_of(text)
             return getattr(cls, text) if recipe is None else make(recipe)
 
@@ -78,13 +80,13 @@ class Algorithms(type):
         return sorted({*super().__dir__(), *PRESETS, *ALGORITHMS})
 
 
-def _factory(name: str, compressor: type, help_text: str, publishing_errors: Callable[..., Any]) -> Any:
+def _factory(name: str, compressor: type, publishing_errors: Callable[..., Any]) -> Any:
     def make(**arguments: Any) -> Any:
         return compressor(recipe(name, **arguments))
 
     make.__name__, algorithm = name, PRESETS.get(name, (name,))[0]
     make.__qualname__ = f"Compression.{name}"
-    make.__doc__ = f"{inspect.getdoc(ALGORITHMS[algorithm])}\n{help_text}"
+    make.__doc__ = f"{inspect.getdoc(ALGORITHMS[algorithm])}\n{_COMMON_ARGUMENTS}"
     signature = recipe_signature(algorithm).replace(return_annotation=compressor)
     make.__signature__ = signature  # type: ignore[attr-defined]
     return publishing_errors(make)
@@ -171,12 +173,7 @@ def refuse_added_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -
 def keep_selected(recipe: Recipe, array: np.ndarray, number: int) -> np.ndarray:
     """Returns the array with 0 for elements that the sparsifier would not send; unchanged if not finite.
 
-    Horovod calls `compress` for a single tensor, and sends every element of what that returns.
-
-    Args:
-        recipe: the recipe whose sparsifier selects, by its rules for parameters.
-        array: float32 or float64.
-        number: number of the call, which seeds random numbers.
+    Horovod calls `compress` for a single tensor. `number` counts the calls, and seeds random numbers.
     """
     warn_once(
         "Horovod's own allreduce sends every element of what a sparsifier compresses: elements that are not "

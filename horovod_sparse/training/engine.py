@@ -182,12 +182,7 @@ class Driver(Starter):
     """Runs coroutines in one thread: starts their collectives, and resumes them when results arrive.
 
     Nothing blocks but `wait`, which resumes every parked coroutine that can go on: so ranks may start tasks,
-    and wait for them, in different orders.
-
-    Args:
-        failure: the error of the library below when it fails.
-        size: returns the number of ranks.
-        deadline: of `wait`.
+    and wait for them, in different orders. `failure` is the error of the library that fails below.
     """
 
     def __init__(
@@ -298,8 +293,7 @@ class Driver(Starter):
     def clear(self, *, forget: bool = True) -> None:
         """Cancels all unfinished tasks, without waiting for other ranks (after a failure or a reset).
 
-        Tasks get the failure as their error, or one that says so. With `forget` messages of MPI are dropped,
-        too; without, other ranks may still receive them.
+        With `forget` messages of MPI are dropped, too; without, other ranks may still receive them.
         """
         error = self._failure or UnsupportedError("the synchronization was cancelled before its end")
         for task, coroutine, _ in list(self.parked.values()):

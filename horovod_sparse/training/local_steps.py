@@ -31,15 +31,10 @@ _SAVED = "start", "velocity"
 
 
 class LocalTraining(Steps):
-    """Training by local steps: each rank steps alone, and ranks exchange displacements every `every` steps.
-
-    Attributes:
-        taken: local steps since the last exchange began.
-        step: exchanges done.
-        seconds_held_up: time that exchanges have taken from the training loop.
-    """
+    """Training by local steps; `step` counts exchanges, `taken` local steps since the last one began."""
 
     schedule: LocalSchedule
+    #: time that exchanges have taken from the training loop
     seconds_held_up = 0.0
 
     def __init__(
@@ -101,10 +96,6 @@ class LocalTraining(Steps):
                 self.step = before
                 raise
         self._has_begun = True
-
-    @property
-    def _is_fresh(self) -> bool:
-        return not self._has_begun
 
     def replicated_arrays(self) -> Sequence[Any]:
         return [part.moves.entry(*one) for part in self.parts for one in enumerate(part.names)]

@@ -54,22 +54,18 @@ class Exchange:
 
 
 class OwnMoves:
-    """Applies a rank's own selection to its parameters at once, and later replaces it by the ranks' mean.
-
-    Attributes:
-        moves: this rank's moves that no mean has replaced yet, the oldest first.
-        ahead: the step ahead that the parameters contain; none, or one.
-        in_flight: exchanges whose mean has not been applied yet, the oldest first.
-    """
+    """Applies a rank's own selection to its parameters at once, and later replaces it by the ranks' mean."""
 
     def __init__(self, part: StepPart) -> None:
         self._part, self._bucket, self._parameters = part, part.bucket, part.parameters
         bucket = part.bucket
         #: messages have no fixed length: ranks may have made different numbers of moves
         self._wire = bucket.recipe.sparsifier.wire
+        #: moves that no mean has replaced yet, and exchanges whose mean was not applied yet, the oldest first
         self.moves: list[Move] = []
         self.in_flight: deque[Exchange] = deque()
         self._report = BucketStep(bucket.info.name, bucket.info.num_elements)
+        #: the step ahead that the parameters contain; none, or one
         self.ahead: list[Move] = []
         #: some indices of the last move, and their parameters after the pass; for `was_edited`
         self._left: tuple[Indices, Any] | None = None
@@ -263,10 +259,7 @@ class OwnMoves:
 
 
 class JointMoves(OwnMoves):
-    """Applies the sum over ranks once it has arrived, and nothing before; for any sparsifier.
-
-    This is every=1 and delay=0.
-    """
+    """Applies the sum over ranks once it has arrived (every=1 and delay=0), by any sparsifier."""
 
     task: Any = None
 
@@ -295,16 +288,11 @@ class JointMoves(OwnMoves):
 
 
 class StepPart(BucketPart):
-    """A bucket of parameters with own steps; `moves` applies them at once, or their sum once it has arrived.
+    """A bucket of parameters with own steps; `moves` applies them at once, or their sum when it is there."""
 
-    Attributes:
-        parameters: the parameters' memory, which moves change.
-        now: this pass's `OwnStep`, which turns gradients into steps.
-        gradients: each parameter's gradient in this pass, or None.
-        num_bytes: bytes of the bucket's gradient.
-    """
-
+    #: of the bucket's gradient
     num_bytes: int
+    #: each parameter's gradient in this pass, or None
     gradients: list[Any]
 
     def bind(self, parameters: Parameters, moves_at_once: bool) -> None:

@@ -35,13 +35,9 @@ _GROUPED_ELEMENTS = 1 << 16
 
 
 class Parameters:
-    """A bucket's parameters, one after another; index 0 is the first element of the first one.
+    """A bucket's parameters, one after another; `spans` has each one's [start, stop).
 
-    Here they are arrays of float32 or float64 on the host; front ends derive classes for other memory.
-
-    Args:
-        spans: each parameter's [start, stop) in the bucket.
-        arrays: each parameter's memory, flat.
+    Here they are flat arrays of float32 or float64 on the host; front ends derive classes for other memory.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], arrays: Sequence[Any] = ()) -> None:
@@ -76,15 +72,9 @@ class Parameters:
     ) -> tuple[int, list[Any]]:
         """Restores old values, multiplies by weight decay, subtracts a sum over ranks, then further moves.
 
-        Args:
-            undone: ascending, unique positions, and their old values, as this method returned them.
-            shrunk: factors, and the numbers of the parameters that each multiplies.
-            total: the sum.
-            scale: its factor.
-            again: ascending, unique positions, and float32 or float64 values to subtract.
-
-        Returns:
-            The number of different positions in the sum, and the values at those of `again` before each.
+        Positions in `undone` and `again` are ascending and unique; `shrunk` maps a factor to the numbers of
+        parameters. Returns the number of different positions in the sum, and the values at those of `again`
+        before each, which later calls take as `undone`.
         """
         factor_of = {number: factor for factor, numbers in (shrunk or {}).items() for number in numbers}
         placed = [
@@ -133,19 +123,13 @@ def scaled(total: SparseSum, scale: float) -> Any:
 class BucketPart:
     """A `Bucket` with its parameters' names and shapes: one of the parts of a training.
 
+    A part with `dense`, which the plan leaves dense, has no sparsifier's state in a checkpoint. (A bucket
+    that a rule of the recipe sends whole has one.) `spans` has each parameter's [start, stop).
+
     Args:
-        spec: the names of the parameters, and the recipe.
-        shapes: the parameters' shapes, in the same order.
-        ranks: this rank, and the number of ranks.
-        dtype: name of the gradients' dtype.
         memory: function that makes the bucket's accumulator.
         topology: which ranks share a host, if gradients are summed within hosts first; else None.
         **summing: see `TwoLevelBucket`.
-
-    Attributes:
-        dense: whether the plan leaves its parameters dense: such a part is no bucket of the plan, and has no
-            sparsifier's state in a checkpoint. (A bucket that a rule of the recipe sends whole has one.)
-        spans: [start, stop) of every parameter.
     """
 
     def __init__(

@@ -22,16 +22,7 @@ COMBINES = "ranks", "senders"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Passes from one exchange to the next (`every`), and exchanges until a mean is applied (`delay`).
-
-    Args:
-        every: H, passes from one exchange to the next.
-        delay: D, how many exchanges later a mean is applied.
-
-    Example:
-        >>> Schedule(every=4).moves_at_once, Schedule().moves_at_once
-        (True, False)
-    """
+    """`every`: passes from one exchange to the next; `delay`: exchanges until a mean is applied."""
 
     every: int = 1
     delay: int = 0
@@ -46,18 +37,28 @@ class Schedule:
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
-        """Raises if the recipe or a setting needs an exchange in every step, and this schedule has fewer."""
-        if not self.moves_at_once:
+        """Raises if a recipe exchanges gradients by this schedule, or a setting is of gradients alone."""
+        if not recipe.feedback.applies_rate:
+            if self.moves_at_once:
+                allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
+                raise ArgumentError("compression", recipe.describe(), allowed)
             return
-        if not isinstance(recipe.sparsifier, (SelectAndGather, Dense)):
+        for name in ("merging", "tensor_selection", "profile", "max_grad_norm"):
+            if (given := getattr(settings, name)) is not None:
+                remedy = "feedback='error' exchanges gradients"
+                if name == "max_grad_norm":
+                    remedy = "torch.nn.utils.clip_grad_norm_ before step() clips"
+                raise ArgumentError(name, given, f"None: this feedback exchanges steps; {remedy}")
+        if settings.levels != "flat":
+            allowed = "'flat' with this feedback; feedback='error' takes 'host', too"
+            raise ArgumentError("levels", settings.levels, allowed)
+        if self.moves_at_once and not isinstance(recipe.sparsifier, (SelectAndGather, Dense)):
             name, given = ("every", self.every) if self.every > 1 else ("delay", self.delay)
             allowed = (
                 f"every=1 and delay=0 with {recipe.sparsifier.name}, whose selections need other ranks in "
                 "every step; topk, chunk_topk, dgc, sidco, hard_threshold and randomk select on their own"
             )
             raise ArgumentError(name, given, allowed)
-        if settings.levels != "flat":
-            raise ArgumentError("levels", settings.levels, "'flat' with every > 1 or delay > 0")
 
     def describe(self) -> dict[str, str]:
         """Returns the arguments that have to be equal on all ranks, as text."""
@@ -89,10 +90,6 @@ class OuterStep:
         momentum: in [0, 1). Above 0 only where nothing is compressed: a residual is a momentum itself.
 
     Source: Douillard et al. 2023 (DiLoCo): 0.7 and 0.9; Sarfi et al. 2025 (SparseLoCo): 1 and 0.
-
-    Example:
-        >>> OuterStep.named("nesterov")
-        OuterStep(lr=0.7, momentum=0.9)
     """
 
     lr: float = 1.0
@@ -129,10 +126,6 @@ class LocalOptions(TypedDict, total=False):
 @dataclass(frozen=True, kw_only=True)
 class LocalSchedule(Schedule):
     """The checked arguments of `LocalSteps`: how often ranks exchange, and how displacements are averaged.
-
-    Raises:
-        ArgumentError: for a value that is not allowed, or values that do not go together.
-        UnknownNameError: for a name that there is not.
 
     Example:
         >>> LocalSchedule(every=30, compression="sparseloco", outer="nesterov")

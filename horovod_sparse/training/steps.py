@@ -39,12 +39,7 @@ _labels = map("steps{}.".format, itertools.count())
 
 
 class Steps(Training):
-    """Runs passes for all front ends: own steps, and their exchange every `every` passes.
-
-    Attributes:
-        schedule: every and delay.
-        taken: passes since the last exchange began.
-    """
+    """Runs passes for all front ends; `taken` counts those since the last exchange began."""
 
     #: True if a loss scaler handles gradients with NaN or Inf
     is_scaled = False
@@ -93,10 +88,6 @@ class Steps(Training):
         """Runs one pass, once its gradients are computed; every rank calls it equally often.
 
         A rank whose gradients overflowed (the loss scale was too large) takes part; no parameters change.
-
-        Raises:
-            NonFiniteGradientError: on all ranks alike, with `on_nonfinite` "raise", where a gradient was not
-                finite on one of them. Nothing of that exchange is left.
         """
         for part in self.parts:  # before any is folded
             dtype = part.bucket.info.value_dtype

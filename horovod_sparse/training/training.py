@@ -1,9 +1,4 @@
-"""A training with any engine: its parts and plan, the agreement between ranks, checkpoints.
-
-A sparsifier's state lives longer than the collectives. In elastic training Horovod is started again, with
-survivors and newcomers; a checkpoint may be loaded on some ranks, or one of another step. So before the first
-parts of a training, and after every start and load, ranks agree where they stand (`agree`).
-"""
+"""A training with any engine: its parts and plan, the agreement between ranks, checkpoints."""
 
 from __future__ import annotations
 
@@ -110,11 +105,6 @@ class Training:
     def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
         """Returns this rank's failures; a sharded training adds those of ranks with other shards."""
         return failures
-
-    @property
-    def _is_fresh(self) -> bool:
-        """True if this rank has taken no step yet."""
-        return self.step == 0
 
     def _on_new_parts(self, parts: Sequence[Any]) -> None:
         """Called with new parts; a front end registers hooks for their gradients."""
@@ -264,8 +254,6 @@ class Training:
             label=self._own_label,
             column=0 if self.topology is None else self.topology.position(self.rank)[1],
             has_foreign_shards=self._whole_residuals is not None,
-            fresh=self._is_fresh,
-            restarted=agreement.was_restarted(self.engine.placement().world_rank),
         )
 
     def reset_states(self, start: agreement.AgreedStatus) -> None:

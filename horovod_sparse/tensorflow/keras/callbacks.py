@@ -26,12 +26,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
     Variables that are created in the first batch are copied after it, as in Horovod. Residuals and states of
     random generators are not copied. A plain optimizer is an error, unless the model has a `train_step` of
-    its own.
-
-    Args:
-        root_rank: the rank whose variables are copied.
-        device: the device of the broadcast.
-        local_variables: variables that are not copied.
+    its own. Arguments are Horovod's; `local_variables` are not copied.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from horovod_sparse.tensorflow.keras.steps import bind_steps
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.compression import refuse_double_momentum
+from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import PlannedOptions
 
 if TYPE_CHECKING:
@@ -95,14 +96,12 @@ def DistributedOptimizer(
         recipe, fixed = arguments.compression.recipe, getattr(optimizer, "loss_scale_factor", None)
         if fixed is not None:
             raise ArgumentError("loss_scale_factor", fixed, "None, in a LossScaleOptimizer(optimizer)")
+        Schedule(every, delay).check(recipe, arguments.settings)
         if recipe.feedback.applies_rate and takes_part(process_set):
             reducer = bind_steps(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
             for method in ("finish", "common"):
                 object.__setattr__(optimizer, method, getattr(reducer, method))
         else:
-            if (every, delay) != (1, 0):
-                allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"
-                raise ArgumentError("compression", compression, allowed)
             arguments.compression.reserve_for(optimizer, recipe)
             if not recipe.feedback.applies_rate:
                 refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])

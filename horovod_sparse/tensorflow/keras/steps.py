@@ -314,12 +314,6 @@ def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
 def bind_steps(optimizer: Any, arguments: Arguments) -> KerasSteps:
     """Returns the passes of an optimizer, and makes it leave the update of variables to them."""
     recipe, settings = recipe_for(optimizer, arguments.compression.recipe), arguments.settings
-    for name in ("merging", "tensor_selection", "profile"):
-        if (given := getattr(settings, name)) is not None:
-            allowed = "None: this feedback exchanges steps; feedback='error' exchanges gradients"
-            raise ArgumentError(name, given, allowed)
-    if settings.levels != "flat":
-        raise ArgumentError("levels", settings.levels, "'flat' with this feedback")
     if arguments.op != hvd.Average:
         raise ArgumentError("op", arguments.op, "Average: this feedback averages steps")
     arguments.compression.reserve_for(optimizer, recipe)

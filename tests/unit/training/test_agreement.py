@@ -25,7 +25,6 @@ from horovod_sparse.training.agreement import (
     compare,
     declaration,
     differing_arrays,
-    was_restarted,
     word_sums,
 )
 from horovod_sparse.training.settings import Settings
@@ -74,31 +73,6 @@ def test_the_plan_is_that_of_the_first_rank_that_is_furthest(steps, plan) -> Non
     assert (start.resets, start.step, start.plan, rounds) == (True, max(steps), plan, 2)
 
 
-@pytest.mark.parametrize(
-    ("variables", "rank", "restarted"),
-    [
-        ({"HOROVOD_ELASTIC": "1", "HOROVOD_RANK": "2"}, 0, True),
-        ({"HOROVOD_ELASTIC": "1", "HOROVOD_RANK": "2"}, 2, False),
-        ({"HOROVOD_RANK": "2"}, 0, False),
-        ({"TORCHELASTIC_RESTART_COUNT": "1"}, 0, True),
-        ({"TORCHELASTIC_RESTART_COUNT": "0"}, 0, False),
-    ],
-)
-def test_launchers_tell_that_ranks_have_ended(variables, rank, restarted, monkeypatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert was_restarted(rank) is restarted
-
-
-@pytest.mark.parametrize(
-    ("fresh", "restarted", "told"),
-    [((1, 1, 1), (0, 0, 1), 3), ((1, 1, 0), (0, 0, 1), 0), ((1, 1, 1), (0, 0, 0), 0)],
-)
-def test_all_ranks_log_that_a_training_begins_anew(fresh, restarted, told, caplog) -> None:
-    started(statuses(fresh=map(bool, fresh), restarted=map(bool, restarted)))
-    assert caplog.text.count("begins at step 0") == told
-
-
 def refused(coroutines):
     ends = run_lockstep(coroutines, keep_errors=True)
     assert all(isinstance(end, StateMismatchError) for end in ends)
@@ -132,7 +106,7 @@ def ranks_of(counts: list[int], rank: int, where: str) -> Placement:
     cross = [other for other, at in places if at == local].index(host)
     asked = {"is_homogeneous": lambda: len(set(counts)) == 1}
     told = {"local_rank": lambda: local, "cross_rank": lambda: cross, "rank": lambda: rank}
-    told |= {"size": lambda: sum(counts), "local_size": lambda: counts[host]}
+    told |= {"size": lambda: sum(counts)}
     binding = SimpleNamespace(**told, **asked)
     if where == "mpi_ops":
         binding = SimpleNamespace(**told, mpi_ops=SimpleNamespace(**asked))
