@@ -6,7 +6,6 @@ Errors and log lines of a training itself are not repeated here.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import os
 import platform

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from horovod_sparse.collectives import Synchronization, shared_lines
@@ -118,4 +117,4 @@ def with_times(profile: Profile, times: BackwardTimes | None) -> Synchronization
     """Returns a profile with the `mean_times` of all ranks, in the model's order."""
     measured = yield from mean_times(times)
     backward = dict(reversed(list(measured.backward_seconds.items())))
-    return dataclasses.replace(profile, backward_seconds=backward, forward_seconds=measured.forward_seconds)
+    return replace(profile, backward_seconds=backward, forward_seconds=measured.forward_seconds)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ class Stopwatch:
     sleep: Callable[[float], None]
     starting_seconds: Callable[[], float]
     repetitions: int
-    generator: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(0))
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def align_ranks(self, measured: Collection[type[Request]] = ()) -> Synchronization[None]:
         """Waits until all ranks are here, and for a random part of Horovod's cycle, before a measurement."""
@@ -186,7 +185,7 @@ def bucket_times(
     def measured(num_elements: int) -> Synchronization[list[list[float]]]:
         rows: list[list[float]] = []
         for density in densities if sparsifier.has_density else densities[:1]:
-            chosen = dataclasses.replace(sparsifier, density=density, schedule=None)
+            chosen = replace(sparsifier, density=density, schedule=None)
             info, recipe = BucketInfo("calibration", num_elements, rank, size, dtype), Recipe(chosen)
             bucket = Bucket(info, recipe, memory.accumulator(info, recipe))
             gradient = memory.gradient(num_elements, dtype)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,7 +200,7 @@ class Workload:
         return tuple(parameter.name for parameter in self.backward if parameter.name in self.dense)
 
     def with_dense(self, dense: Collection[str]) -> Workload:
-        return dataclasses.replace(self, dense=frozenset(dense))
+        return replace(self, dense=frozenset(dense))
 
 
 def plan_of_segments(workload: Workload, segments: Sequence[int]) -> Plan:

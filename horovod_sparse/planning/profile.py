@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Returns the profile as JSON text; equal profiles give equal text."""
-        saved = {"version": PROFILE_VERSION, **dataclasses.asdict(self)}
+        saved = {"version": PROFILE_VERSION, **asdict(self)}
         # the model's order is kept by a list: sorted keys would lose it
         saved["backward_seconds"] = [list(item) for item in self.backward_seconds.items()]
         return json.dumps(saved, indent=1, sort_keys=True) + "\n"

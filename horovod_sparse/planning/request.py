@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -145,7 +144,7 @@ class PlanRequest:
         if made.measures and not (failure or (profile is not None and profile.backward_seconds)):
             allowed = "one with backward times of this model, of hvd.measured_profile(...), for levels='flat'"
             missing = ArgumentError("profile", profile and "one without them", allowed)
-            return dataclasses.replace(made, failure=missing)
+            return replace(made, failure=missing)
         return made
 
     @property
@@ -197,4 +196,4 @@ def _rule_name(rule: Any) -> str:
     if isinstance(rule, str):
         return rule
     name = getattr(rule, "__name__", type(rule).__name__)
-    return repr(rule) if dataclasses.is_dataclass(rule) else str(name)
+    return repr(rule) if is_dataclass(rule) else str(name)

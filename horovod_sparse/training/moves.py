@@ -10,10 +10,9 @@ that it changes; they are written back, the last move's first, before a mean is 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ class OwnMoves:
             unsent = np.flatnonzero(values)
             ahead = [(most[unsent], values[unsent])]
         self._move([(indices, sent)], ahead)
-        bucket.state = dataclasses.replace(after or bucket.state, step=step + 1)
+        bucket.state = replace(after or bucket.state, step=step + 1)
         report.facts.update(facts)
         self._report = report
 
@@ -151,7 +150,7 @@ class OwnMoves:
 
     def _send(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
         own = self._decode(message)
-        report, self._report = self._report, dataclasses.replace(self._report)
+        report, self._report = self._report, replace(self._report)
         report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
         task = starter.start(name, _gather_moves(message, self._bucket.info, self._wire))
         self.in_flight.append(Exchange(task, num_moves, message, own, report))
@@ -259,7 +258,7 @@ class OwnMoves:
 
 
 class JointMoves(OwnMoves):
-    """Applies the sum over ranks once it has arrived (every=1 and delay=0), by any sparsifier."""
+    """Applies the sum over ranks once it has arrived (every=1 and delay=0), for any sparsifier."""
 
     task: Any = None
 

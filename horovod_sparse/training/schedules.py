@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 from horovod_sparse.checks import check_count, check_number
@@ -76,7 +75,7 @@ def mean_over_senders(sum_: SparseSum) -> SparseSum:
         ([2, 5], [2.0, 4.0])
     """
     indices, totals, senders = sum_duplicates(sum_.indices, sum_.values)
-    return dataclasses.replace(sum_, indices=indices, values=totals / senders)
+    return replace(sum_, indices=indices, values=totals / senders)
 
 
 @dataclass(frozen=True)

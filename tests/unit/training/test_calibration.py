@@ -9,7 +9,7 @@ import pytest
 
 from horovod_sparse.arrays import HostAccumulator
 from horovod_sparse.collectives import COLLECTIVES, AllGather, AllToAll, Broadcast, Exchange
-from horovod_sparse.errors import ArgumentError, ProfileMismatchError, UnknownNameError
+from horovod_sparse.errors import ArgumentError, ProfileMismatchError
 from horovod_sparse.feedback.bucket import num_bytes_sent
 from horovod_sparse.merging import Profile
 from horovod_sparse.planning.backward import BackwardTimes, mean_times
@@ -122,8 +122,6 @@ def test_when_the_budget_is_used_up_three_sizes_are_left():
     everything, slower = measured(2, [DGC()])
     assert slower.num_requests > fake.num_requests
     assert {fit.num_points for fit in everything.collectives.values()} == {4}
-    with pytest.raises(UnknownNameError, match="gossip"):
-        measured(2, [TopK()], kinds=["gossip"])
 
 
 def test_ranks_agree_on_times_and_their_order_and_without_any_all_refuse():
