@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.collectives import Synchronization
-from horovod_sparse.errors import UnsupportedError, warn_once
+from horovod_sparse.errors import ArgumentError, UnsupportedError, warn_once
 from horovod_sparse.feedback import ParameterRules, Recipe
 from horovod_sparse.planning import described_request, first_plan, plan_request
 from horovod_sparse.plans import ParameterFacts, Plan, make_plan
@@ -62,12 +63,14 @@ class VariablesEngine:
         if is_elastic():
             for spec in specs:
                 sparsifier = spec.recipe.sparsifier
-                if self._levels != "flat" or sparsifier.rounds(2) != sparsifier.rounds(4):
-                    raise UnsupportedError(
-                        f"{sparsifier.describe()} with levels={self._levels!r} has other collectives at each "
-                        "number of ranks, and an elastic graph of TensorFlow is traced once: give topk or "
-                        "exdyna, say, and levels='flat'"
-                    )
+                with contextlib.suppress(ArgumentError):  # teams=3 takes neither number of ranks
+                    if self._levels == "flat" and sparsifier.rounds(2) == sparsifier.rounds(4):
+                        continue
+                raise UnsupportedError(
+                    f"{sparsifier.describe()} with levels={self._levels!r} has other collectives at each "
+                    "number of ranks, and an elastic graph of TensorFlow is traced once: give topk or "
+                    "exdyna, say, and levels='flat'"
+                )
         scale = None if self._arguments["op"] == "Average" else 1.0
         # a variable that stays dense is summed alone: Horovod joins the messages of a graph's operations
         single = [

@@ -272,7 +272,10 @@ def test_messages_between_pairs_are_refused(monkeypatch):
         made("error").bind()
 
 
-@pytest.mark.parametrize(("text", "levels"), [("spardl:density=0.5", "flat"), ("topk:density=0.5", "host")])
+REFUSED = [("spardl:teams=1", "flat"), ("spardl:teams=3", "flat"), ("topk:density=0.5", "host")]
+
+
+@pytest.mark.parametrize(("text", "levels"), REFUSED)
 def test_elastic_training_refuses_collectives_that_depend_on_the_number_of_ranks(text, levels, monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     synchronizer = hvd.Compression.parse(text).bind(levels=levels)
