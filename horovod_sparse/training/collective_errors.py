@@ -190,7 +190,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _SCOPE = "horovod_sparse.building"
 #: seconds of waiting before the store is read; between reads; and in which a read error may be withdrawn
 _PATIENCE_SECONDS, _PAUSE_SECONDS, _GRACE_SECONDS = 1.0, 0.5, 2.0
-#: seconds by which a failed process ends later if other ranks have not read its error
+#: seconds by which a failed process ends later, unless the other ranks have errors of their own
 _END_SECONDS = 5.0
 
 
