@@ -129,6 +129,8 @@ class KerasSteps(Steps):
         if len(present) < len(pairs):
             given = f"{len(pairs) - len(present)} that were not in the first step"
             raise ArgumentError("trainable_variables", given, "the same ones in all steps")
+        if len(set(present)) < len(present):
+            raise UnsupportedError("a variable is given twice: give it once, with the sum of its gradients")
         with tf.device("/cpu:0"):
             dense = [
                 tf.cast(as_dense(one), own[number].dtype)

@@ -357,13 +357,15 @@ def test_a_saved_model_goes_on_with_its_moments(name, tmp_path):
         np.testing.assert_allclose(fit(again), expected, rtol=1e-3)
 
 
-def test_own_steps_take_slices():
+def test_own_steps_take_slices_and_a_variable_once():
     optimizer = hvd.DistributedOptimizer(adamw(), compression=EVERYTHING)
     table = keras.Variable(np.ones((3, 2), np.float32))
     optimizer.build([table])
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
     optimizer.apply([slices], [table])
     assert (table.numpy() < 1).all(axis=1).tolist() == [True] * 3  # two by weight decay
+    with pytest.raises(UnsupportedError, match="given twice"):  # of two gradients one would be lost
+        optimizer.apply([slices, slices], [table, table])
 
 
 def test_a_tape_gives_steps_to_plain_sgd():
