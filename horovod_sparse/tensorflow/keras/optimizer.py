@@ -152,12 +152,8 @@ def load_model(
     A ``.keras`` file of Keras 3 has the residuals of the rank that saved it; others start at zero. From a
     SavedModel folder of tf-keras Keras restores the weights, and no state of the optimizer.
 
-    Args:
-        filepath: the model's file.
-        custom_optimizers: classes of optimizers that are not in Keras.
-        custom_objects: names and classes that the file refers to.
-        compression: as all further arguments, for `DistributedOptimizer`.
-        legacy_opts: accepted for compatibility; the file says which optimizer it holds.
+    `compression` and further arguments are those of `DistributedOptimizer`, the first three are Horovod's.
+    `legacy_opts` has no use, since the file says which optimizer it holds.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=known)
