@@ -90,7 +90,7 @@ def test_texts_are_parsed_to_recipes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "density"), [(300, 0.0025), (1000, 0.005), (3000, 0.01), (6000, 0.005), (100_000, 0.003)]
+    ("steps", "density"), [(300, 0.0025), (1000, 0.005), (3000, 0.0033), (6000, 0.0017), (100_000, 0.001)]
 )
 def test_best_takes_density_and_messages_from_the_number_of_steps(steps: int, density: float) -> None:
     text = f"topk:density={density},values=2bit,indices=gaps,feedback=adam"
