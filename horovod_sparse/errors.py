@@ -1,4 +1,4 @@
-"""All errors of this package; each message says which argument to change."""
+"""Errors of this package; each message says which argument to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share a host, for synchronization in two levels; and each rank's placement.
+"""Ranks that share a host, for synchronization in two levels; and each rank's placement.
 
 Ranks exchange their hosts in the first step after every start. Until then a training's topology is unknown,
 or that of its checkpoint.

@@ -1,4 +1,4 @@
-"""What ranks tell each other in every exchange of steps beside the moves, and averages of buffers."""
+"""Facts that ranks tell each other in every exchange of steps, and averages of buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often ranks exchange: every so many passes (`Schedule`) or local steps (`LocalSchedule`)."""
+"""Schedules of exchanges: every so many passes (`Schedule`) or local steps (`LocalSchedule`)."""
 
 from __future__ import annotations
 
