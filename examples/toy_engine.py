@@ -127,7 +127,7 @@ class ToyTraining(Training):
 
     def __init__(self, engine: PipeEngine, **options: Any) -> None:
         super().__init__(engine, engine.recipe, Settings.of(options, "the toy", CommonOptions))
-        self.begin(engine.facts({}), self.settings.plan or self.first_plan_of(engine.facts({})))
+        self.begin(engine.facts({}), self.settings.plan or self.plan_for_new(engine.facts({})))
 
     def synchronize(self, gradients: Arrays) -> Arrays | None:
         """The means over ranks; None where no rank is to step."""

@@ -369,9 +369,9 @@ class Accumulator:
         """Returns the values and the companions, each as a host array, like `values`."""
         return (self.values(), *(self._kernels.view(companion) for companion in self.companions))
 
-    def assign_arrays(self, held: Sequence[Any]) -> None:
-        self.assign(held[0])
-        for companion, values in zip(self.companions, held[1:], strict=True):
+    def assign_arrays(self, arrays: Sequence[Any]) -> None:
+        self.assign(arrays[0])
+        for companion, values in zip(self.companions, arrays[1:], strict=True):
             self._kernels.assign(companion, values)
 
     def memory(self) -> tuple[Memory, ...]:

@@ -72,8 +72,8 @@ class WholeGradient(Accumulator):
     def host_arrays(self) -> tuple[Values, ...]:
         return () if self._carried is None else (self._carried,)
 
-    def assign_arrays(self, held: Any) -> None:
-        (values,) = held
+    def assign_arrays(self, arrays: Any) -> None:
+        (values,) = arrays
         self._carried = values if values.any() else None
 
     def allreduce_buffer(self, rank: int, size: int) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse.ddp.distributed_engine import sending_errors
 from horovod_sparse.ddp.gradients import GradientSynchronizer
 from horovod_sparse.ddp.steps import LocalSteps as LocalSteps
-from horovod_sparse.ddp.steps import Synchronized, group_of, refuse_hooks, stop_synchronizing, wrappers_of
+from horovod_sparse.ddp.steps import Synchronized, group_of, raise_if_hooked, stop_synchronizing, wrappers_of
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.sparsifiers import Sparsifier
@@ -24,7 +24,7 @@ from horovod_sparse.tensors.checkpoint import load as load
 from horovod_sparse.tensors.checkpoint import save as save
 from horovod_sparse.tensors.layout import redistribute as redistribute
 from horovod_sparse.tensors.models import claim, trained_by
-from horovod_sparse.training.compression import recipe_of, refuse_double_momentum
+from horovod_sparse.training.compression import check_momentum, recipe_of
 from horovod_sparse.training.schedules import OuterStep as OuterStep
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings, WaitingOptions
@@ -89,7 +89,7 @@ def attach(
             raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
         schedule.check(recipe, settings)
         if not recipe.feedback.applies_rate:
-            return _attached_gradients(model, wrappers, recipe, optimizer, replicas, settings)
+            return _make_gradient_synchronizer(model, wrappers, recipe, optimizer, replicas, settings)
         if not isinstance(optimizer, torch.optim.Optimizer):
             allowed = 'the one that trains the model: attach(model, "best", optimizer)'
             raise ArgumentError("optimizer", optimizer, allowed)
@@ -99,7 +99,7 @@ def attach(
         return made
 
 
-def _attached_gradients(
+def _make_gradient_synchronizer(
     model: torch.nn.Module,
     wrappers: Sequence[DistributedDataParallel],
     recipe: Recipe,
@@ -121,7 +121,7 @@ def _attached_gradients(
         allowed = "torch.optim.Adam: exchanged gradients are dense, and SparseAdam takes none"
         raise ArgumentError("optimizer", "SparseAdam", allowed)
     if optimizer is not None:
-        refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
+        check_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, one in trained_by(None, model).items():
             if one.requires_grad and id(one) not in given:  # nobody would exchange its gradients
@@ -137,7 +137,7 @@ def _attached_gradients(
             raise UnsupportedError(
                 "the model does not synchronize: end LocalSteps, another attach or no_sync() first"
             )
-        refuse_hooks(model)
+        raise_if_hooked(model)
     if settings.levels != "flat" and any(hasattr(one, "device_mesh") for one in model.parameters()):
         raise ArgumentError("levels", settings.levels, "'flat' with shards: FSDP sums within hosts already")
     made = GradientSynchronizer(model, recipe, optimizer, group, settings)

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from horovod_sparse.collectives import shared_lines
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
-from horovod_sparse.ddp.steps import OverGroup, refuse_join, skip_first_dense_sum
+from horovod_sparse.ddp.steps import OverGroup, raise_within_join, skip_first_dense_sum
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
@@ -88,7 +88,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         plan = "none" if self.settings.plan is None else "given"
         return {**super().declared(), "plan": plan, "find_unused_parameters": str(self._tells)}
 
-    def first_plan_of(self, facts: Facts) -> Plan:
+    def plan_for_new(self, facts: Facts) -> Plan:
         """Returns buckets in the order of backward; parameters that a rule sends whole stay dense."""
         parameters = [fact for fact, _ in facts.values()]
         sparse = [fact for fact in parameters if fact.density != 1.0]
@@ -99,14 +99,14 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         """Makes the first parts, and parts for parameters that were added since."""
         if not self.facts:
             facts = self.engine.facts({})
-            self.begin(facts, self.settings.plan or self.first_plan_of(facts))
+            self.begin(facts, self.settings.plan or self.plan_for_new(facts))
         else:
             self.join_new_parameters()
 
     join_any_new_parameters = ensure_parts
 
-    def _on_new_parts(self, parts: Any) -> None:
-        super()._on_new_parts(parts)
+    def _connect_parts(self, parts: Any) -> None:
+        super()._connect_parts(parts)
         for part in parts:
             part.tells_absent, part.keeps_sum = self._tells, self._of_ddp
         if self._of_ddp:
@@ -303,7 +303,7 @@ class _ForwardHooks:
     def before(self, model: Any, _: Any) -> None:
         if self._training is None:
             return
-        refuse_join(model)
+        raise_within_join(model)
         self._asked = model.require_backward_grad_sync
         model.require_backward_grad_sync = False
 

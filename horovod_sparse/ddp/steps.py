@@ -168,7 +168,7 @@ def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
     return [one for one in whole if not own.isdisjoint(map(id, one.parameters()))]
 
 
-def refuse_join(model: Any, *_: Any) -> None:
+def raise_within_join(model: Any, *_: Any) -> None:
     """Raises if a forward pass runs within `join()`, since sparse sums need every rank's message."""
     if model._join_config.enable:
         raise UnsupportedError(
@@ -177,7 +177,7 @@ def refuse_join(model: Any, *_: Any) -> None:
         )
 
 
-def refuse_hooks(model: DistributedDataParallel) -> None:
+def raise_if_hooked(model: DistributedDataParallel) -> None:
     """Raises if another communication hook synchronizes the model's gradients."""
     if model._comm_hooks:
         words = "the model has a communication hook, which synchronizes gradients: give one without"
@@ -188,11 +188,11 @@ def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> contextli
     """Disables the wrappers' own exchange of gradients, until the returned stack is closed."""
     undo = contextlib.ExitStack()
     for one in wrappers:
-        refuse_hooks(one)
+        raise_if_hooked(one)
         claim(None, one.parameters())
         one.require_backward_grad_sync = one.require_forward_param_sync = False
         undo.callback(setattr, one, "require_backward_grad_sync", True)
-        undo.callback(one.register_forward_pre_hook(refuse_join).remove)
+        undo.callback(one.register_forward_pre_hook(raise_within_join).remove)
         if one.static_graph:
             name = "_static_graph_delay_allreduce_enqueued"
             undo.callback(setattr, one, name, getattr(one, name))

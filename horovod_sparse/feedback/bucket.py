@@ -113,19 +113,19 @@ class Bucket:
         """The slice [start, stop) of the bucket whose residual this rank keeps; without levels all."""
         return 0, self.info.num_elements
 
-    def spread(self, held: np.ndarray) -> np.ndarray:
+    def spread(self, values: np.ndarray) -> np.ndarray:
         """Returns an array [n] with a shard's values, and zeros elsewhere. Read only."""
-        return held
+        return values
 
     def whole_arrays(self) -> tuple[np.ndarray, ...]:
         """Returns residual and companions as read-only arrays [n], zeros outside of this rank's shard."""
         return tuple(map(self.spread, self.accumulator.host_arrays()))
 
-    def load(self, held: Sequence[np.ndarray]) -> None:
+    def load(self, arrays: Sequence[np.ndarray]) -> None:
         """Replaces residual and companions by arrays [n]; with two levels by this rank's slice of them."""
-        self.accumulator.assign_arrays(held)
+        self.accumulator.assign_arrays(arrays)
 
-    def load_host_sum(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+    def load_host_sum(self, arrays: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the sum of arrays [n] over this host's ranks, with two levels; else does nothing."""
         yield from ()
 
@@ -134,19 +134,19 @@ class Bucket:
         gradient: Any,
         learning_rate: float = 1.0,
         *,
-        cancels: bool = False,
+        mark_cancelled: bool = False,
         scale: float | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
         """Runs one step of this bucket: folds the gradient, then runs the sparsifier's coroutine.
 
-        With `cancels` this rank takes part only so that all ranks cancel. The sum is not divided; the caller
-        multiplies it by `scale` (1 / P by default), which must not overflow. All ranks raise the same error,
-        and roll the step back; finite gradients stay in the residual.
+        With `mark_cancelled` this rank's message makes all ranks cancel the step. The sum is not divided; the
+        caller multiplies it by `scale` (1 / P by default), which must not overflow. All ranks raise the same
+        error, and roll the step back; finite gradients stay in the residual.
         """
         reduced = yield from self.reduced(gradient)
         absent = absent if self.whole is self.info else ()  # a host's other ranks may have a gradient
-        report = self.fold(reduced, learning_rate, cancels=cancels, absent=absent)
+        report = self.fold(reduced, learning_rate, mark_cancelled=mark_cancelled, absent=absent)
         return (yield from self.synchronize(report, scale))
 
     def reduced(self, gradient: Any) -> Synchronization[Any]:
@@ -159,7 +159,7 @@ class Bucket:
         gradient: Any,
         learning_rate: float = 1.0,
         *,
-        cancels: bool = False,
+        mark_cancelled: bool = False,
         absent: Sequence[tuple[int, int]] = (),
     ) -> BucketStep:
         """Begins a step: adds a gradient to the residual, by the recipe's rule. Returns the step's report.
@@ -183,7 +183,7 @@ class Bucket:
         else:
             self._similarity.fold(self.accumulator, gradient, rule, self.state.step)
         self._gradient = gradient
-        if cancels:
+        if mark_cancelled:
             self.accumulator.mark_cancelled()
         report.fold_seconds = time.perf_counter() - started
         return report

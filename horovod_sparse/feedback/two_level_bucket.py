@@ -44,7 +44,7 @@ def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
     return parts.joined(whole.value_dtype)
 
 
-def foldable(shard: np.ndarray, num_elements: int) -> GradientParts:
+def padded(shard: np.ndarray, num_elements: int) -> GradientParts:
     """Pads the host's sum of a shard with zeros to `num_elements`, so that a bucket can fold it."""
     short = num_elements - shard.size
     return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
@@ -106,12 +106,12 @@ class TwoLevelBucket(Bucket):
         topology: Topology,
         *,
         summable: Callable[[Any, BucketInfo], Any] = summable,
-        foldable: Callable[[Any, int], Any] = foldable,
+        pad: Callable[[Any, int], Any] = padded,
     ) -> None:
         recipe = replace(recipe, feedback=recipe.feedback.for_shards(topology.per_host))
         self._whole, self.topology = whole, topology
         super().__init__(shard_of(whole, topology), recipe, accumulator, members)
-        self._summable, self._foldable = summable, foldable
+        self._summable, self._pad = summable, pad
         self.host, self.local = topology.position(whole.rank)
 
     @property
@@ -126,19 +126,19 @@ class TwoLevelBucket(Bucket):
     def shard(self) -> tuple[int, int]:
         return rank_part(self.whole.num_elements, self.local, self.topology.per_host)
 
-    def spread(self, held: np.ndarray) -> np.ndarray:
+    def spread(self, values: np.ndarray) -> np.ndarray:
         start, stop = self.shard
-        values = np.zeros(self.whole.num_elements, held.dtype)
-        values[start:stop] = held[: stop - start]
-        return values
+        whole = np.zeros(self.whole.num_elements, values.dtype)
+        whole[start:stop] = values[: stop - start]
+        return whole
 
-    def load(self, held: Sequence[np.ndarray]) -> None:
-        self._assign_padded([values[slice(*self.shard)] for values in held])
+    def load(self, arrays: Sequence[np.ndarray]) -> None:
+        self._assign_padded([values[slice(*self.shard)] for values in arrays])
 
-    def load_host_sum(self, held: Sequence[np.ndarray]) -> Synchronization[None]:
+    def load_host_sum(self, arrays: Sequence[np.ndarray]) -> Synchronization[None]:
         """Loads the sum over this host's ranks of arrays [n]; all ranks of the host call it together."""
         shards = []
-        for values in held:
+        for values in arrays:
             shard = yield ReduceScatter(np.ascontiguousarray(values), level="host")
             shards.append(shard)
         self._assign_padded(shards)
@@ -149,7 +149,7 @@ class TwoLevelBucket(Bucket):
 
     def reduced(self, gradient: Any) -> Synchronization[Any]:
         shard = yield ReduceScatter(self._summable(gradient, self.whole), level="host")
-        return self._foldable(shard, self.info.num_elements)
+        return self._pad(shard, self.info.num_elements)
 
     def _check_steps(self, steps: np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """Raises if ranks are not at the same step; by default those of this rank's column."""

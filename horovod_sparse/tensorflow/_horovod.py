@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from horovod_sparse.errors import UnsupportedError
-from horovod_sparse.training.collective_errors import horovod_binding, refuse_second_binding
+from horovod_sparse.training.collective_errors import horovod_binding, raise_if_second_binding
 
 hvd: Any = horovod_binding("TensorFlow", has="allgather")
 
@@ -24,7 +24,7 @@ def takes_part(process_set: Any) -> bool:
             "of horovod_sparse.tensorflow"
         )
     if not process_set.included():
-        refuse_second_binding(hvd, process_set)
+        raise_if_second_binding(hvd, process_set)
         return False
     return True
 

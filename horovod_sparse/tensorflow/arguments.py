@@ -15,7 +15,7 @@ from horovod_sparse.tensorflow.compression import Compression, SparseCompressor
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import checked_variable
 from horovod_sparse.training.compression import check_compression
-from horovod_sparse.training.settings import PlannedOptions, Settings, refuse_without_sparsifier
+from horovod_sparse.training.settings import PlannedOptions, Settings, raise_if_no_sparsifier
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,7 +100,7 @@ class Arguments:
     def refuse_sparsifier_options(self) -> None:
         """Raises if options for sparsifiers were given, but the compression is none."""
         given = {**self.options, "every": self.every, "delay": self.delay}
-        refuse_without_sparsifier(given, self.compression)
+        raise_if_no_sparsifier(given, self.compression)
 
     def synchronizer(self) -> GradientSynchronizer:
         """Returns the compression's synchronizer; the first call makes it."""

@@ -184,7 +184,7 @@ class VariablesTraining(Training):
         self._append_parts(facts, plan)
         return True
 
-    def _on_new_parts(self, parts: Sequence[Any]) -> None:
+    def _connect_parts(self, parts: Sequence[Any]) -> None:
         self._by_task |= {part.task: part for part in parts}
 
     def _agree_on_plan(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:

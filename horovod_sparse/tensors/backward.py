@@ -23,7 +23,7 @@ from horovod_sparse.tensors import layout, loss_scale
 from horovod_sparse.tensors.gradients import GradientBucket
 from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.collective_errors import Outcome, listed, worst
-from horovod_sparse.training.compression import refuse_added_momentum
+from horovod_sparse.training.compression import check_added_momentum
 from horovod_sparse.training.engine import Engine, Facts, PartSpec
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -129,7 +129,7 @@ class GradientTraining(Training):
         self._part_of = {}
         super().build(plan)
 
-    def _on_new_parts(self, parts: Sequence[GradientBucket]) -> None:
+    def _connect_parts(self, parts: Sequence[GradientBucket]) -> None:
         for part in parts:
             part.scale = 1.0 / self.divisor
             if part.streams is not None:
@@ -185,10 +185,10 @@ class GradientTraining(Training):
                 part.check_kinds()
         self.under_way, self.is_synchronized, self.overflow, self.skipped = True, False, None, None
 
-    def _start_part(self, part: GradientBucket, *, cancels: bool = False) -> None:
+    def _start_part(self, part: GradientBucket, *, mark_cancelled: bool = False) -> None:
         tells = self.compares_first or part.whole  # Horovod's sparse messages carry their step
         turn = f" of an {('even', 'odd')[self.step % 2]} step" if tells else ""
-        part.start(self.starter, self.loss_scale.value, turn, cancels=cancels)
+        part.start(self.starter, self.loss_scale.value, turn, mark_cancelled=mark_cancelled)
         self.num_started += 1
 
     # sums over ranks
@@ -209,12 +209,12 @@ class GradientTraining(Training):
         edited = [name for part in self.parts for name in part.edited_names()]  # since they were taken
         try:
             if isinstance(self.recipe.feedback, MomentumCorrection) and self.optimizer is not None:
-                refuse_added_momentum(self.recipe, self.optimizer.param_groups)
+                check_added_momentum(self.recipe, self.optimizer.param_groups)
             self.join_any_new_parameters()
             self.agree()
             for part in self.parts:
                 if part.task is None:
-                    self._start_part(part, cancels=bool(edited))
+                    self._start_part(part, mark_cancelled=bool(edited))
             failures = self._wait_for_failures()
             if self.compares_first and not failures and self.step >= self.drift.next_step:
                 self.compare_models()

@@ -181,7 +181,7 @@ class Binding(Steps):
 
     # the optimizer's own state
 
-    def _on_new_parts(self, parts: Sequence[StepBucket]) -> None:
+    def _connect_parts(self, parts: Sequence[StepBucket]) -> None:
         """Puts views of the new parts' residuals and moments into the optimizer's state."""
         for part in parts:
             memory = part.bucket.accumulator.memory()
@@ -273,7 +273,7 @@ class Binding(Steps):
                     moments[slice(*span)] *= part.moment_ratio(number)
             part.bucket.load(filled)
         self._agreed_under = None
-        self._on_new_parts(self.parts)  # PyTorch has replaced the optimizer's state
+        self._connect_parts(self.parts)  # PyTorch has replaced the optimizer's state
 
     # this rank's exact state
 
@@ -304,7 +304,7 @@ class Binding(Steps):
         """Makes the first parts, and parts for parameters that were added since."""
         if not self.facts:
             facts = self.engine.facts({})
-            self.begin(facts, self.settings.plan or self.first_plan_of(facts))
+            self.begin(facts, self.settings.plan or self.plan_for_new(facts))
             self._apply_loaded_states()
         elif self.engine.facts(self.facts):
             self.settle()  # an exchange in flight does not include new parameters
@@ -317,7 +317,7 @@ class Binding(Steps):
             now = self._rule.own_step(self._kind, settings, age)
             own, beside = now.weights
             now = dataclasses.replace(now, weights=(own / self._loss_scale, beside))
-            part.prepare(now, map(self._gradient_of, part.given))
+            part.set_gradients(now, map(self._gradient_of, part.given))
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None

@@ -33,7 +33,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
 class DeviceMemory(GradientMemory):
     summing: ClassVar[Mapping[str, Any]] = {
         "summable": lambda gradient, whole: gradient.to(accumulating(whole.dtype)).reshape(-1),
-        "foldable": lambda shard, count: torch.cat([shard, shard.new_zeros(count - shard.numel())]),
+        "pad": lambda shard, count: torch.cat([shard, shard.new_zeros(count - shard.numel())]),
     }
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class DeviceMemory(GradientMemory):
     def streams(self) -> CudaStreams | None:
         return CudaStreams(self._device) if self._device.type == "cuda" else None
 
-    def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> torch.Tensor:
+    def fold_input(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> torch.Tensor:
         own = gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
         return unscaled(own, loss_scale)
 

@@ -59,7 +59,7 @@ class GradientMemory:
         """Returns an object that orders a bucket's work over CUDA streams; None on the host."""
         return None
 
-    def foldable(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> Any:
+    def fold_input(self, gradients: Sequence[torch.Tensor], loss_scale: float = 1.0) -> Any:
         """Returns the gradients divided by the loss scale, for an accumulator to fold."""
         if loss_scale != 1.0:
             gradients = [layout.unscaled(gradient, loss_scale) for gradient in gradients]
@@ -197,7 +197,7 @@ class GradientBucket(ParameterBucket):
         return next(name for name, one in zip(self.names, self.given, strict=True) if one is parameter)
 
     def start(
-        self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, cancels: bool = False
+        self, driver: Starter, loss_scale: float = 1.0, turn: str = "", *, mark_cancelled: bool = False
     ) -> None:
         """Takes the gradients and starts their exchange; `turn` makes its name differ from other steps'."""
         if self.streams is not None:
@@ -205,8 +205,8 @@ class GradientBucket(ParameterBucket):
         self.take_gradients()
         self._loss_scale = loss_scale
         step = self.bucket.step(
-            self.foldable(loss_scale),
-            cancels=cancels,
+            self.fold_input(loss_scale),
+            mark_cancelled=mark_cancelled,
             scale=self.scale,
             absent=[] if self.whole else [self.spans[number] for number in self.absent],
         )
@@ -255,9 +255,9 @@ class GradientBucket(ParameterBucket):
             where = torch.from_numpy(indices[here].astype(np.int64) - start).to(self.device)
             one.index_add_(0, where, torch.from_numpy(values[here]).to(self.device, self.kind), alpha=-1.0)
 
-    def foldable(self, loss_scale: float) -> Any:
+    def fold_input(self, loss_scale: float) -> Any:
         """Returns all gradients divided by the loss scale, for an accumulator to fold."""
-        return self.memory.foldable(self._flat, loss_scale)
+        return self.memory.fold_input(self._flat, loss_scale)
 
     def edited_names(self) -> list[str]:
         """Returns the names of parameters whose gradients have changed since `take_gradients`."""

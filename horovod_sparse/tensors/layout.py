@@ -160,10 +160,10 @@ def replicated_arrays(
     return entries
 
 
-def _nested_entries(words: str, held: Mapping[str, Any]) -> Iterator[Replicated]:
+def _nested_entries(words: str, values: Mapping[str, Any]) -> Iterator[Replicated]:
     """Yields entries for the numbers and tensors of an optimizer's state or parameter group."""
-    for key in sorted(held, key=str):
-        yield from _entries(words.format(key), held[key])
+    for key in sorted(values, key=str):
+        yield from _entries(words.format(key), values[key])
 
 
 def _entries(name: str, value: Any) -> Iterator[Replicated]:

@@ -135,7 +135,7 @@ class Displacement:
             common, own = ([host_view(one) for one in some] for some in zip(*pairs, strict=True))
             return WeightedParts(common, own, (1.0, -1.0))
         kind = self.start.dtype
-        return self._memory.foldable([one.to(kind) - other.to(kind) for one, other in pairs])
+        return self._memory.fold_input([one.to(kind) - other.to(kind) for one, other in pairs])
 
     @torch.no_grad()
     def _step_with_momentum(self, mean: Any) -> None:

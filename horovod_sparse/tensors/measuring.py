@@ -25,8 +25,8 @@ class DeviceBucketMemory(BucketMemory):
         self._source: torch.Tensor | None = None
 
     def accumulator(self, info: BucketInfo, recipe: Recipe) -> Accumulator:
-        held: Accumulator = self._memory.accumulator(info, recipe, whole=isinstance(recipe.sparsifier, Dense))
-        return held
+        made: Accumulator = self._memory.accumulator(info, recipe, whole=isinstance(recipe.sparsifier, Dense))
+        return made
 
     def gradient(self, num_elements: int, dtype: str) -> torch.Tensor:
         generator = torch.Generator(self._device).manual_seed(1)

@@ -17,7 +17,7 @@ from horovod_sparse.tensors.layout import flat, local, memory_strides, view_into
 from horovod_sparse.topology import RankAndSize
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.moves import StepPart
-from horovod_sparse.training.parts import Parameters, folded, scaled
+from horovod_sparse.training.parts import Parameters, fold_parts, scaled
 
 
 def make_parameters(tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> HostParameters:
@@ -60,10 +60,10 @@ class HostParameters(Parameters):
         """Returns flat memory as the kind of array that moves change: NumPy's here."""
         return host_view(memory)
 
-    def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
+    def fold_input(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
         pairs = zip(gradients, self.tensors, strict=True)
         given = [None if one is None else host_view(_flat(one, like)) for one, like in pairs]
-        return folded(given, [host_view(flat(one)) for one in self.tensors], weights)
+        return fold_parts(given, [host_view(flat(one)) for one in self.tensors], weights)
 
 
 class TensorParameters(HostParameters):
@@ -116,9 +116,9 @@ class TensorParameters(HostParameters):
     def from_saved(self, saved: Any) -> Any:
         return [one.to(local(self.tensors[0]).device) for one in saved]
 
-    def foldable(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
+    def fold_input(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
         if self.on_host:
-            return super().foldable(gradients, weights)
+            return super().fold_input(gradients, weights)
         pairs = zip(gradients, self.arrays(), strict=True)
         arrays = [torch.zeros_like(array) if one is None else array for one, array in pairs]
         triples = zip(gradients, self.tensors, arrays, strict=True)

@@ -18,9 +18,9 @@ from horovod_sparse.torch._horovod import HorovodOptimizer, claim_for_horovod, h
 from horovod_sparse.torch.compression import Compression, SparseCompressor
 from horovod_sparse.torch.driver import construction_errors
 from horovod_sparse.torch.synchronizer import Methods, clip_gradients
-from horovod_sparse.training.collective_errors import refuse_second_binding
-from horovod_sparse.training.compression import check_compression, refuse_double_momentum
-from horovod_sparse.training.settings import Settings, SettingsOptions, refuse_without_sparsifier
+from horovod_sparse.training.collective_errors import raise_if_second_binding
+from horovod_sparse.training.compression import check_compression, check_momentum
+from horovod_sparse.training.settings import Settings, SettingsOptions, raise_if_no_sparsifier
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -133,10 +133,10 @@ def DistributedOptimizer(
     if sparse:
         _check_sparse(optimizer, compression.recipe, op, gradient_predivide_factor)
     else:
-        refuse_without_sparsifier({**options, "every": every, "delay": delay}, compression)
+        raise_if_no_sparsifier({**options, "every": every, "delay": delay}, compression)
     if not sparse or not process_set.included():  # a rank outside of the process set trains alone
         if not process_set.included():
-            refuse_second_binding(hvd, process_set)
+            raise_if_second_binding(hvd, process_set)
         given = named_parameters, Compression.none if sparse else compression, backward_passes_per_step, op
         more = gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set
         dense = hvd.DistributedOptimizer(optimizer, *given, *more)
@@ -238,4 +238,4 @@ def _check_sparse(optimizer: Any, recipe: Recipe, op: Any, predivide: float = 1.
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if recipe.feedback.applies_rate and op != hvd.Average:
         raise ArgumentError("op", op, "Average: this feedback averages steps")
-    refuse_double_momentum(recipe, lambda: optimizer.param_groups, adopts=True)
+    check_momentum(recipe, lambda: optimizer.param_groups, adopts=True)

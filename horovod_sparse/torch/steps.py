@@ -54,7 +54,7 @@ class StepSynchronizer(Binding):
         optimizer.skip_synchronize = contextlib.nullcontext
         optimizer.set_backward_passes_per_step = lambda passes: None
 
-    def first_plan_of(self, facts: Facts) -> Plan:
+    def plan_for_new(self, facts: Facts) -> Plan:
         groups = None if self.facts else self._groups  # they are of the parameters that were there
         return make_plan(
             facts, groups=groups, bucket_bytes=self.settings.bucket_bytes if groups is None else None
@@ -136,9 +136,9 @@ class LocalSteps(LocalBinding):
         self.engine.advance()
 
 
-def _refuse_in_state(local: LocalSteps) -> None:
+def _raise_in_state(local: LocalSteps) -> None:
     """Raises where `TorchState(local=...)` is made, which would broadcast rank 0's copy, without hooks."""
     raise UnsupportedError("LocalSteps cannot be in a TorchState: save and load it by hvd.save and hvd.load")
 
 
-hvd.elastic.state.get_handler_registry().append((LocalSteps, _refuse_in_state))
+hvd.elastic.state.get_handler_registry().append((LocalSteps, _raise_in_state))

@@ -73,10 +73,10 @@ class GradientSynchronizer(GradientTraining):
         self.begin(self.facts, self._first.plan)
         self.claim(self.facts)
 
-    def first_plan_of(self, facts: Facts) -> Plan:
+    def plan_for_new(self, facts: Facts) -> Plan:
         """Returns the plan that `merging` and `tensor_selection` ask for before times are known."""
         if self._first.request is None:
-            return super().first_plan_of(facts)
+            return super().plan_for_new(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])
 
     def declared(self) -> dict[str, str]:

@@ -79,7 +79,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def refuse_second_binding(hvd: Any, process_set: Any) -> None:
+def raise_if_second_binding(hvd: Any, process_set: Any) -> None:
     """Raises if Horovod's module for another framework, imported later, owns the global process set."""
     if process_set is not hvd.global_process_set:
         return
@@ -117,7 +117,7 @@ def horovod_binding(framework: str, has: str) -> Any:
     return found
 
 
-def refuse_unlinked_processes(hvd: Any) -> None:
+def raise_if_unlinked(hvd: Any) -> None:
     """Raises if a launcher started several processes but Horovod does not connect them."""
     if not hvd.is_initialized() or hvd.size() > 1 or "HOROVOD_RANK" in os.environ:
         return
@@ -225,7 +225,7 @@ class ConstructionErrors:
             return (own, everyone) if own in everyone else None
 
         def check() -> None:
-            refuse_unlinked_processes(hvd)
+            raise_if_unlinked(hvd)
             check_transport(hvd)
 
         return cls(ranks, check=check)

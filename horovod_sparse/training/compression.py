@@ -120,7 +120,7 @@ _MOMENTS = {"betas", "eps", "etas", "beta_1", "epsilon", "rho", "initial_accumul
 _SPIKES_BELOW = 0.1
 
 
-def refuse_double_momentum(
+def check_momentum(
     recipe: Recipe, settings: Callable[[], Sequence[Mapping[str, Any]]], *, adopts: bool = False
 ) -> None:
     """Raises if the optimizer has momentum besides the feedback's; warns if the feedback is for plain SGD.
@@ -164,10 +164,10 @@ def refuse_double_momentum(
         )
 
 
-def refuse_added_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_added_momentum(recipe: Recipe, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises if the optimizer got momentum since it was wrapped, from a checkpoint or a schedule."""
     if any(group.get("momentum") for group in groups):
-        refuse_double_momentum(recipe, lambda: groups)
+        check_momentum(recipe, lambda: groups)
 
 
 def keep_selected(recipe: Recipe, array: np.ndarray, number: int) -> np.ndarray:

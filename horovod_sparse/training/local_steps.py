@@ -47,9 +47,9 @@ class LocalTraining(Steps):
         self._flying = 0
         #: whether the common parameters have been loaded anew since the last exchange
         self._replaced = False
-        self.begin(facts, self.first_plan_of(facts))
+        self.begin(facts, self.plan_for_new(facts))
 
-    def first_plan_of(self, facts: Facts) -> Plan:
+    def plan_for_new(self, facts: Facts) -> Plan:
         """Returns a plan with buckets of 32 MiB; without buckets if everything is sent."""
         parameters = [fact for fact, _ in facts.values()]
         if isinstance(self.recipe.sparsifier, Dense):
@@ -137,7 +137,7 @@ class LocalTraining(Steps):
 
     def _read_rank_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
         numbers, finishing, replaced, sizes = zip(*facts.task.value(), strict=True)
-        self.refuse_other_exchanges(numbers)
+        self.check_same_exchange(numbers)
         if len(set(replaced)) > 1:
             ranks = [rank for rank, loaded in enumerate(replaced) if loaded]
             raise StateMismatchError(

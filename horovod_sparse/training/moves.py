@@ -301,7 +301,7 @@ class StepPart(BucketPart):
         self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)
         self.release()
 
-    def prepare(self, now: OwnStep, gradients: Iterable[Any]) -> None:
+    def set_gradients(self, now: OwnStep, gradients: Iterable[Any]) -> None:
         self.now, self.gradients, self.bucket.feedback = now, list(gradients), now.feedback
 
     def release(self) -> None:
@@ -321,7 +321,7 @@ class StepPart(BucketPart):
 
     def prepare_fold(self) -> Any:
         """Returns the gradients in a form that the accumulator can fold."""
-        return self.parameters.foldable(self.gradients, self.now.weights)
+        return self.parameters.fold_input(self.gradients, self.now.weights)
 
     def add_to(self, residuals: dict[str, Any], moved: Sequence[tuple[Indices, Values]]) -> None:
         """Adds moves to copies of the residuals, which are dicts by parameter."""

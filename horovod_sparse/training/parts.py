@@ -101,12 +101,12 @@ class Parameters:
         """Converts what `to_save` returned back."""
         return np.asarray(saved).copy()
 
-    def foldable(self, gradients: Sequence[Any], weights: tuple[float, float]) -> Any:
+    def fold_input(self, gradients: Sequence[Any], weights: tuple[float, float]) -> Any:
         """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; None counts as zeros."""
-        return folded(gradients, self.arrays(), weights)
+        return fold_parts(gradients, self.arrays(), weights)
 
 
-def folded(
+def fold_parts(
     gradients: Sequence[np.ndarray | None], arrays: Sequence[np.ndarray], weights: tuple[float, float]
 ) -> GradientParts:
     """Returns the parts ``weights[0] gradient + weights[1] array`` for a fold; None counts as zeros."""
@@ -154,8 +154,8 @@ class BucketPart:
         else:
             from horovod_sparse.feedback.two_level_bucket import TwoLevelBucket, shard_of
 
-            held = memory(shard_of(info, topology), recipe)
-            self.bucket = TwoLevelBucket(info, recipe, held, members, topology, **summing)
+            shard = memory(shard_of(info, topology), recipe)
+            self.bucket = TwoLevelBucket(info, recipe, shard, members, topology, **summing)
 
     def blank(self) -> list[np.ndarray]:
         """Returns zeros in the form of residual and companions, [n] each."""
@@ -253,13 +253,13 @@ def _part_arrays(
     return filled
 
 
-def multiplied(held: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
+def rescaled(arrays: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
     """Multiplies residuals (and companions that add up) by a factor, after the number of ranks changed."""
     return [
         {name: values * factor for name, values in by_name.items()}
         if factor != 1.0 and (number == 0 or feedback.adds_up)
         else dict(by_name)
-        for number, by_name in enumerate(held)
+        for number, by_name in enumerate(arrays)
     ]
 
 

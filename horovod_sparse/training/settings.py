@@ -169,7 +169,7 @@ class Settings:
         return {name: getattr(self, name) for name in names}
 
 
-def refuse_without_sparsifier(options: Mapping[str, Any], compression: object) -> None:
+def raise_if_no_sparsifier(options: Mapping[str, Any], compression: object) -> None:
     """Raises if options for a sparsifier were given, but `compression` is none."""
     given = [one for one, value in options.items() if value not in (None, _HARMLESS.get(one))]
     if given:

@@ -28,7 +28,7 @@ from horovod_sparse.feedback import FEEDBACKS, Feedback, Progress, Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
-from horovod_sparse.training.parts import multiplied
+from horovod_sparse.training.parts import rescaled
 
 FORMAT = 4
 _log = logging.getLogger("horovod_sparse")
@@ -183,7 +183,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
     }
     # of dense parameters only the step was saved
     progress |= {name: Progress(int(entry["step"])) for name in plan.dense}
-    held = multiplied([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
+    held = rescaled([entry["residuals"], *entry["companions"]], factor, training.recipe.feedback)
     training.load_residuals(held, progress)
     training.step = int(entry["step"])
     if states is not None:

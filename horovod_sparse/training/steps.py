@@ -132,10 +132,10 @@ class Steps(Training):
     def _read_rank_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
         """Checks all ranks' facts; returns where to apply weight decay, and whether all are finishing."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
-        self.refuse_other_exchanges(numbers)
+        self.check_same_exchange(numbers)
         return read_facts(self.parts, *of_ranks)
 
-    def refuse_other_exchanges(self, numbers: Sequence[int]) -> None:
+    def check_same_exchange(self, numbers: Sequence[int]) -> None:
         """Raises if ranks are not at the same exchange; `numbers` has each rank's."""
         if len(set(numbers)) > 1:
             told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))

@@ -24,7 +24,7 @@ from horovod_sparse.training.parts import (
     assign_residuals,
     dense_groups,
     gather_shards,
-    multiplied,
+    rescaled,
     residuals_by_parameter,
     resumed,
 )
@@ -94,7 +94,7 @@ class Training:
 
     # what a front end may add
 
-    def first_plan_of(self, facts: Facts) -> Plan:
+    def plan_for_new(self, facts: Facts) -> Plan:
         """Returns the plan for parameters of which no times are known."""
         return fixed_bytes([fact for fact, _ in facts.values()])
 
@@ -106,7 +106,7 @@ class Training:
         """Returns this rank's failures; a sharded training adds those of ranks with other shards."""
         return failures
 
-    def _on_new_parts(self, parts: Sequence[Any]) -> None:
+    def _connect_parts(self, parts: Sequence[Any]) -> None:
         """Called with new parts; a front end registers hooks for their gradients."""
 
     # parts and plans
@@ -136,7 +136,7 @@ class Training:
         plan.check(self.parameters)
         parts = self._make_plan_parts(plan, self.facts)
         self.plan, self.parts = plan, list(parts)
-        self._on_new_parts(parts)
+        self._connect_parts(parts)
 
     def _make_plan_parts(self, plan: Plan, facts: Facts, first: int = 0) -> list[Any]:
         """Returns the parts of a plan: buckets, numbered from `first` on, then groups of dense parameters."""
@@ -170,19 +170,19 @@ class Training:
         progress = {name: part.bucket.progress for part in self.parts for name in part.names}
         return residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), progress
 
-    def load_residuals(self, held: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
+    def load_residuals(self, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
         """Loads residuals, companions and progress into the parts, whose states are reset."""
-        assign_residuals(self.parts, held, progress)
+        assign_residuals(self.parts, arrays, progress)
         if self.settings.levels == "host" and self.size > 1:
-            is_any = any(np.any(np.asarray(values)) for by_name in held for values in by_name.values())
-            self._whole_residuals, self._agreed_under = (held, progress) if is_any else None, None
+            is_any = any(np.any(np.asarray(values)) for by_name in arrays for values in by_name.values())
+            self._whole_residuals, self._agreed_under = (arrays, progress) if is_any else None, None
 
     def replan(self, plan: Plan) -> None:
         """Changes the plan between two steps, on all ranks; keeps residuals, resets sparsifiers' states."""
         plan.check(self.parameters)
-        held = self.residuals_and_progress()
+        kept = self.residuals_and_progress()
         self.build(plan)
-        self.load_residuals(*held)
+        self.load_residuals(*kept)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
         """Makes parts for parameters added since, alike on all ranks; returns these parameters."""
@@ -190,7 +190,7 @@ class Training:
         if not new:
             return new
         parameters = [fact for fact, _ in new.values()]
-        plan = self.first_plan_of(new)
+        plan = self.plan_for_new(new)
         together = self.is_agreed
         if together and self.size > 1:
             words = "%s joined the optimizer: waiting for all ranks to have the same parameters join"
@@ -207,7 +207,7 @@ class Training:
         self.plan = dataclasses.replace(before, buckets=buckets, dense=dense)
         self.facts |= new
         self.parts += parts
-        self._on_new_parts(parts)
+        self._connect_parts(parts)
 
     # what ranks agree upon
 
@@ -263,10 +263,10 @@ class Training:
         if self.rank == 0 and start.step > 0:
             words = "sparsifier states are reset at step %d, residuals are kept: %s"
             _log.warning(words, start.step, start.reason)
-        held, known = self.residuals_and_progress()
+        arrays, known = self.residuals_and_progress()
         progress = {name: resumed(one, start.step) for name, one in known.items()}
         self.build(start.plan)
-        self.load_residuals(multiplied(held, self.size / old_size, self.recipe.feedback), progress)
+        self.load_residuals(rescaled(arrays, self.size / old_size, self.recipe.feedback), progress)
 
     # checkpoints
 

@@ -17,7 +17,7 @@ from horovod_sparse.tensorflow.keras.distributed import Accumulation, DenseReduc
 from horovod_sparse.tensorflow.keras.steps import bind_steps
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
-from horovod_sparse.training.compression import refuse_double_momentum
+from horovod_sparse.training.compression import check_momentum
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import PlannedOptions
 
@@ -104,7 +104,7 @@ def DistributedOptimizer(
         else:
             arguments.compression.reserve_for(optimizer, recipe)
             if not recipe.feedback.applies_rate:
-                refuse_double_momentum(recipe, lambda: [settings_of(optimizer)])
+                check_momentum(recipe, lambda: [settings_of(optimizer)])
             reducer = _make_synchronizer(arguments, settings_of(optimizer))
         keeper = arguments.compression._horovod_sparse_keeper
     accumulation = None

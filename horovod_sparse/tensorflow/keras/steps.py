@@ -174,7 +174,7 @@ class KerasSteps(Steps):
                 now = self._rule.keras_own_step(self.optimizer, rate, part.bucket.progress.age)
                 if part.decays:
                     now = dataclasses.replace(now, shrink=1.0 - rate * float(self.optimizer.weight_decay))
-                part.prepare(now, map(gradients.get, own))
+                part.set_gradients(now, map(gradients.get, own))
             self.pass_()
         except BaseException:
             for part in self.parts:

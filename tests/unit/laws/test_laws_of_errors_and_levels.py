@@ -175,7 +175,7 @@ def test_every_rank_of_every_host_names_the_parameter_that_is_not_finite(case: C
 def test_a_rank_that_refuses_is_known_to_all() -> None:
     cluster = SimulatedCluster(recipe("topk", density=0.1), 3, 8, topology=Topology.regular(2, 4))
     steps = [
-        bucket.step(np.ones(3, np.float32), cancels=rank == 7)  # whose shard has no element
+        bucket.step(np.ones(3, np.float32), mark_cancelled=rank == 7)  # whose shard has no element
         for rank, bucket in enumerate(cluster.buckets)
     ]
     for result in run_lockstep(steps, keep_errors=True, topology=cluster.topology):

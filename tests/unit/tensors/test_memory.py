@@ -32,7 +32,7 @@ def test_dense_parameters_send_what_was_held_back_and_name_what_is_bad(memory):
 
     def step(*bad, **more):
         gradient = torch.ones(5).index_fill(0, torch.tensor(bad, dtype=torch.int64), torch.inf)
-        return carry_out(bucket.step(memory.foldable([gradient]), **more), lambda request: request.buffer)
+        return carry_out(bucket.step(memory.fold_input([gradient]), **more), lambda request: request.buffer)
 
     assert step().values.tolist() == [1, 2, 3, 4, 5]
     bucket.accept()
@@ -40,7 +40,7 @@ def test_dense_parameters_send_what_was_held_back_and_name_what_is_bad(memory):
         with pytest.raises(errors.NonFiniteGradientError, match=f"rank 1: {name}"):
             step(element)
     with pytest.raises(errors.EditedGradientError):
-        step(cancels=True)
+        step(mark_cancelled=True)
 
 
 def parameters(dtype=torch.float32):
@@ -68,7 +68,7 @@ def test_a_sum_takes_the_place_of_gradients_as_they_lie(memory, dtype, scale, mo
     gradient = filled(made)
     before = [parameter.grad for parameter in made]
     gradient.take_gradients()
-    folded = gradient.foldable(2.0)
+    folded = gradient.fold_input(2.0)
     kind = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
     given = folded.joined(kind) if memory == "host" else folded.double().numpy()
     np.testing.assert_array_equal(given, np.arange(gradient.bucket.info.num_elements) / 2)

@@ -39,8 +39,8 @@ class ArrayEngine:
         progress = {name: part.bucket.progress for part in self.sparse for name in part.names}
         return parts.residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), progress
 
-    def load_residuals(self, held: Any, progress: Any) -> None:
-        parts.assign_residuals(self.parts, held, progress)
+    def load_residuals(self, arrays: Any, progress: Any) -> None:
+        parts.assign_residuals(self.parts, arrays, progress)
 
 
 ONE = Plan((("w", "b", "v"),))

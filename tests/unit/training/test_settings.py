@@ -32,9 +32,9 @@ def test_a_front_end_refuses_what_it_does_not_take(option: str, words: str) -> N
 
 
 def test_what_only_a_sparsifier_needs_is_refused_without_one() -> None:
-    settings.refuse_without_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
+    settings.raise_if_no_sparsifier({"levels": "flat", "on_nonfinite": "raise", "plan": None}, "none")
     with pytest.raises(errors.ArgumentError, match="a sparsifier, or leave levels, check_every out"):
-        settings.refuse_without_sparsifier({"levels": "host", "check_every": 5}, "none")
+        settings.raise_if_no_sparsifier({"levels": "host", "check_every": 5}, "none")
 
 
 WRONG = {"synchronize_at": "now", "max_grad_norm": 0.0, "deadline_seconds": -1}
