@@ -75,7 +75,7 @@ def _as_numbers(expected: np.ndarray, arrived: Mapping[int, np.ndarray], peer: i
 
 
 def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchronization[None]:
-    """Runs tasks round by round; what they gather in a round is one message, and small sums are one.
+    """Runs tasks round by round: their all-gathers of a round share a message, and so do their small sums.
 
     An error of `COLLECTIVE_ERRORS` stays in its task. Any other ends all: this rank's messages would no
     longer be those that others expect.
@@ -102,7 +102,7 @@ def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchron
 
 
 def _gather_together(own: Mapping[int, Words], num_tasks: int) -> Synchronization[dict[int, Words]]:
-    """Gathers some tasks' buffers from all ranks as one message, which begins with each task's length."""
+    """Gathers buffers {task number: buffer} of all ranks by one message; returns each task's answer."""
     lengths = np.array([own[task].size if task in own else 0 for task in range(num_tasks)], np.int32)
     words, of_ranks = (yield AllGather(np.concatenate([lengths, *own.values()]))), []
     while words.size:
@@ -113,7 +113,7 @@ def _gather_together(own: Mapping[int, Words], num_tasks: int) -> Synchronizatio
 
 
 def _sum_together(requests: Mapping[int, Request]) -> Synchronization[dict[int, np.ndarray]]:
-    """Sums small host buffers of one dtype over ranks by one all-reduce."""
+    """Answers the all-reduces of small host arrays among the requests, by one collective for each dtype."""
     sums: dict[Any, dict[int, np.ndarray]] = defaultdict(dict)
     asked = {task: one.buffer for task, one in requests.items() if isinstance(one, collectives.AllReduce)}
     for task, buffer in asked.items():
@@ -128,7 +128,7 @@ def _sum_together(requests: Mapping[int, Request]) -> Synchronization[dict[int, 
 
 
 def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
-    """Carries out a coroutine's collectives within and across hosts by messages between pairs of ranks."""
+    """Runs a coroutine; makes messages between pairs of its requests within a host or across hosts."""
 
     def carry(request: Request) -> Synchronization[Any]:
         if request.level == "all":
@@ -139,7 +139,7 @@ def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -
 
 
 def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
-    """Carries out a collective of some ranks by messages between pairs; a single rank sends none."""
+    """Answers a collective of `ranks` only, by messages between pairs of them; a single rank sends none."""
     if len(ranks) == 1:
         return answer_for_one_rank(request)
     places = {peer: number for number, peer in enumerate(ranks)}
@@ -154,20 +154,20 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
 
 
 def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
-    """Returns the kinds of request that `over_hosts` yields for a bucket of two levels."""
+    """Returns the kinds of request of a two-level bucket by `over_hosts`, from a sparsifier's `rounds`."""
     inside, between = 2, sum(2 if kind is collectives.AllReduce else 1 for kind in rounds)
     number = inside * (topology.per_host > 1) + between * (topology.num_hosts > 1)
     return (Exchange,) * number
 
 
 def as_alltoall(request: Exchange, size: int) -> list[np.ndarray]:
-    """Returns an exchange as an all-to-all, with empty messages for other ranks: Horovod has no send."""
+    """Returns the messages of an exchange as an all-to-all sends them: empty ones to all other ranks."""
     nothing = np.empty(0, np.int32)
     return [request.sends.get(peer, nothing) for peer in range(size)]
 
 
 def inbox(request: Exchange, messages: Sequence[np.ndarray], whose: str) -> dict[int, np.ndarray]:
-    """Returns the messages of an exchange's sources, out of all ranks'; raises if another is not empty."""
+    """Returns {source: message} of an exchange from all ranks' messages; raises if others are not empty."""
     came = {peer: one for peer, one in enumerate(messages) if one.size or peer in request.sources}
     return checked_sources(came, request.sources, whose)
 

@@ -55,7 +55,7 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter:
-    """Requests this rank's part of the sum over ranks. All ranks give the same length and dtype.
+    """Requests this rank's slice of the sum over ranks. All ranks give the same length and dtype.
 
     Answer: rank i's elements of the sum, `rank_part(n, i, P)`.
     """
@@ -112,7 +112,7 @@ Synchronization: TypeAlias = Generator[Request, Any, Result]
 
 
 def shared_lines(value: Any) -> Synchronization[list[Any]]:
-    """Returns the values of all ranks, in rank order; a value may be anything that JSON can hold.
+    """Gathers a value of each rank, which may be anything that JSON can hold; returns all, in rank order.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
@@ -144,7 +144,7 @@ def single_request(request: Request) -> Synchronization[Any]:
 def translate_requests(
     coroutine: Synchronization[Result], carry: Callable[[Request], Synchronization[Any]]
 ) -> Synchronization[Result]:
-    """Runs a coroutine, and answers each of its requests by the coroutine that `carry` makes of it."""
+    """Runs a coroutine; each request is answered by the result of the coroutine ``carry(request)``."""
     answer: Any = None
     while True:
         try:

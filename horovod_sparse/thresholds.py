@@ -103,7 +103,7 @@ class Sketch:
 
     @staticmethod
     def _corrected_k(num_selected: int, state: ThresholdState) -> int:
-        """Returns k, less half of the elements that earlier steps sent too much, where k is small."""
+        """Returns k; a small k less up to half of the elements that earlier steps sent too many."""
         part = 0.5 * (1.0 - min(1.0, num_selected / _FEW))
         return max(0, num_selected - math.ceil(part * state.ahead))
 

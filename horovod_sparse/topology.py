@@ -57,7 +57,7 @@ class Topology:
 
     @classmethod
     def of(cls, positions: Sequence[tuple[str, int]]) -> Topology:
-        """Returns the topology of ranks, given each rank's host and its number there.
+        """Returns the topology, given each rank's host and its number on that host.
 
         Example:
             >>> Topology.of([("b", 1), ("a", 0), ("b", 0), ("a", 1)]).hosts
@@ -162,7 +162,7 @@ class Placement:
 
 
 def own_position(ranks: Placement) -> tuple[str, int]:
-    """Returns this rank's host, and its number there."""
+    """Returns this rank's host, and its number among the ranks of that host."""
     asked = os.environ.get(RANKS_VARIABLE, "").strip()
     if not asked:
         return f"host {ranks.host}", ranks.host_rank

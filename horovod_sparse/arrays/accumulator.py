@@ -149,7 +149,7 @@ class Accumulator:
         self.report = self._kernels.with_projection(self.report, samples, signs, rule)
 
     def zero_spans(self, spans: Sequence[tuple[int, int]]) -> list[tuple[slice, list[Memory]]]:
-        """Sets the spans of parameters without a gradient to 0 before a fold; returns what they held."""
+        """Sets the spans of parameters without a gradient to 0 before a fold; returns their old contents."""
         arrays = self.memory()
         hidden = [(slice(*span), [array[slice(*span)] * 1.0 for array in arrays]) for span in spans]
         for where, _ in hidden:
@@ -173,7 +173,7 @@ class Accumulator:
         self.report = FoldReport(**fields | {"first_nonfinite": self.num_elements})
 
     def _block_maxima(self, *, exact: bool = False) -> Memory:
-        """Returns upper bounds of the block maxima; the exact maxima right after a fold, or with `exact`."""
+        """Returns the blocks' maxima: exact right after a fold or with `exact`, else upper bounds of them."""
         if not self._maxima_known:
             self._kernels.scan_maxima(self._values, self._maxima)
             self._maxima_known = True
@@ -337,7 +337,7 @@ class Accumulator:
         self._norm = self._kernels.squares(self._rest)
 
     def abandon(self) -> None:
-        """Undoes every change since the last fold, bit for bit; the fold itself stays."""
+        """Undoes removals and other changes since the last fold, bit for bit; the fold itself stays."""
         changed = self._rest is not None
         self._rest = None
         for where in (restored := self._journal.undo()):
@@ -386,7 +386,7 @@ class Accumulator:
         self._recompute_norm()
 
     def _recompute_norm(self) -> None:
-        """Called after all values were replaced: recomputes their norm, and empties the journal."""
+        """Recomputes the norm and empties the journal; called after all values were replaced."""
         self._norm = self._norm_at_fold = self._kernels.squares(self._values)
         self._maxima_known = False
         self._journal.forget()

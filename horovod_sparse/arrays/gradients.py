@@ -249,7 +249,7 @@ def projection_on(before: Any, after: Any, moment: Any, signs: Any, factors: Any
 
 
 def _subtract_folded(values: Any, step: Any, library: Any) -> None:
-    """Subtracts a folded step, except where the sum was not finite, since the fold left it out there."""
+    """Subtracts a folded step from values in place, except where the fold left it out, as not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         without = values - step
         # where this overflows, the fold's sum may have overflowed too, and nothing was added

@@ -95,11 +95,11 @@ class Candidates:
         return self._bound, self._count, self._places, self._words
 
     def forget(self) -> None:
-        """Discards the candidates; called when values have changed since the fold."""
+        """Discards the candidates: called when values have changed since the fold that found them."""
         self._count[0], self._fresh = _STALE, False
 
     def kth(self, k: int) -> tuple[Any, int] | None:
-        """Returns the k-th largest's bits, and how many are larger; None with fewer than k candidates."""
+        """Returns the k-th largest magnitude's bits, and how many are larger; None with fewer candidates."""
         count = int(self._count[0])
         if count < k:
             return None

@@ -163,7 +163,7 @@ class Kernels(Protocol):
         """
 
     def with_projection(self, report: FoldReport, samples: Any, signs: Values, rule: FoldRule) -> FoldReport:
-        """Returns the fold's report with the gradient's projection on signs (`gradients.projection_on`)."""
+        """Returns a fold's report with `projection` set: the sum of signs times gradient at the samples."""
 
     def undo_fold(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
         """Undoes `fold`, up to rounding."""
@@ -191,7 +191,7 @@ class Kernels(Protocol):
     def largest_of_each(
         self, values: Memory, chunk: int, quotas: NDArray[np.int64]
     ) -> tuple[Indices, Memory | None]:
-        """Returns indices (and values) of each chunk's largest, as many as its quota."""
+        """Returns indices (and values) of each chunk's largest magnitudes, as many as its quota says."""
 
     def kth(self, values: Memory, maxima: Memory, k: int, start: int, stop: int) -> Any:
         """Returns the magnitude bits of the k-th largest, 1 <= k <= stop - start; `maxima` are exact."""

@@ -52,7 +52,7 @@ class WholeGradient(Accumulator):
         return 0.0
 
     def fold(self, gradient: Any, rule: FoldRule | None = None) -> FoldReport:
-        """Keeps a reference to the gradient for `allreduce_buffer`; ignores the rule."""
+        """Keeps a reference to the gradient, which `allreduce_buffer` sends; ignores the rule."""
         kept = gradient if isinstance(gradient, GradientParts) else GradientParts([np.asarray(gradient)])
         if kept.size != self.num_elements:
             raise ArgumentError("gradient", kept.size, f"an array of {self.num_elements} elements")
@@ -91,7 +91,7 @@ class WholeGradient(Accumulator):
         return buffer
 
     def _copy_gradient(self, own: NDArray[Any]) -> int:
-        """Copies the gradient; returns the index of its first element that is not finite, or -1."""
+        """Copies the gradient into `own`; returns the index of its first NaN or Inf, or -1."""
         first = -1
         for start, piece in self._gradient.pieces(_CHUNK):
             for begin in range(0, piece.size, _CHUNK):

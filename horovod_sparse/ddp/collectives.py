@@ -49,12 +49,12 @@ class _Channel:
     offered: tuple[torch.Tensor, int, Any] | None = None
 
     def next_tag(self) -> int:
-        """Returns the tag for the next message; a long message's second part has the next number."""
+        """Returns the tag for the next message; the second part of a long message has that tag plus 1."""
         self.number += 1
         return 2 * self.number % _NUM_TAGS
 
     def expect_after(self, length: int) -> None:
-        """Sets `room`, the words reserved for the next message, by the length of this one."""
+        """Sets `room`, the words reserved for the next message, by the `length` of the present one."""
         self.room = max(_LEAST_ROOM, length + length // 2, self.room - self.room // 8)
 
 
@@ -111,7 +111,7 @@ class Carrier:
         return carry_out(by_exchanges(request, self.rank, self.size), self)
 
     def _carry_out_within(self, request: Request) -> Any:
-        """Carries out a collective within a host or a column, by messages."""
+        """Carries out a collective of a host's ranks, or of a column's, by messages between pairs."""
         if self.topology is None:
             raise errors.CollectiveMismatchError(f"a request of level {request.level!r} needs a topology")
         if isinstance(request, ReduceScatter) and isinstance(request.buffer, torch.Tensor):
@@ -300,7 +300,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Returns a context whose tasks run side by side, and start at its end."""
+        """Returns a context: tasks started within it begin when it ends, as a batch with shared messages."""
         self._batch = []
         try:
             yield
@@ -338,7 +338,7 @@ class Communicator:
             raise shared.failure
 
     def _pending(self, tasks: Iterable[Task]) -> Task | None:
-        """Waits a moment, and returns the first task that is not done yet, or None."""
+        """Waits half a second at most for tasks; returns the first that is not done, or None if all are."""
         with self._shared.changed:
             if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _LOOK_SECONDS):
                 return None

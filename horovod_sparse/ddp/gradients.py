@@ -115,7 +115,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     # a pass of DistributedDataParallel
 
     def expect_pass(self, first: torch.Tensor | None = None) -> None:
-        """Registers a callback for the end of the backward pass in progress."""
+        """Makes autograd call `_end_pass` after the pass in progress; `first`: the first with a gradient."""
         if self._ending() is not None:
             return
         if self.under_way:
@@ -214,7 +214,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return (optimizer, step_closure), {name: one for name, one in named.items() if name != "closure"}
 
     def _synchronize_for_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Called before a loss scaler reads gradients: synchronizes them, so that ranks find the same."""
+        """Synchronizes gradients before a loss scaler reads them: so all ranks find the same overflow."""
         self.loss_scale.expect(scaler)
         self.synchronize()
         self.for_scaler = self.overflow is None  # else it skips the step

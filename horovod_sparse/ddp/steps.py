@@ -82,7 +82,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         self.silenced.close()
 
     def before_load(self) -> None:
-        """Undoes this rank's moves before a load replaces the parameters."""
+        """Undoes this rank's moves; called before the model loads a state, which replaces the parameters."""
         if self.is_agreed:
             self.roll_back()
 
@@ -169,7 +169,7 @@ def wrappers_of(model: torch.nn.Module) -> list[DistributedDataParallel]:
 
 
 def raise_within_join(model: Any, *_: Any) -> None:
-    """Raises if a forward pass runs within `join()`, since sparse sums need every rank's message."""
+    """Forward hook: raises if the model runs within `join()`, since sparse sums need all ranks' messages."""
     if model._join_config.enable:
         raise UnsupportedError(
             "DistributedDataParallel.join() fills in for ranks in dense sums alone: give every rank as "

@@ -85,11 +85,11 @@ class Bucket:
 
     @property
     def progress(self) -> Progress:
-        """The progress up to now."""
+        """`Progress` at the present step."""
         return dataclasses.replace(self._progress, step=self.state.step)
 
     def restart(self, progress: Progress | None = None) -> None:
-        """Resets the sparsifier's state, at a step if given; the residual stays."""
+        """Resets the sparsifier's state, at the step of `progress` if given; residual and companions stay."""
         self._progress = progress = progress or Progress(summed=self.num_summed)
         if progress.summed != self.num_summed:  # companions of other gradients
             anew = {"since": progress.step, "summed": self.num_summed, "leans": (0.0, 0.0)}
@@ -110,11 +110,11 @@ class Bucket:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The slice [start, stop) of the bucket whose residual this rank keeps; without levels all."""
+        """The slice [start, stop) of the bucket whose residual this rank keeps: with one level, all of it."""
         return 0, self.info.num_elements
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Returns an array [n] with a shard's values, and zeros elsewhere. Read only."""
+        """Returns a read-only array [n] with the values of this rank's shard, and zeros elsewhere."""
         return values
 
     def whole_arrays(self) -> tuple[np.ndarray, ...]:
@@ -126,7 +126,7 @@ class Bucket:
         self.accumulator.assign_arrays(arrays)
 
     def load_host_sum(self, arrays: Sequence[np.ndarray]) -> Synchronization[None]:
-        """Loads the sum of arrays [n] over this host's ranks, with two levels; else does nothing."""
+        """With two levels, sums arrays [n] over this host's ranks and loads the sum; else does nothing."""
         yield from ()
 
     def step(
@@ -150,7 +150,7 @@ class Bucket:
         return (yield from self.synchronize(report, scale))
 
     def reduced(self, gradient: Any) -> Synchronization[Any]:
-        """Returns the gradient to fold: the given one, or with two levels its sum over the host's ranks."""
+        """Returns the gradient to fold: the given one; with two levels a rank's shard of its host's sum."""
         yield from ()
         return gradient
 
@@ -211,7 +211,7 @@ class Bucket:
         return sum_, overflow
 
     def record_sum(self, sum_: SparseSum, report: BucketStep, scale: float | None) -> int | None:
-        """Writes counts and norms from a sum to the report; returns the position of its overflow, or None."""
+        """Writes counts and norms of a sum into the report; returns the position of an overflow, or None."""
         report.num_selected = int(sum_.counts[self.info.rank])
         report.facts.update(sum_.facts)
         if (norms := sum_.notes.norms) is not None:
@@ -238,7 +238,7 @@ class Bucket:
             )
 
     def raise_if_failed(self, marks: Mapping[int, int], overflow: int | None) -> None:
-        """Raises if the sum overflows, or on marks: {rank: position of NaN or Inf; n: edited gradients}."""
+        """Raises on an overflow's position, or on marks {rank: position of NaN or Inf, n for an edit}."""
         name, cancelled = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == cancelled]:
             raise errors.EditedGradientError(name, dict.fromkeys(edited, "that rank's error names them"))
@@ -294,7 +294,7 @@ class Bucket:
         self._gradient = self._before = None
 
     def accept(self) -> None:
-        """Commits the last step, which can then not be rolled back any more."""
+        """Commits the last step: `abandon` cannot undo it any more. Restores absent parameters' elements."""
         self._gradient = self._before = None
         self.accumulator.accept()
         self._restore_absent()

@@ -65,7 +65,7 @@ class Feedback:
         return _fold_rule(decay=self.decay, clip_norm=norm, **self._rule_arguments(rates))
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
-        """Returns the arguments of `FoldRule` that this kind of feedback adds to those of every feedback."""
+        """Returns the arguments of `FoldRule` that are this feedback's own, beside decay and clip_norm."""
         return {}
 
     def moment_factor(self, age: int, new_age: int) -> float:
@@ -73,7 +73,7 @@ class Feedback:
         return 1.0
 
     def for_dense(self) -> Any:
-        """Returns the feedback to use where all elements are sent."""
+        """Returns the feedback for a bucket of which all elements are sent: by default the same."""
         return self
 
     @property

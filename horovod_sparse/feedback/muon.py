@@ -72,7 +72,7 @@ class Matrices:
             momentum.copy_(momentum.lerp(gradient, 1.0 - 1.0 / self._last).where(finite, momentum))
 
     def step(self, momentum: Any, gradient: Any) -> Any:
-        """Returns a matrix's step, after `advance`; NaN or Inf if the gradient has one."""
+        """Returns a matrix's step, from the momentum after `advance`; NaN or Inf if the gradient has one."""
         update = gradient.lerp(momentum, self._last) if self._group["nesterov"] else momentum
         update = update.where(gradient.isfinite().all(), gradient)
         made = orthogonal(update, self._group["ns_coefficients"], self._group["ns_steps"], self._group["eps"])

@@ -73,7 +73,7 @@ def feedback_named(name: str | feedbacks.Feedback) -> feedbacks.Feedback:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Returns the name of PyTorch's optimizer class whose `step` this optimizer runs unchanged.
+    """Returns the name of PyTorch's optimizer class ("AdamW") whose `step` this optimizer runs.
 
     Raises:
         ArgumentError: for another optimizer, with the reason.

@@ -3,7 +3,7 @@
 With L ranks on each of N hosts a step of a bucket of n elements has three parts::
 
     host     reduce-scatter       rank l of a host gets its host's sum of shard l: n / L elements
-    across   the sparsifier's     shard l is an ordinary bucket of N ranks: those with place l on their hosts
+    across   the sparsifier's     shard l is an ordinary bucket of N ranks: number l of each host
     host     all-gather           the sums of all shards, k indices and values each
 
 So no sparsifier knows of levels, the fold, the selection and the residual are n / L long, and what leaves a
@@ -45,7 +45,7 @@ def summable(gradient: Any, whole: BucketInfo) -> np.ndarray:
 
 
 def padded(shard: np.ndarray, num_elements: int) -> GradientParts:
-    """Pads the host's sum of a shard with zeros to `num_elements`, so that a bucket can fold it."""
+    """Returns a shard with zeros appended up to `num_elements`, the longest shard's, as a bucket folds it."""
     short = num_elements - shard.size
     return GradientParts([shard, np.zeros(short, shard.dtype)] if short else [shard])
 
@@ -163,7 +163,7 @@ class TwoLevelBucket(Bucket):
             raise
 
     def synchronize(self, report: BucketStep, scale: float | None = None) -> Synchronization[SparseSum]:
-        """Runs this rank's shard, and returns the whole bucket's sum; raises errors on all ranks alike."""
+        """Sums this rank's shard over hosts; returns the whole bucket's sum; raises errors on all ranks."""
         failure: HorovodSparseError | None = None
         try:
             sum_, overflow = yield from at_level(self._sum_over_ranks(report, scale), "across")
@@ -217,7 +217,7 @@ class TwoLevelBucket(Bucket):
         ).packed()
 
     def _join_shards(self, gathered: Words) -> tuple[SparseSum, dict[int, int], int | None]:
-        """Returns the sum of all shards, the failed ranks' positions of NaN or Inf, and an overflow's."""
+        """Decodes the host's messages: returns whole sum, {rank: position of NaN or Inf}, and overflow."""
         n, dtype = self.whole.num_elements, self.whole.value_dtype
         messages = ShardMessage.unpacked(np.asarray(gathered), self.topology.per_host)
         self._check_steps(np.array([one.step for one in messages]), self.topology.hosts[self.host])

@@ -93,7 +93,7 @@ class GradientTraining(Training):
         return self.size
 
     def join_any_new_parameters(self) -> None:
-        """Makes parts for parameters that were added to the optimizer."""
+        """Makes parts for parameters added to the optimizer, if there are any; called in `synchronize`."""
         if any(p not in self._part_of for group in self.optimizer.param_groups for p in group["params"]):
             self.join_new_parameters()
 
@@ -116,7 +116,7 @@ class GradientTraining(Training):
     # gradients
 
     def register_hooks(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Registers `on_gradient` as a hook of each of these parameters."""
+        """Registers `on_gradient` as a hook, which autograd calls after it has computed a gradient."""
         new = [one for one in parameters if one not in self._watched]
         self._watched |= set(new)
         # a weak reference, since Python's garbage collector does not see references from PyTorch's hooks
@@ -239,7 +239,7 @@ class GradientTraining(Training):
         self.telemetry.record(self.step, reports, self.starter.idle_seconds - idle_before)
 
     def _wait_for_failures(self) -> list[BaseException]:
-        """Waits for all started buckets, and returns their errors."""
+        """Waits for the exchanges of all started buckets, and returns their errors; empty without any."""
         tasks = [part.task for part in self.parts if part.task is not None]
         self.starter.wait(tasks)
         return [task.error for task in tasks if task.error is not None]
@@ -265,7 +265,7 @@ class GradientTraining(Training):
         raise error
 
     def cancel_step(self, *, drop: bool = False, alike: bool = False) -> None:
-        """Zeroes gradients; selections return to the residual, which loses the step's gradients if `drop`."""
+        """Cancels a step: zeroes `.grad`, returns selections to residuals; `drop` removes gradients there."""
         self.cancel_collectives(alike=alike)
         for part in self.parts:
             if part.task is not None:
@@ -296,7 +296,7 @@ class GradientTraining(Training):
         """Does nothing, since every step waits for its exchange; trainers' callbacks call it."""
 
     def reset_counters(self) -> None:
-        """Resets counters for the next step."""
+        """Resets the counts of missing gradients and started parts, for the next step."""
         for part in self.parts:
             part.task, part.num_missing = None, len(part.names)
         for parameter in self.delays:

@@ -114,7 +114,7 @@ class Binding(Steps):
         optimizer._step_supports_amp_scaling = True
 
     def detach(self) -> None:
-        """Returns the optimizer to PyTorch, with its second moments or velocities."""
+        """Removes the hooks: the optimizer steps as PyTorch's again, and keeps its moments or velocities."""
         for handle in self._handles:
             handle.remove()
         self.roll_back()
@@ -123,7 +123,7 @@ class Binding(Steps):
             self.optimizer.__dict__.pop(name, None)
 
     def state_for_copy(self) -> dict[str, Any]:
-        """Returns the state for a copy of the optimizer, which PyTorch can step and `attach` can bind."""
+        """Called for a copy or pickle of the optimizer: returns a state that PyTorch can step with."""
         self._state_dict_pre_hook(None)
         state = self._standalone_states(_with_moments(self.optimizer.state))
         return {**type(self.optimizer).__getstate__(self.optimizer), "state": defaultdict(dict, state)}
@@ -142,7 +142,7 @@ class Binding(Steps):
 
     @torch._disable_dynamo
     def _take_gradients(self, closure: Callable[[], Any] | None) -> Any:
-        """Calls the user's closure, then moves the parameters' gradients to `_gradients`."""
+        """Calls the user's closure and returns its loss; moves gradients from `.grad` to `_gradients`."""
         loss = None if closure is None else closure()
         # read here, since other pre-hooks may change gradients until now
         self._scaler_found = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
@@ -311,7 +311,7 @@ class Binding(Steps):
             self.join_new_parameters()
 
     def _prepare_parts(self) -> None:
-        """Gives every part this pass's gradients and hyperparameters."""
+        """Sets each part's gradients and `OwnStep` (learning rate, weight decay) for this pass."""
         for part in self.parts:
             settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)

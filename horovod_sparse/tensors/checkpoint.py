@@ -211,10 +211,10 @@ def _to_arrays(state: Any) -> Any:
 def _to_tensors(state: Any) -> Any:
     """Returns a nested state with tensors in place of NumPy arrays."""
 
-    def live(value: Any) -> Any:
+    def tensor(value: Any) -> Any:
         if isinstance(value, dict):
             dtype, shape, bits = value[_BITS]
             return torch.from_numpy(bits).view(getattr(torch, dtype)).reshape(shape)
         return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
-    return _pytree.tree_map(live, state, is_leaf=lambda one: isinstance(one, dict) and set(one) == {_BITS})
+    return _pytree.tree_map(tensor, state, is_leaf=lambda one: isinstance(one, dict) and set(one) == {_BITS})

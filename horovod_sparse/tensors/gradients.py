@@ -256,7 +256,7 @@ class GradientBucket(ParameterBucket):
             one.index_add_(0, where, torch.from_numpy(values[here]).to(self.device, self.kind), alpha=-1.0)
 
     def fold_input(self, loss_scale: float) -> Any:
-        """Returns all gradients divided by the loss scale, for an accumulator to fold."""
+        """Returns the taken gradients divided by the loss scale, for an accumulator to fold."""
         return self.memory.fold_input(self._flat, loss_scale)
 
     def edited_names(self) -> list[str]:
@@ -335,7 +335,7 @@ class GradientBucket(ParameterBucket):
         parameter.grad = shaped
 
     def _first_of_sum(self) -> float | None:
-        """Returns the gradient's element at the last sum's first index; None if there is none on the CPU."""
+        """Returns the gradients' element at the last sum's first index; None without a sum or on a device."""
         if self.last_sum is None or not len(self.last_sum[0]):
             return None
         position = int(self.last_sum[0][0])
@@ -354,14 +354,14 @@ class GradientBucket(ParameterBucket):
         return self._first_of_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Returns the selection to the residual, which loses this step's gradient if `drop`."""
+        """Rolls back the step: its selection returns to the residual; with `drop` its gradient leaves it."""
         if self.streams is not None:
             self.streams.wait_for_coroutine()
         self.bucket.abandon(drop=drop)
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Fills all gradients with zeros."""
+        """Fills the gradients of all parameters with zeros; called when a step is cancelled."""
         for number, like in enumerate(self.layouts):
             own = self._target(number)
             if own is not None:

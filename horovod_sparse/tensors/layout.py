@@ -37,7 +37,7 @@ def unscaled(gradient: torch.Tensor, loss_scale: float) -> torch.Tensor:
 
 
 def on_host(saved: Any) -> Any:
-    """Returns a nested checkpoint with all tensors copied to the CPU."""
+    """Returns a nested checkpoint entry in which all tensors are on the CPU."""
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), saved)
 
 
@@ -66,7 +66,7 @@ def flat(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Te
 
 
 def view_into(buffer: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter's part of a flat buffer, as a view in the parameter's shape."""
+    """Returns the parameter's elements in a flat buffer, from `start` on, as a view in its shape."""
     return buffer.as_strided(parameter.shape, memory_strides(parameter), start)
 
 

@@ -91,7 +91,7 @@ class Displacement:
         return num_union
 
     def cancel(self) -> None:
-        """Takes the displacement out of the residual; `return_to_start` resets the parameters."""
+        """Cancels the exchange: takes its displacement out of the residual, and leaves the parameters."""
         self.task = None
         self.bucket.abandon(drop=True)
 
@@ -307,7 +307,7 @@ class LocalBinding(LocalTraining):
 
     @torch.no_grad()
     def _clear_nonfinite_state(self) -> None:
-        """Sets NaN and Inf in the optimizer's moments to 0, after a step that failed."""
+        """Sets NaN and Inf in the optimizer's moments to 0; called when an exchange with NaN is cancelled."""
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -77,11 +77,11 @@ class ScaleOfStep:
         self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def expect(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Sets whose loss scale `read_expected` reads; called when a scaler unscales before `step`."""
+        """Sets the scaler (or None) whose scale counts if no backward pass runs before the next step."""
         self.scaler, self.value = scaler, 1.0
 
     def read_expected(self) -> None:
-        """Reads the scale in a step in which this rank has no gradient: of `expect`'s or the last scaler."""
+        """Reads the scale of the last scaler, or of `expect`'s: for a step without gradients on this rank."""
         if self.scaler is not None:
             self.value = float(self.scaler.get_scale())
 

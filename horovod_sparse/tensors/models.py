@@ -108,7 +108,7 @@ _followers: MutableMapping[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def claim(owner: Any, parameters: Iterable[torch.Tensor], spared: type[Any] | tuple[()] = ()) -> None:
-    """Makes `owner` the only training of these parameters; retires former ones not of class `spared`."""
+    """Makes `owner` the one training of these parameters; calls `retire` of the former, unless `spared`."""
     taken = list(parameters)
     former = {_owners.pop(one)() for one in taken if one in _owners}
     for one in former - {None, owner}:
@@ -119,7 +119,7 @@ def claim(owner: Any, parameters: Iterable[torch.Tensor], spared: type[Any] | tu
 
 
 def roll_back_before_loading(modules: Iterable[torch.nn.Module], training: Any) -> None:
-    """Makes modules call `training.before_load` before they load a state."""
+    """Registers hooks: `load_state_dict` of any of the modules first calls `training.before_load`."""
     for module in modules:
         if module not in _followers:
             _followers[module] = weakref.WeakSet()
@@ -133,7 +133,7 @@ def _load_state_dict_pre_hook(module: torch.nn.Module, *_: Any) -> None:
 
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns, by name, a model's parameters that an optimizer trains (without an optimizer all)."""
+    """Returns a model's parameters that the optimizer trains, by name; all of them without an optimizer."""
     parameters = parameters_of(inner_of(model))
     if optimizer is None:
         return {_unwrapped_name(name): one for name, one in parameters}

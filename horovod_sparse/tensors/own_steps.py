@@ -174,7 +174,7 @@ class StepBucket(ParameterBucket, StepPart):
         return GradientParts(list(map(host_view, self._flat_steps())))
 
     def _whole_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields momentum and gradient of each parameter with a gradient, in its shape."""
+        """Yields (momentum, gradient) of each parameter that has a gradient in this pass, in its shape."""
         for number in self._counted:
             momentum = self.parameter_view(number, self.bucket.accumulator.companions[0])
             gradient = self.gradients[number]

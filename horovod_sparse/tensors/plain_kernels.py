@@ -43,7 +43,7 @@ def infinity_bits(dtype: torch.dtype) -> int:
 
 
 def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bits without the sign: as integers they order like magnitudes, NaN on top."""
+    """Returns the values' bits without the sign: as integers they order like magnitudes, NaN on top."""
     kind = int_type(values.dtype)
     return values.view(kind) & torch.iinfo(kind).max
 
@@ -197,9 +197,9 @@ def _candidates(
 def at_least(
     values: Tensor, maxima: Tensor, layout: Layout, bits: int, start: int, stop: int, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns a window's indices with magnitude bits >= `bits`; block maxima say which blocks to read.
+    """Returns how many magnitude bits in [start, stop) are >= `bits` (int32 [1]), and their indices.
 
-    Returns how many there are (int32 [1]), and the positions, which count only if there was room for all.
+    With more than `capacity` the indices are incomplete.
     """
     found, _ = _candidates(values, maxima, layout, bits, start, stop)
     count = torch.full((1,), found.numel(), dtype=torch.int32, device=values.device)
@@ -221,7 +221,7 @@ def _kth_bits(
 
 
 def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop: int, dense: bool) -> Tensor:
-    """Returns int64 [2]: the magnitude bits of a window's k-th largest element, and whether memory was short.
+    """Returns int64 [2]: magnitude bits of the k-th largest in [start, stop), and 1 if memory was short.
 
     If it was, call again with `dense`.
     """

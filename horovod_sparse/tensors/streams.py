@@ -108,7 +108,7 @@ class CudaStreams:
         self._home: Any = None
 
     def note_writer(self) -> None:
-        """Notes that the current stream has written a gradient of the bucket."""
+        """Notes that the current stream wrote a gradient of the bucket, for `wait_for_writers`."""
         stream = self._cuda.current_stream(self._device)
         if stream not in self._writers:
             self._writers.append(stream)

@@ -38,7 +38,7 @@ present_start: Callable[[], Any] = functools.partial(getattr, hvd.mpi_ops, "_han
 
 
 def pass_new_optimizers_to(adopt: Callable[[Any], bool]) -> None:
-    """Makes Horovod pass each new optimizer to `adopt`, which returns False to leave it to Horovod."""
+    """Makes Horovod call `adopt` with each new optimizer; if that is False, Horovod registers its hooks."""
     for kind in (HorovodOptimizer, hvd.optimizer._DistributedAdasumOptimizer):
 
         def register_or_adopt(self: Any, register: Callable[[Any], None] = kind._register_hooks) -> None:

@@ -74,7 +74,7 @@ class GradientSynchronizer(GradientTraining):
         self.claim(self.facts)
 
     def plan_for_new(self, facts: Facts) -> Plan:
-        """Returns the plan that `merging` and `tensor_selection` ask for before times are known."""
+        """Returns the plan for new parameters by `merging` and `tensor_selection`, without measured times."""
         if self._first.request is None:
             return super().plan_for_new(facts)
         return self._first.request.first_plan([fact for fact, _ in facts.values()])

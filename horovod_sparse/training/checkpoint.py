@@ -68,8 +68,8 @@ def save_together(
     """Saves every rank's entry after the same step; all ranks call it. Returns the step."""
 
     def prepare() -> tuple[Path, bool, Mapping[str, Any]]:
-        root = root_of(directory)
-        return root, _was_saved_by_others(root, owner, world_rank), entry()
+        """Returns the directory, whether only other ranks saved there last, and this rank's entry."""
+        return (root := root_of(directory)), _was_saved_by_others(root, owner, world_rank), entry()
 
     root, foreign, made = yield from call_on_all(prepare, f"save to {directory}")
     ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
@@ -160,13 +160,13 @@ def write_checkpoint(
             json.dump(manifest, file)  # by the first rank on this disk
         _fsync(hidden / _MANIFEST)
 
-    def publish(turn: bool) -> None:
-        if (rank == 0) == turn and not folder.exists():
+    def publish(by_rank_0: bool) -> None:
+        if (rank == 0) == by_rank_0 and not folder.exists():
             with contextlib.suppress(FileNotFoundError):  # another rank on this disk was faster
                 _fsync(hidden)
                 os.rename(hidden, folder)
             _fsync(root)
-        if not turn and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
+        if not by_rank_0 and json.loads((folder / _MANIFEST).read_bytes()) != manifest:
             raise CheckpointError(
                 f"another training has published {name} in {root} at the same time. {ONE_EACH}"
             )
@@ -263,7 +263,7 @@ def complete_checkpoints(root: Path) -> list[str]:
 
 
 def attempt_and_step(name: str) -> tuple[int, int]:
-    """Returns (attempt, step) of a checkpoint's name; a training taken back begins a new attempt."""
+    """Returns (attempt, step) of a checkpoint's name; a training that went back begins a new attempt."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise CheckpointError(f"another rank names a checkpoint {name!r}: do versions differ?")

@@ -37,7 +37,7 @@ _TEXT_ALONE = ("CheckpointError", "ProfileMismatchError", "StateMismatchError", 
 
 
 def raise_together(failure: Exception | None) -> Synchronization[None]:
-    """Raises on every rank if any rank has failed; one collective."""
+    """Raises on every rank if one has a `failure`, else returns; all ranks run it, by one collective."""
     everyone = yield from shared_lines(None if failure is None else [type(failure).__name__, str(failure)])
     if failure is not None:
         raise failure
@@ -60,7 +60,7 @@ def error_of_rank(rank: int, name: str, text: str, place: Any = None) -> errors.
 
 
 def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException | None]:
-    """Exchanges ranks' failures; returns the worst, the same on all ranks, or None without any."""
+    """Exchanges ranks' failures; returns the gravest (`worst`) on all ranks, or None if none has failed."""
     total = yield AllReduce(np.array([failure is not None], np.float32))
     if not np.array(total)[0]:
         return None
@@ -180,7 +180,7 @@ class NonFinitePolicy:
 
 
 def worst(failures: Iterable[Failure]) -> Failure:
-    """Returns the error to raise: neither NaN nor edit if there is one, then an edit, then NaN."""
+    """Returns the gravest of the errors: NaN counts least, then an edited gradient; any other is graver."""
     kinds = (EditedGradientError, NonFiniteGradientError)
     return min(failures, key=lambda error: 1 + kinds.index(type(error)) if type(error) in kinds else 0)
 

@@ -98,7 +98,7 @@ class Deadline:
         self._store(_SCOPE, str(ranks[rank]), json.dumps(what).encode())
 
     def _ranks_not_waiting(self, what: str) -> dict[int, str] | None:
-        """Returns ranks that do not wait for this collective, and for what they do; None without a store."""
+        """Returns {rank: what it waits for} of ranks that do not wait for `what`; None without a store."""
         rank, ranks = self._place()
         missing = {}
         for number, key in enumerate(ranks):

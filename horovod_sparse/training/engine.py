@@ -159,7 +159,7 @@ class Handle(Protocol):
     """Protocol of a collective in flight."""
 
     def done(self) -> bool | None:
-        """True once `result` need not wait; None if the library that carries it was shut down meanwhile."""
+        """True once `result` need not wait; None if the library of the collective was shut down meanwhile."""
 
     def result(self) -> Any:
         """Waits for the collective, and returns its result; called once."""
@@ -226,7 +226,7 @@ class Driver(Starter):
         return task
 
     def advance(self, max_pending: int | None = None) -> bool:
-        """Resumes coroutines whose collectives have completed, until it met `max_pending` that have not.
+        """Resumes coroutines whose collectives have completed; stops after seeing `max_pending` unfinished.
 
         Returns whether it resumed one.
         """
@@ -303,7 +303,7 @@ class Driver(Starter):
             self.forget_messages()
 
     def _take_result(self, task: Task, coroutine: Synchronization[Any], handle: Handle) -> None:
-        """Gives a collective's result to its coroutine."""
+        """Resumes a coroutine with the result of its collective; an error ends its task."""
         try:
             answer = handle.result()
         except self._kind_of_failure as error:
@@ -315,7 +315,7 @@ class Driver(Starter):
             self._resume(task, coroutine, answer)
 
     def _resume(self, task: Task, coroutine: Synchronization[Any], answer: Any) -> None:
-        """Runs a coroutine up to its next collective, and starts that."""
+        """Sends `answer` into a coroutine, runs it up to its next collective, and starts that."""
         try:
             request = coroutine.send(answer)
             while self._size() == 1:

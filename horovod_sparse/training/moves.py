@@ -102,7 +102,7 @@ class OwnMoves:
         self._report = report
 
     def step_back(self) -> None:
-        """Undoes the step ahead; the residual still has its elements."""
+        """Undoes the step ahead in the parameters; the residual has kept its elements."""
         self._move(())
 
     def end_pass(self) -> None:
@@ -123,7 +123,7 @@ class OwnMoves:
     def _move(
         self, steps: Sequence[tuple[Indices, Values]], ahead: Sequence[tuple[Indices, Values]] = ()
     ) -> None:
-        """Subtracts moves from the parameters, and a step ahead in place of the last one."""
+        """Subtracts moves from the parameters, undoes the last step ahead, and makes the one given."""
         undone, given = [(one.indices, one.before) for one in self.ahead], [*steps, *ahead]
         if undone or given:
             _, before = self._parameters.replace(undone, again=given)
@@ -295,7 +295,7 @@ class StepPart(BucketPart):
     gradients: list[Any]
 
     def bind(self, parameters: Parameters, moves_at_once: bool) -> None:
-        """Gives the part its parameters' memory and its `moves`, which apply steps at once or later."""
+        """Sets the parameters' memory, and `moves`: at once (`OwnMoves`), or with the sum (`JointMoves`)."""
         self.parameters = parameters
         self.moves = OwnMoves(self) if moves_at_once else JointMoves(self)
         self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)

@@ -94,22 +94,22 @@ class Parameters:
         return replaced
 
     def to_save(self, before: Any, array: Callable[[np.ndarray], Any]) -> Any:
-        """Converts parameter values from before a move for a checkpoint."""
+        """Returns the old parameter values of a move (`Move.before`) in the form that a checkpoint holds."""
         return array(before)
 
     def from_saved(self, saved: Any) -> Any:
-        """Converts what `to_save` returned back."""
+        """Returns a move's old parameter values (`Move.before`) from what `to_save` returned."""
         return np.asarray(saved).copy()
 
     def fold_input(self, gradients: Sequence[Any], weights: tuple[float, float]) -> Any:
-        """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; None counts as zeros."""
+        """Returns ``weights[0] gradient + weights[1] parameter`` for a fold; zeros for a gradient of None."""
         return fold_parts(gradients, self.arrays(), weights)
 
 
 def fold_parts(
     gradients: Sequence[np.ndarray | None], arrays: Sequence[np.ndarray], weights: tuple[float, float]
 ) -> GradientParts:
-    """Returns the parts ``weights[0] gradient + weights[1] array`` for a fold; None counts as zeros."""
+    """Returns ``weights[0] gradient + weights[1] array`` as parts to fold; zeros for a gradient of None."""
     own = [np.zeros_like(two) if one is None else two for one, two in zip(gradients, arrays, strict=True)]
     given = [array if one is None else one for one, array in zip(gradients, own, strict=True)]
     return GradientParts(given) if weights == (1.0, 0.0) else WeightedParts(given, own, weights)
@@ -158,12 +158,12 @@ class BucketPart:
             self.bucket = TwoLevelBucket(info, recipe, shard, members, topology, **summing)
 
     def blank(self) -> list[np.ndarray]:
-        """Returns zeros in the form of residual and companions, [n] each."""
+        """Returns arrays of n zeros: one for the residual, and one for each companion."""
         count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
         return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
 
     def restart(self, progress: Progress | None = None) -> None:
-        """Sets the residual to 0, and resets the sparsifier's state."""
+        """Sets residual and companions to 0, and resets the sparsifier's state to the step of `progress`."""
         self.bucket.load(self.blank())
         self.bucket.restart(progress)
 
@@ -254,7 +254,7 @@ def _part_arrays(
 
 
 def rescaled(arrays: Sequence[Mapping[str, Any]], factor: float, feedback: Feedback) -> list[dict[str, Any]]:
-    """Multiplies residuals (and companions that add up) by a factor, after the number of ranks changed."""
+    """Returns residuals, and companions that add up, times a factor: for another number of ranks."""
     return [
         {name: values * factor for name, values in by_name.items()}
         if factor != 1.0 and (number == 0 or feedback.adds_up)

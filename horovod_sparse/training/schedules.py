@@ -36,7 +36,7 @@ class Schedule:
         return self.every > 1 or self.delay > 0
 
     def check(self, recipe: Recipe, settings: Settings) -> None:
-        """Raises if a recipe exchanges gradients by this schedule, or a setting is of gradients alone."""
+        """Raises if the recipe cannot have this `every` and `delay`, or own steps exclude a setting."""
         if not recipe.feedback.applies_rate:
             if self.moves_at_once:
                 allowed = "'best' with every > 1 or delay > 0: gradients are exchanged in every step"

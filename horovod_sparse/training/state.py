@@ -172,7 +172,7 @@ def topology_of(entry: Mapping[str, Any]) -> Topology | None:
 
 
 def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
-    """Loads a checked entry; `factor` multiplies its residuals. Needs no other rank."""
+    """Loads a checked entry into a training, its residuals times `factor`. Does not communicate."""
     size, plan = training.rank_and_size[1], Plan.from_dict(entry["plan"])
     states = checked_states(training, entry)
     forgotten = {"leans": (0.0, 0.0)} if entry["size"] != size or entry["resized"] else {}
@@ -197,7 +197,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
 
 
 def share_factor(old_rank: int, old_size: int, size: int) -> float:
-    """Returns the factor of an old rank's residual at a new number of ranks; the mean over ranks stays.
+    """Returns by what an old rank's residual is multiplied at a new number of ranks, so that the mean stays.
 
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
     r with r mod P = o otherwise. Each of its h holders takes ``e_o * Q / (P * h)``; so the mean over new

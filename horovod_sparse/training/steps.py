@@ -130,13 +130,13 @@ class Steps(Training):
         self._num_begun += 1
 
     def _read_rank_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
-        """Checks all ranks' facts; returns where to apply weight decay, and whether all are finishing."""
+        """Returns weight decay by part (`read_facts`), and if all ranks finish; raises if numbers differ."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.check_same_exchange(numbers)
         return read_facts(self.parts, *of_ranks)
 
     def check_same_exchange(self, numbers: Sequence[int]) -> None:
-        """Raises if ranks are not at the same exchange; `numbers` has each rank's."""
+        """Raises if ranks are not at the same exchange; `numbers` is the exchange's number on each rank."""
         if len(set(numbers)) > 1:
             told = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(numbers))
             raise errors.StateMismatchError(

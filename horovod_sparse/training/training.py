@@ -80,7 +80,7 @@ class Training:
 
     @property
     def sparse(self) -> list[Any]:
-        """The parts that are buckets of the plan, in its order."""
+        """The parts that are buckets of the plan, in the plan's order, without the dense parameters."""
         return [part for part in self.parts if not part.dense]
 
     @property
@@ -95,11 +95,11 @@ class Training:
     # what a front end may add
 
     def plan_for_new(self, facts: Facts) -> Plan:
-        """Returns the plan for parameters of which no times are known."""
+        """Returns a plan for all parameters when a training begins, or for those that join it later."""
         return fixed_bytes([fact for fact, _ in facts.values()])
 
     def _compare_plans(self) -> Synchronization[None]:
-        """Raises if ranks ask for different plans; does nothing unless a front end overrides it."""
+        """Step of the agreement in which a front end may raise, if ranks cannot take the same plan."""
         yield from ()
 
     def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
@@ -107,12 +107,12 @@ class Training:
         return failures
 
     def _connect_parts(self, parts: Sequence[Any]) -> None:
-        """Called with new parts; a front end registers hooks for their gradients."""
+        """Called with new parts: a front end registers hooks, or adds them to the optimizer's state."""
 
     # parts and plans
 
     def begin(self, facts: Facts, plan: Plan) -> None:
-        """Makes the first parts, without asking other ranks, which agree before the first step."""
+        """Makes a training's first parts, by a plan, without communication: ranks agree in the first step."""
         self.facts = dict(facts)
         self._adopt_rank_and_size(None)
         self.build(plan)
@@ -125,7 +125,7 @@ class Training:
         self.topology = topology
 
     def topology_for(self, entry: Mapping[str, Any] | None) -> Topology | None:
-        """Returns the topology on which ranks agreed, else that of this rank's entry; None if unknown."""
+        """Returns the topology on which ranks agreed, else that of this rank's saved entry, else None."""
         if self.settings.levels == "flat" or (self.topology is not None and self.topology.size == self.size):
             return self.topology
         fits = entry is not None and (entry["rank"], entry["size"]) == self.rank_and_size
@@ -171,7 +171,7 @@ class Training:
         return residuals_by_parameter(self.parts, self.recipe.feedback.num_companions), progress
 
     def load_residuals(self, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]) -> None:
-        """Loads residuals, companions and progress into the parts, whose states are reset."""
+        """Copies residuals and companions, dicts by parameter, into the parts; resets sparsifiers' states."""
         assign_residuals(self.parts, arrays, progress)
         if self.settings.levels == "host" and self.size > 1:
             is_any = any(np.any(np.asarray(values)) for by_name in arrays for values in by_name.values())
@@ -185,7 +185,7 @@ class Training:
         self.load_residuals(*kept)
 
     def join_new_parameters(self) -> dict[str, tuple[ParameterFacts, Any]]:
-        """Makes parts for parameters added since, alike on all ranks; returns these parameters."""
+        """Makes parts for parameters added to the optimizer, by rank 0's plan; returns these parameters."""
         new = dict(self.engine.facts(self.facts))
         if not new:
             return new
@@ -257,7 +257,7 @@ class Training:
         )
 
     def reset_states(self, start: agreement.AgreedStatus) -> None:
-        """Resets sparsifiers to the agreed step and plan; residuals stay, times new / old number of ranks."""
+        """Resets sparsifiers' states to the agreed step and plan; multiplies residuals by new / old size."""
         old_size, self.made_for, self.step = self.made_for[1], self.rank_and_size, start.step
         self.sizes.add(self.size)
         if self.rank == 0 and start.step > 0:
@@ -271,7 +271,7 @@ class Training:
     # checkpoints
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Returns this rank's checkpoint entry between two steps, with `more` added."""
+        """Returns this rank's checkpoint entry, with the fields `more` added; called between two steps."""
         return saved_entry(self, self.engine.to_array, **more)
 
     def check_fits(self, entry: Mapping[str, Any], needed: Iterable[str], known: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ class Int32:
     code = 0
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """Returns the words for `count` indices below `num_elements`; more indices never take fewer."""
+        """Returns how many words `count` indices below `num_elements` take; a larger count takes no fewer."""
         return count
 
     def encode(self, indices: Indices, num_elements: int, words: Words) -> None:
@@ -72,7 +72,7 @@ class Gaps:
     code = 1
 
     def num_words(self, count: int, num_elements: int) -> int:
-        """Returns the words that `count` indices take: their low bits, then the rest in unary."""
+        """Returns how many words `count` indices take: their low bits, then the rest in unary."""
         if count == 0:
             return 0
         low = low_bits(count, num_elements)
@@ -137,7 +137,7 @@ class Floats:
         self.code, self._dtype, self._largest = code, np.dtype(dtype), largest
 
     def num_words(self, count: int) -> int:
-        """Returns the words that `count` values take; a larger count never takes fewer."""
+        """Returns how many words `count` values take; a larger count never takes fewer."""
         return -(-count * self._dtype.itemsize // 4)
 
     def encode(self, values: Values, words: Words) -> None:
@@ -189,7 +189,7 @@ class TwoBit:
     code = 5
 
     def num_words(self, count: int) -> int:
-        """Returns one word per block for two magnitudes, and two bits per value."""
+        """Returns how many words `count` values take: one per block for its magnitudes, two bits a value."""
         return -(-count // TWO_BIT_BLOCK) + 2 * (-(-count // 32))
 
     def encode(self, values: Values, words: Words) -> None:

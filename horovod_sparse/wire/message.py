@@ -100,7 +100,7 @@ class WireFormat:
         return self.decode_values(self.encode_values(values), values.size, values.dtype)
 
     def num_value_words(self, count: int, dtype: Any) -> int:
-        """Returns the words that `count` encoded values take, without header and indices."""
+        """Returns how many words `count` encoded values take, without header and indices."""
         return self.value_codec(dtype).num_words(count)
 
     def encode_values(self, values: Values) -> NDArray[np.int32]:

@@ -43,7 +43,7 @@ def magnitude(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_finite(values):  # type: ignore[no-untyped-def]
-    """Returns whether values are finite, by their bits, since a maximum of floats may drop NaN."""
+    """Returns a mask of the finite values, by their bits, since a maximum of floats may drop NaN."""
     if values.dtype == tl.float64:
         finite = magnitude(values) < 0x7FF0000000000000
     else:
@@ -216,7 +216,7 @@ def list_blocks(
     radix: RadixSelect | None = None,
     bound_digits: int = 0,
 ) -> Passing:
-    """Lists the blocks that overlap [start, stop) and whose maximum is >= the bound."""
+    """Returns the list of blocks that overlap [start, stop) and whose maximum is >= the bound."""
     first, last = start // block, -(-stop // block)
     device = maxima.device
     facts = torch.empty(2, dtype=torch.int64, device=device)
