@@ -18,6 +18,7 @@ present_start = functools.partial(getattr, hvd, "_horovod_sparse_start")
 
 
 def takes_part(process_set: Any) -> bool:
+    """True if this rank is in the process set; raises before `hvd.init()`."""
     if not hvd.is_initialized():
         raise UnsupportedError(
             "Horovod has not been started for TensorFlow (horovod.torch starts another one): call hvd.init() "

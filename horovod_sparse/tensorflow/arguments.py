@@ -43,7 +43,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], front_end: Callable[..., Any]) -> Arguments:
-        """Makes `Arguments` of the ``locals()`` of a public function."""
+        """Makes `Arguments` from the ``locals()`` of the function `front_end`; raises on wrong types."""
         name = f"{front_end.__module__.rpartition('.')[0]}.{front_end.__name__}"
         beside = [one for one in _parameter_names(front_end) if one != "options"]
         for one in ("name", "device_dense", "device_sparse"):  # the second argument, by its place
@@ -58,7 +58,7 @@ class Arguments:
         return cls(settings=settings, **{name: given[name] for name in _NAMES if name in given})
 
     def taken_by(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Returns those arguments that a function accepts, as keyword arguments."""
+        """Returns the arguments that `function` (Horovod's, say) accepts, as keyword arguments for it."""
         taken = {name: getattr(self, name) for name in _parameter_names(function) if name in _NAMES}
         options = taken.pop("options", {})
         return {**taken, **options}
@@ -74,7 +74,7 @@ class Arguments:
         return dataclasses.replace(self, compression=Compression.parse(self.compression))
 
     def checked(self) -> Arguments:
-        """Raises on wrong values, and returns a copy with num_groups merged into `groups`."""
+        """Returns a copy with num_groups merged into `groups`; raises on values that are not allowed."""
         if self.op == hvd.Adasum:
             raise UnsupportedError(
                 "op=Adasum cannot be combined with a sparsifier: it combines whole updates, and a residual "
@@ -98,12 +98,12 @@ class Arguments:
         return dataclasses.replace(self, groups=groups, num_groups=0)
 
     def refuse_sparsifier_options(self) -> None:
-        """Raises if options for sparsifiers were given, but the compression is none."""
+        """Raises if options for sparsifiers were given, but no sparsifier as `compression`."""
         given = {**self.options, "every": self.every, "delay": self.delay}
         raise_if_no_sparsifier(given, self.compression)
 
     def synchronizer(self) -> GradientSynchronizer:
-        """Returns the compression's synchronizer; the first call makes it."""
+        """Returns the synchronizer of the sparsifier in `compression`; the first call makes it."""
         bound: GradientSynchronizer = self.compression.bind(
             process_set=self.process_set,
             average=self.op == hvd.Average,
@@ -115,7 +115,7 @@ class Arguments:
         return bound
 
     def declared(self) -> dict[str, object]:
-        """Returns the arguments that have to be equal on all ranks, as text."""
+        """Returns, by name, the arguments that must be equal on all ranks, which compare them."""
         return {
             "op": {hvd.Average: "Average", hvd.Sum: "Sum"}.get(self.op, str(self.op)),
             "gradient_predivide_factor": float(self.gradient_predivide_factor),

@@ -40,13 +40,13 @@ _NOTHING = np.empty(0, np.int32)
 
 
 def known_to_elastic() -> Any:
-    """Returns a name scope: by its name ``hvd.elastic.run`` recognizes a failed Horovod operation."""
+    """Returns a name scope for Horovod's operations, by which ``hvd.elastic.run`` knows their failures."""
     # the slash: no numbers are added to it, but to the names within, as if there were no scope
     return tf.name_scope(f"{ELASTIC_WORD}/")
 
 
 def hide_from_folding(gradient: Any) -> Any:
-    """Hides a gradient from constant folding, which would run its collective only once."""
+    """Returns a gradient that TensorFlow cannot fold as a constant: its collective would run only once."""
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = hide_from_folding(gradient.values), hide_from_folding(gradient.indices)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -67,7 +67,7 @@ def wire_dtype(kind: type[Request], value_dtype: np.dtype[Any]) -> np.dtype[Any]
 
 
 def empty_messages(kind: type[Request], value_dtype: np.dtype[Any], size: int) -> Wire:
-    """Returns a failed rank's empty message for a collective: other ranks receive it and do not wait."""
+    """Returns the empty message that a rank sends whose step failed, so that other ranks do not wait."""
     splits = np.zeros(size, np.int32) if kind in (collectives.Exchange, collectives.AllToAll) else NO_SPLITS
     return np.empty(0, wire_dtype(kind, value_dtype)), splits
 
@@ -79,13 +79,13 @@ def to_wire(request: Request, value_dtype: np.dtype[Any], ranks: RankAndSize) ->
     if isinstance(request, (collectives.AllReduce, collectives.ReduceScatter)):
         if request.buffer.dtype != value_dtype:
             raise CollectiveMismatchError(
-                f"a sparsifier sums {request.buffer.dtype} in a bucket of {value_dtype}: in a graph, "
-                "sums must have the bucket's type"
+                f"an allreduce of {request.buffer.dtype} in a bucket of {value_dtype}: in TensorFlow a "
+                "sparsifier must sum values of the bucket's dtype"
             )
         return np.ascontiguousarray(request.buffer), NO_SPLITS
     if isinstance(request, collectives.Broadcast):
         if request.buffer.nbytes % 4:
-            raise UnsupportedError(f"a broadcast of {request.buffer.dtype}: give a type of 32-bit words")
+            raise UnsupportedError(f"a broadcast of {request.buffer.nbytes} bytes: give a multiple of 4")
         words = np.ascontiguousarray(request.buffer).view(np.int32)
         return (words if request.root == rank else _NOTHING), NO_SPLITS
     buffers = request.buffers if isinstance(request, collectives.AllToAll) else as_alltoall(request, size)
@@ -99,8 +99,8 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
     if isinstance(request, collectives.Broadcast):
         if output.nbytes != request.buffer.nbytes:
             raise CollectiveMismatchError(
-                f"a broadcast of {request.buffer.nbytes} bytes brought {output.nbytes}: the ranks do not "
-                "agree on the root, or the root has failed"
+                f"a broadcast of {request.buffer.nbytes} bytes brought {output.nbytes}: the root failed, or "
+                "ranks have different roots; all must use the same version, sparsifier and arguments"
             )
         return output.view(request.buffer.dtype)
     messages = np.split(output, np.cumsum(splits)[:-1])
@@ -110,7 +110,7 @@ def from_wire(request: Request, output: np.ndarray, splits: np.ndarray) -> Any:
 def carry_out(
     kind: type[Request], buffer: tf.Tensor, splits: tf.Tensor, name: str, process_set: Any
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Builds Horovod's operation for one collective."""
+    """Runs Horovod's operation for one collective, or builds it in a graph; returns output and splits."""
     common = {"name": name, "ignore_name_scope": True, "process_set": process_set}
     with known_to_elastic():
         if kind is collectives.AllReduce:
@@ -146,7 +146,7 @@ def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **
 
 
 def nonfinite_marks(gradients: Sequence[Any], name: str, process_set: Any) -> tf.Tensor:
-    """Returns one number per gradient, rank after rank: 1 if it is not finite, else 0."""
+    """Gathers a mark for every gradient of every rank, rank after rank: 1 if it has NaN or Inf, else 0."""
     values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
     marks = tf.cast(tf.stack([tf.reduce_any(~tf.math.is_finite(one)) for one in values]), tf.int32)
     with tf.device("/cpu:0"):
@@ -201,12 +201,12 @@ def carry_out_together(
         return from_wire(request, output.numpy(), received.numpy())
 
     # out of a graph that is being traced; a host function's thread has none
-    with tf.init_scope(), tf.device("/cpu:0"), (watch or Watch(None, process_set)).together(name):
+    with tf.init_scope(), tf.device("/cpu:0"), (watch or Watch(None, process_set)).watch_eager(name):
         return engine.carry_out(coroutine, execute)
 
 
 def _traced_collective(kind: type[Request], dtype: Any, name: str, process_set: Any) -> Any:
-    """Returns `carry_out` as a traced function of buffer and splits."""
+    """Returns `carry_out` for one kind and name as a traced function of buffer and splits."""
 
     def run(buffer: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return carry_out(kind, buffer, splits, name, process_set)
@@ -216,7 +216,7 @@ def _traced_collective(kind: type[Request], dtype: Any, name: str, process_set: 
 
 
 def _run_watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
-    """Runs a function in a thread, and calls `look` repeatedly until it returns."""
+    """Runs a function in a thread, and until it returns calls `look` again and again, which may raise."""
     given: list[Any] = []
     failed: list[BaseException] = []
 
@@ -238,7 +238,7 @@ def _run_watched(run: Callable[[], Any], look: Callable[[], None]) -> Any:
 
 
 def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch: Watch | None = None) -> Any:
-    """Runs the comparison of ranks before the first gradients; in elastic training each rank alone."""
+    """Runs a coroutine that compares ranks before the first step; in elastic training on each rank alone."""
     if process_set.size() == 1 or is_elastic():
         return engine.carry_out(coroutine)
     name = f"horovod_sparse.{process_set.process_set_id}.plan"
@@ -246,11 +246,11 @@ def carry_out_agreement(coroutine: Synchronization[Any], process_set: Any, watch
 
 
 def ranks_of(process_set: Any) -> str:
-    """Returns a text about a process set that is equal on all of its ranks."""
+    """Returns a process set's ranks as text ("all" for the global one), which ranks compare."""
     return "all" if process_set is hvd.global_process_set else str(list(process_set.ranks))
 
 
 def label_of(prefix: str, process_set: Any, variables: Sequence[Any]) -> str:
-    """Returns the prefix for names of collectives about these variables, equal on all ranks."""
+    """Returns a label, equal on all ranks, with which names of collectives for these variables begin."""
     model = [(variable.shape, tf.as_dtype(variable.dtype).name) for variable in variables]
     return next_label(f"{prefix}.{process_set.process_set_id}", model)

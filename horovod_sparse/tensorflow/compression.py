@@ -88,7 +88,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
                 raise ArgumentError(
                     name,
                     compared[name],
-                    "the same at every use; every tape or optimizer needs its own compressor, made once",
+                    "the value of its first use: a compressor, made once, serves one tape or optimizer",
                 )
         synchronizer: GradientSynchronizer = self._keeper.synchronizer
         return synchronizer
@@ -99,7 +99,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
-        """Returns the tensor with 0 for all elements that one rank would not select; keeps no residual."""
+        """Returns the tensor with 0 in place of the elements that are not selected; keeps no residual."""
         if dtype_name(tensor.dtype) is None:
             return tensor, None
         self._num_compressed += 1
@@ -120,7 +120,7 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
 
 
 def _comparable(value: Any) -> Any:
-    """Returns a value that == compares as a whole: for variables and arrays their identity."""
+    """Returns a value that `==` can compare: of a list a tuple, of a variable or array its identity."""
     if isinstance(value, (list, tuple)):
         return tuple(_comparable(item) for item in value)
     if value is None or isinstance(value, (bool, int, float, str)) or dataclasses.is_dataclass(value):

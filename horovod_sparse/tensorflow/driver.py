@@ -33,18 +33,18 @@ class Driver:
         self._training, self._process_set, self.host = training, training.process_set, HostFunctions()
 
     def start(self, parts: Sequence[Part], gradients: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """Builds the operations of all rounds; returns tensors that are ready after the last round."""
+        """Builds the operations of all rounds; returns tensors that are ready after the last rounds."""
         tokens = []
         for batch in _join_small_parts(parts):
             given = [gradients[parts.index(part)] for part in batch]
-            tokens += self._graph_rounds([part.task for part in batch], given)
+            tokens += self._build_rounds([part.task for part in batch], given)
         return tokens
 
     def _begin(self, task: Task, arrays: Sequence[np.ndarray]) -> Wire:
         """Begins a part's step on the host: folds the gradients, and returns the first round's message."""
         here = self._training.rank_and_size
         task.legs.clear()
-        with task.working():
+        with task.record_work():
             try:
                 self._training.agree()
                 coroutine = self._training.part_of(task).begin(arrays)
@@ -52,7 +52,7 @@ class Driver:
                 return task.fail(error, here)
             return task.start(coroutine, here)
 
-    def _graph_rounds(
+    def _build_rounds(
         self, tasks: Sequence[Task], gradients: Sequence[Sequence[tf.Tensor]]
     ) -> list[tf.Tensor]:
         """Builds the rounds of tasks as Horovod's operations, with one host function between two rounds."""
@@ -63,37 +63,37 @@ class Driver:
             ends = itertools.accumulate(sizes)
             own = [arrays[end - size : end] for size, end in zip(sizes, ends, strict=True)]
             wires = [self._begin(task, mine) for task, mine in zip(tasks, own, strict=True)]
-            return [graph_lifetime_token(tasks), *given(wires, 0)]
+            return [graph_lifetime_token(tasks), *outputs_for(wires, 0)]
 
         def resume(number: np.ndarray, *outputs: np.ndarray) -> list[np.ndarray]:
             wires = []
             for i, task in enumerate(tasks):
-                with task.working():
+                with task.record_work():
                     wires.append(task.resume(*outputs[2 * i : 2 * i + 2]))
-            return given(wires, int(number) + 1)
+            return outputs_for(wires, int(number) + 1)
 
-        def given(wires: Sequence[Wire], number: int) -> list[np.ndarray]:
+        def outputs_for(wires: Sequence[Wire], number: int) -> list[np.ndarray]:
             return [np.zeros((), np.int32)] if number == len(kinds) else list(itertools.chain(*wires))
 
-        def types(number: int) -> list[tf.DType]:
+        def output_types(number: int) -> list[tf.DType]:
             if number == len(kinds):
                 return [tf.int32]
             dtypes = [(wire_dtype(kinds[number], task.value_dtype), np.int32) for task in tasks]
             return [tf.as_dtype(dtype) for dtype in itertools.chain(*dtypes)]
 
         with tf.device(HOST):
-            held, *messages = self.host.run(start, inputs, [tf.int32, *types(0)])
+            held, *messages = self.host.run(start, inputs, [tf.int32, *output_types(0)])
             for number, kind in enumerate(kinds):
                 answers = [tf.constant(number, tf.int32)]
                 for i, task in enumerate(tasks):
                     buffer, splits = shaped(messages[2 * i : 2 * i + 2], ([None], [None]))
                     answers += carry_out(kind, buffer, splits, f"{task.name}.{number}", self._process_set)
-                messages = self.host.run(resume, answers, types(number + 1))
+                messages = self.host.run(resume, answers, output_types(number + 1))
             return [held, *shaped(messages[:1], ([],))]
 
 
 def shaped(tensors: list[tf.Tensor], shapes: Sequence[Any]) -> list[tf.Tensor]:
-    """Sets the static shapes of a host function's results, which TensorFlow cannot infer."""
+    """Sets the static shapes of a host function's results, which TensorFlow cannot infer; returns them."""
     for tensor, shape in zip(tensors, shapes, strict=True):
         tensor.set_shape(shape)
     return tensors

@@ -20,7 +20,7 @@ _PEER_IS_GONE = ("HorovodInternalError", "Horovod has been shut down"), ("Horovo
 
 
 def run(function: Any) -> Any:
-    """Runs a training as Horovod's `run`, which returns None where a host function of ours has failed."""
+    """Decorates a training as Horovod's `run`; raises errors of host functions, which Horovod's drops."""
 
     def train(state: Any, *arguments: Any, **named: Any) -> Any:
         try:

@@ -17,8 +17,8 @@ from horovod_sparse.errors import UnsupportedError
 HOST = "/cpu:0"
 
 
-def refuse_graphs() -> None:
-    """Raises in a graph that cannot call host functions: XLA's, or one of TensorFlow 1."""
+def refuse_unsupported_graphs() -> None:
+    """Raises if the graph being traced cannot call host functions: XLA's, or one of TensorFlow 1."""
     with tf.init_scope():  # out of a tf.function, but not out of a tf.Graph
         if not tf.executing_eagerly():
             raise UnsupportedError(
@@ -34,7 +34,7 @@ def refuse_graphs() -> None:
 
 
 def run_independently(operation: Any, kind: str) -> None:
-    """Exempts `operation`, or its input of type `kind`, from the order of a graph's side effects."""
+    """Lets an operation (or its input of type `kind`) run out of the order of a graph's side effects."""
     order = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if order is not None:
         while operation.type != kind:
@@ -43,7 +43,7 @@ def run_independently(operation: Any, kind: str) -> None:
 
 
 class HostFunctions:
-    """Keeps host functions alive; graphs refer to them weakly, since TensorFlow never frees graphs."""
+    """Adds host functions to graphs, and keeps them alive: graphs, never freed, refer to them weakly."""
 
     def __init__(self) -> None:
         self._by_graph: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -53,8 +53,8 @@ class HostFunctions:
     ) -> list[tf.Tensor]:
         """Adds a host function to a graph, which calls it in every step as soon as its inputs are ready.
 
-        It waits for no operation before it, whatever `tf.function` says of side effects. Errors arrive as an
-        `InvalidArgumentError`: one that is unknown is the training's end to ``hvd.elastic.run``.
+        It waits for no earlier operation, though `tf.function` orders side effects. Its errors arrive as an
+        `InvalidArgumentError`: an unknown error would end a training under ``hvd.elastic.run``.
         """
         results = list(tf.numpy_function(self._keep_with_graph(function), list(inputs), list(types)))
         run_independently(results[0].op, "PyFunc")
@@ -96,12 +96,12 @@ class EagerCalls:
         key = (ids, missing, fixed)
         if key not in self._functions:
 
-            def call(given: list[Any]) -> list[Any]:
-                waiting = iter(given)
-                every = [None if absent else next(waiting) for absent in missing]
+            def build_graph(given: list[Any]) -> list[Any]:
+                present = iter(given)
+                every = [None if absent else next(present) for absent in missing]
                 return self._build(every, variables, *fixed)
 
-            self._functions[key] = tf.function(call, autograph=False, reduce_retracing=True)
+            self._functions[key] = tf.function(build_graph, autograph=False, reduce_retracing=True)
         given, function = [item for item in gradients if item is not None], self._functions[key]
         if tf.config.functions_run_eagerly():  # the user's, to be looked into; of this one a graph is made
             function = function.get_concrete_function(given)
@@ -119,12 +119,12 @@ def mark_synchronized(gradients: Sequence[Any]) -> None:
 
 
 def is_synchronized(gradient: Any) -> bool:
-    """True if a distributed tape has returned this very gradient."""
+    """True if `mark_synchronized` has marked this gradient, which a distributed tape has returned."""
     return hasattr(gradient, _MARK)
 
 
 class Order:
-    """Makes operations of a graph run one after another, in the order in which they are noted."""
+    """Makes a graph's synchronizations run one after another, in the order in which they are noted."""
 
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -136,7 +136,7 @@ class Order:
         return tf.control_dependencies([] if name is None else [graph.get_tensor_by_name(name)])
 
     def note(self, token: tf.Tensor) -> None:
-        """Notes an operation, after which the operations in the next `behind()` run."""
+        """Notes the end of a synchronization: operations within the next `behind()` run after it."""
         self._last[tf.compat.v1.get_default_graph()] = token.name
 
 
@@ -161,13 +161,13 @@ class _Gate:
 
 
 def gate(token: tf.Tensor) -> None:
-    """Makes later operations wait for a tensor, so that a step that raises an error updates nothing."""
+    """Makes operations added later wait for a tensor, so that a step that raises updates no variable."""
     _Gate(token.op)
 
 
 @contextlib.contextmanager
 def ungated() -> Iterator[None]:
-    """Returns a context whose operations do not wait for gates, because they update nothing."""
+    """Returns a context whose operations do not wait for `gate`: those that update no variable."""
     graph: Any = tf.compat.v1.get_default_graph()
     every = graph._control_dependencies_stack
     graph._control_dependencies_stack = [one for one in every if not isinstance(one, _Gate)]

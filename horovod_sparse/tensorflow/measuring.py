@@ -35,15 +35,15 @@ def measured_profile(
     *,
     num_steps: int = 5,
 ) -> Profile:
-    """Measures times for ``merging="omgs"``, "optimal" and ``tensor_selection="cost"``; all ranks call it.
+    """Measures a profile for ``merging="omgs"``, "optimal" and ``tensor_selection="cost"``, on all ranks.
 
     Nothing is trained, but what `loss` itself changes (statistics of batches). The cluster takes about two
     seconds.
 
     Args:
         loss: computes the loss of a batch; it is traced, and runs in `num_steps` + 1 steps.
-        variables: that are trained.
-        compression: a sparsifier, which goes by the profile.
+        variables: the trained ones.
+        compression: the sparsifier whose times are measured.
         process_set: the ranks that train.
         num_steps: steps whose backward pass is measured.
 

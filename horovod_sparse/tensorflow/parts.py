@@ -56,7 +56,7 @@ class Task:
         self.legs: list[tuple[float, float]] = []
         #: True once the last result was applied or rolled back; the part sets it
         self.settled = True
-        self._held: weakref.ref[np.ndarray] | None = None
+        self._lifetime: weakref.ref[np.ndarray] | None = None
 
     @property
     def under_way(self) -> bool:
@@ -64,9 +64,9 @@ class Task:
         return self._coroutine is not None
 
     def current_wait(self, now: float) -> Wait | None:
-        """Returns how long this rank has waited for which round; None if it waits for none."""
-        is_held = self._held is not None and self._held() is not None
-        if self.settled or self.next_kind is None or not is_held or not self.legs:
+        """Returns the seconds waited for other ranks, with title and round; None if no collective runs."""
+        graph_runs = self._lifetime is not None and self._lifetime() is not None
+        if self.settled or self.next_kind is None or not graph_runs or not self.legs:
             return None
         return now - self.legs[-1][1], self.title, self._round
 
@@ -81,7 +81,7 @@ class Task:
         return self._advance(None)
 
     def fail(self, error: BaseException, ranks: RankAndSize) -> Wire:
-        """Begins a step that has failed already: sends empty messages in all rounds."""
+        """Begins a step that has failed already: returns an empty message, as all later rounds do."""
         self._reset(ranks)
         self.error = error
         return self._empty_messages()
@@ -98,22 +98,23 @@ class Task:
         return self._advance(answer)
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def record_work(self) -> Iterator[None]:
+        """Returns a context whose begin and end are appended to `legs`."""
         began = time.perf_counter()
         try:
             yield
         finally:
             self.legs.append((began, time.perf_counter()))
 
-    def drop(self) -> None:
-        """Closes the coroutine of a step that failed elsewhere."""
+    def cancel(self) -> None:
+        """Closes the coroutine of a step that has not ended, with a warning; does nothing if none runs."""
         if self._coroutine is not None:
             _log.warning("%s: the last synchronization has not ended, and is cancelled", self.name)
             self._coroutine.close()
             self._coroutine = None
 
     def _reset(self, ranks: RankAndSize) -> None:
-        self.drop()
+        self.cancel()
         self.settled = False
         self.result, self.error, self.ranks, self._round = None, None, ranks, 0
 
@@ -156,15 +157,15 @@ class Task:
 
 
 def graph_lifetime_token(tasks: Iterable[Task]) -> np.ndarray:
-    """Returns an array that a running graph keeps alive, so that tasks notice when the graph has ended."""
-    held = aligned_zeros(ALIGNMENT).view(np.int32)
+    """Returns an array that a graph frees when its run has ended, which tasks notice by a weak reference."""
+    token = aligned_zeros(ALIGNMENT).view(np.int32)
     for task in tasks:
-        task._held = weakref.ref(held)
-    return held
+        task._lifetime = weakref.ref(token)
+    return token
 
 
 def idle_seconds(tasks: Sequence[Task], now: float) -> float:
-    """Returns how long this rank has waited for collectives, without work, since the last task began."""
+    """Returns the seconds without any task's work, spent on collectives, since the last task began."""
     since = max((task.legs[0][1] for task in tasks if task.legs), default=now)
     later = [leg for task in tasks for leg in task.legs if leg[1] > since]
     busy = sum(end - max(begin, since) for begin, end in later)
@@ -196,13 +197,13 @@ class Part(common.BucketPart):
         self._outputs = ReusedArrays(self.shapes, numpy_dtype(self.dtype))
 
     def begin(self, gradients: Sequence[np.ndarray]) -> Synchronization[Any]:
-        """Returns the coroutine of a step: folds these gradients, and exchanges the selections."""
+        """Returns a step's coroutine, which folds these gradients, and exchanges and sums the selections."""
         self.roll_back_unapplied()
         step = self.bucket.step(GradientParts(gradients), scale=self._scale)
         return step if self._topology is None else over_hosts(step, self._topology, self._rank)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
-        """Returns each variable's sum over ranks times `scale`, dense, and commits the step."""
+        """Ends the step: returns each variable's sum over ranks times `scale`, dense, and the report."""
         started = time.perf_counter()
         sum_ = self.task.result
         arrays, indices = self._outputs.acquire(), None if sum_.whole else sum_.indices
@@ -218,18 +219,18 @@ class Part(common.BucketPart):
         )
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Returns the selection to the residual, which loses this step's gradient if `drop`."""
+        """Cancels the step: its selection returns to the residual; with `drop` its gradient is taken out."""
         self.bucket.abandon(drop=drop)
         self.task.settled = True
 
     def roll_back_unapplied(self) -> None:
-        """Rolls the last step back if its sum was not applied; called before a step, load or agreement."""
+        """Cancels the last step if its sum was not applied; called before a step, a load or `agree`."""
         if not self.task.settled:
-            self.task.drop()
+            self.task.cancel()
             self.abandon()
 
     def return_to_residual(self, names: Collection[str]) -> None:
-        """Adds these variables' last sum to the residuals in equal shares, when no rank applies it."""
+        """Adds these variables' last sum to the residuals, an equal share per rank: they had no gradient."""
         # ranks that hold the same elements; with two levels those of a column
         sum_, share = self.task.result, 1.0 / self.bucket.info.size
         first, last = self.bucket.shard

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StateKeeper:
-    """Saves and loads a training's state at any time; keeps a loaded one until the buckets are made."""
+    """Saves and loads a training's state at any time; keeps a loaded entry until the buckets are made."""
 
     def __init__(self) -> None:
         #: a `GradientSynchronizer`, or `Steps` of Keras
@@ -61,7 +61,7 @@ class StateKeeper:
             self.synchronizer.load(None)
 
     def check(self, entry: Any) -> None:
-        """Raises if an entry does not fit, as far as variables are known by now; changes nothing."""
+        """Raises if an entry does not fit this training, as far as its variables are known by now."""
         if entry is None or (isinstance(entry, Mapping) and not entry):
             return
         _check_recipe(entry, getattr(self.synchronizer, "recipe", None))
@@ -102,7 +102,7 @@ class WithState:
 
     @property
     def decision(self) -> Decision | None:
-        """The predictions and the profile that led to this plan; None without measured times."""
+        """The predicted times and the profile that led to this plan; None if no profile decided."""
         return None if self._synchronizer_or_none is None else self._synchronizer_or_none.decision
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class CheckpointedState(tf.train.experimental.PythonState):
 
 
 def _check_recipe(entry: Any, recipe: Recipe | None) -> None:
-    """Raises if an entry is damaged or of another algorithm; needs no variables."""
+    """Raises if an entry is damaged or of another algorithm; works before variables are known."""
     advice = (
         "now {} is used: use the same algorithm, or load without the state of horovod_sparse to start with "
         "no residual"
@@ -139,12 +139,12 @@ def _check_recipe(entry: Any, recipe: Recipe | None) -> None:
     check_entry(entry, recipe, advice)
     variables = entry.get("variables", {})
     if set(variables) != set(Plan.from_dict(entry["plan"]).names()):
-        raise StateMismatchError("the saved state is damaged: its variables are not those of its plan")
+        raise StateMismatchError("the saved state is damaged: its variables do not fit its plan")
     check_shapes(entry, {name: tuple(shape) for name, shape in variables.items()})
 
 
 def with_local_names(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the entry with its variables renamed as they are called here; raises for another model."""
+    """Returns the entry with this model's names of variables, in order; raises if other shapes were saved."""
     _check_recipe(entry, synchronizer.recipe)
     known = shapes_of(synchronizer)
     saved = {name: tuple(shape) for name, shape in entry["variables"].items()}
@@ -160,15 +160,15 @@ def with_local_names(synchronizer: Any, entry: Mapping[str, Any]) -> Mapping[str
     here, plan = dict(zip(saved, known, strict=True)), Plan.from_dict(entry["plan"])
     buckets = tuple(tuple(here[name] for name in bucket) for bucket in plan.buckets)
     dense = tuple(here[name] for name in plan.dense)
-    held = [
+    renamed = [
         {here[name]: values for name, values in by_name.items()}
         for by_name in (entry["residuals"], *entry["companions"])
     ]
     return {
         **entry,
         "plan": dataclasses.replace(plan, buckets=buckets, dense=dense).to_dict(),
-        "residuals": held[0],
-        "companions": held[1:],
+        "residuals": renamed[0],
+        "companions": renamed[1:],
     }
 
 
@@ -203,7 +203,7 @@ def save(
     def entry() -> dict[str, Any]:
         if not (own := keeper.state_dict()):
             raise UnsupportedError("nothing can be saved before the first step: there are no residuals yet")
-        return {**own, "training": {"variables": [_saved_variable(variable) for variable in variables]}}
+        return {**own, "training": {"variables": [_encode_variable(variable) for variable in variables]}}
 
     together = checkpoint.save_together(
         directory, entry, rank=int(process_set.rank()), keep=keep, owner=keeper, world_rank=int(hvd.rank())
@@ -234,7 +234,7 @@ def load(
     def check(entry: Mapping[str, Any]) -> None:
         training = entry.get("training")
         if not isinstance(training, dict) or not isinstance(training.get("variables"), list):
-            raise StateMismatchError("the checkpoint is not one of horovod_sparse.tensorflow")
+            raise StateMismatchError(f"{directory}: not saved by horovod_sparse.tensorflow.save")
         keeper.check(entry)
         if variables:
             _check_variables(variables, training["variables"])
@@ -258,7 +258,7 @@ def has_checkpoint(directory: str | os.PathLike[str], source: Any) -> bool:
 
 
 def _keeper_of(source: Any) -> tuple[Any, Any]:
-    """Returns the `StateKeeper` of an optimizer or compressor, and its process set."""
+    """Returns the `StateKeeper` of an optimizer or compressor, and its process set; raises if it has none."""
     keeper = getattr(source, "_horovod_sparse_keeper", None)
     if keeper is None:
         raise ArgumentError(
@@ -272,7 +272,7 @@ def _keeper_of(source: Any) -> tuple[Any, Any]:
     return keeper, process_set
 
 
-def _saved_variable(variable: Any) -> dict[str, Any]:
+def _encode_variable(variable: Any) -> dict[str, Any]:
     variable = as_variable(variable)
     array = np.asarray(variable.numpy())
     if array.dtype.hasobject:
@@ -284,7 +284,7 @@ def _saved_variable(variable: Any) -> dict[str, Any]:
 
 def _check_variables(variables: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
     if len(variables) != len(saved):
-        raise StateMismatchError(f"the checkpoint has {len(saved)} variables, {len(variables)} were given")
+        raise StateMismatchError(f"load got {len(variables)} variables, must get the {len(saved)} saved ones")
     for variable, one in zip(map(as_variable, variables), saved, strict=True):
         here, there = (variable.dtype.name, list(variable.shape)), (one["dtype"], one["shape"])
         if here != there:

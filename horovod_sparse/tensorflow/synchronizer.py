@@ -32,8 +32,8 @@ Gradient = Any
 class GradientSynchronizer(VariablesTraining):
     """Synchronizes variables' gradients over ranks, eagerly and within `tf.function`.
 
-    All of a step is host state that host functions look up when a graph runs: it outlives any number of
-    graphs. The same variables are never synchronized twice at a time.
+    Host functions look the state of a step up when a graph runs, so the state outlives graphs. The same
+    variables are never synchronized twice at a time.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class GradientSynchronizer(VariablesTraining):
 
     @property
     def is_needed(self) -> bool:
-        """True if there are several ranks, or if one rank alone has to sparsify."""
+        """True if this rank is in the process set; a single rank sparsifies, too."""
         return takes_part(self.process_set)
 
     def _on_invalid_traces(self) -> None:
         self._eagerly = graph.EagerCalls(self._build)  # our own functions
 
     def save(self, **more: Any) -> dict[str, Any]:
-        """Returns the checkpoint entry; raises in the middle of a step."""
+        """Returns the checkpoint entry with the fields `more`; raises in the middle of a step."""
         if self.under_way:
             raise UnsupportedError(
                 "residuals can only be saved between steps, but a step is in progress or was interrupted"
@@ -83,7 +83,7 @@ class GradientSynchronizer(VariablesTraining):
         super().load(entry)
 
     def agree(self) -> None:
-        """Makes all ranks agree on step, plan and states, after every start of Horovod.
+        """Makes all ranks agree on step, plan and states, once after every start of Horovod and every load.
 
         The first bucket agrees for all: at the first trace before its buckets are in the graph, later in the
         first host function of the next step.
@@ -110,7 +110,7 @@ class GradientSynchronizer(VariablesTraining):
 
         With `scaled`, sums are NaN where a gradient is not finite on some rank, and nothing is raised.
         """
-        graph.refuse_graphs()
+        graph.refuse_unsupported_graphs()
         variables = [as_variable(variable) for variable in variables]
         if len({variable.ref() for variable in variables}) < len(variables):
             raise UnsupportedError("a variable is given twice: give it once, with the sum of its gradients")
@@ -141,7 +141,7 @@ class GradientSynchronizer(VariablesTraining):
     def _add_sums(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], scaled: bool
     ) -> tuple[list[Any], tf.Tensor | None, tf.Tensor]:
-        """Adds sums to the graph; returns them, a tensor ready after them, and whether to skip the step."""
+        """Builds the sums; returns them, a tensor ready after them, and whether to skip the step."""
         results, by_name, parts, tokens = self._start_rounds(gradients, variables)
         check = self._drift_checks.drift_check_for(variables)
         slices = [i for i, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
@@ -221,8 +221,8 @@ class GradientSynchronizer(VariablesTraining):
     def _start_rounds(
         self, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> tuple[list[Gradient], dict[str, int], list[Part], list[tf.Tensor]]:
-        """Builds all rounds; returns gradients, their positions by name, parts and final tensors."""
-        if self.add(gradients, variables):
+        """Builds all rounds; returns gradients, their positions by variable, parts, and final tensors."""
+        if self.add_new_variables(gradients, variables):
             if self.on_planned is not None:
                 self.on_planned()
             self.agree()
@@ -267,7 +267,7 @@ class DriftChecks:
         self._checks: dict[frozenset[str], DriftCheck] = {}
 
     def drift_check_for(self, variables: Sequence[Any]) -> DriftCheck | None:
-        """Returns the `DriftCheck` for these variables; None with one rank, or without checks."""
+        """Returns the `DriftCheck` for these variables; None with one rank, or if `check_every` is off."""
         known = map(self._training.name_of, variables)
         names = frozenset(name for name in known if name is not None)
         check = self._checks.get(names)
@@ -279,14 +279,14 @@ class DriftChecks:
         return None if alone or not check.every else check
 
     def restart(self) -> None:
-        """Called after ranks have agreed on a step: schedules comparisons from there."""
+        """Schedules the next comparisons; called after ranks have agreed on a step."""
         for check in self._checks.values():
             check.restart(self._training.step)
 
     def compare_when_due(
         self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any], also_equal: Sequence[Any]
     ) -> tf.Tensor:
-        """Compares variables between ranks where `due`, before the step updates them."""
+        """Builds a comparison of variables between ranks, which runs in a step where `due` is true."""
         every = {self._training.name_of(one) or f"variable {i}": one for i, one in enumerate(variables)}
         every |= {f"variable {i} of the optimizer": one for i, one in enumerate(also_equal)}
         named = {name: variable for name, one in every.items() if is_comparable(variable := as_variable(one))}

@@ -51,7 +51,7 @@ def is_comparable(variable: Any) -> bool:
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes a Keras optimizer create its variables, unless it has."""
+    """Makes a Keras optimizer create its own variables, unless it has done so."""
     if hasattr(optimizer, "_create_all_weights"):  # tf-keras, of the old kind
         optimizer._create_all_weights(variables)
     elif hasattr(optimizer, "build") and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
@@ -107,9 +107,9 @@ def multiply(gradient: Any, factor: Any) -> Any:
 def reduce_if_finite(
     reducer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, skips: bool = True
 ) -> list[Any]:
-    """Reduces the gradients of a scaled loss; skips the step if a gradient is not finite.
+    """Sums or averages the gradients of a scaled loss over ranks; NaN on all if one rank's is not finite.
 
-    They are NaN on all ranks where one is not finite on some rank: by these a scaler skips the step.
+    By NaN a `LossScaleOptimizer` skips the step. `skips` says that it does.
     """
     if not reducer.is_needed:
         return list(gradients)
@@ -133,7 +133,7 @@ _NUM_KEPT = 2
 
 
 class ReusedArrays:
-    """Arrays of given shapes, whose memory is reused once nothing refers to them.
+    """Gives out arrays of fixed shapes, and reuses their memory once nothing refers to them.
 
     TensorFlow takes an aligned array that a host function returns as a tensor's memory, without a copy.
     """

@@ -39,12 +39,12 @@ class VariablesEngine:
 
     def __init__(self, process_set: Any, levels: str, **arguments: object) -> None:
         self.name, self.process_set, self._levels = "horovod_sparse.tensorflow", process_set, levels
-        #: that change what is applied; and those of the tape or optimizer, which may say more of the same
+        #: arguments that change the sums; and further ones of the tape or optimizer, compared by ranks, too
         self._arguments: Mapping[str, object] = arguments
         self.given: Mapping[str, object] = {}
-        #: of collectives, known with the first gradients
+        #: with which names of collectives begin; empty before the first gradients
         self.label = ""
-        #: the `Watch` with the deadline of collectives in which ranks agree
+        #: the `Watch` with the deadline for collectives in which ranks agree
         self.watch: Any = None
 
     def rank_and_size(self) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class VariablesEngine:
         ]
 
     def begin(self, training: Training) -> None:
-        """Does nothing: new parts are made for the new hosts."""
+        """Does nothing when ranks have new hosts: parts know them, and are made anew."""
 
     def carry_out(self, coroutine: Synchronization[Any], topology: Topology | None) -> Any:
         given = self.process_set, f"{self.label}.start", topology
@@ -98,7 +98,7 @@ class VariablesEngine:
 
 
 class VariablesTraining(Training):
-    """A training that makes buckets when a variable has its first gradient."""
+    """A training in TensorFlow, which makes buckets for variables when they have their first gradient."""
 
     engine: VariablesEngine
     parts: list[Part]
@@ -141,7 +141,7 @@ class VariablesTraining(Training):
         return self._names.get(variable.ref())
 
     def checked_parts_of(self, names: Collection[str], slices: Collection[str]) -> list[Part]:
-        """Returns the parts of these variables; raises if one's gradient has become `tf.IndexedSlices`."""
+        """Returns the parts of variables `names`; raises if these have `slices` (sparse gradients), too."""
         parts = [part for part in self.parts if any(name in names for name in part.names)]
         for part in parts:
             if sparse := sorted(set(part.names).intersection(slices)):
@@ -152,7 +152,7 @@ class VariablesTraining(Training):
         return parts
 
     def part_of(self, task: Task) -> Part:
-        """Returns the part to which a task belongs at present."""
+        """Returns a task's part; raises in a graph that was traced for an earlier plan."""
         part = self._by_task.get(task)
         if part is None:
             raise UnsupportedError(
@@ -162,10 +162,10 @@ class VariablesTraining(Training):
             )
         return part
 
-    # variables that come
+    # new variables
 
-    def add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-        """Makes buckets for variables with their first gradient, on all ranks; True if there are any."""
+    def add_new_variables(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+        """Makes buckets for variables that have their first gradient; returns True if there are any."""
         if not self.engine.label:
             self.engine.label = label_of("horovod_sparse", self.process_set, variables)
         new = [
@@ -188,7 +188,7 @@ class VariablesTraining(Training):
         self._by_task |= {part.task: part for part in parts}
 
     def _agree_on_plan(self, new: Sequence[Any]) -> Synchronization[tuple[Facts, Plan]]:
-        """Compares ranks' models; returns the variables by rank 0's names, and rank 0's plan."""
+        """Compares ranks' models; returns the facts of new variables by rank 0's names, and rank 0's plan."""
         rules, request = self.recipe.rules, self.request
         if not self.facts:
             yield from compare(self.declared())
@@ -213,7 +213,7 @@ class VariablesTraining(Training):
         return facts, (yield from plan_of_first_rank(plan, parameters))
 
     def _arguments_for(self, new: Sequence[Any]) -> dict[str, Any]:
-        """Returns the arguments of `make_plan` for new variables."""
+        """Returns the arguments of `make_plan` for new variables, without groups of other variables."""
         groups = self._plan_arguments["groups"]
         if not isinstance(groups, list):
             return self._plan_arguments
@@ -221,10 +221,10 @@ class VariablesTraining(Training):
         present = [[variable for variable in group if id(variable) in known] for group in groups]
         return {**self._plan_arguments, "groups": [group for group in present if group]}
 
-    # other plans
+    # new plans
 
     def build(self, plan: Plan) -> None:
-        """Makes the parts of a plan; graphs traced before stay valid if they have the same collectives."""
+        """Makes the parts of a plan; graphs traced for other collectives become invalid, which raise."""
         former, known = self.parts, plan == self.plan and bool(self._by_task)
         super().build(plan)
         goes_on = known and [one.task.kinds for one in former] == [one.task.kinds for one in self.parts]
@@ -236,7 +236,7 @@ class VariablesTraining(Training):
             self._on_invalid_traces()
 
     def _on_invalid_traces(self) -> None:
-        """Called when a new plan makes traced functions invalid; the synchronizer then drops its own."""
+        """Called when a new plan makes traced functions invalid; `GradientSynchronizer` drops its own."""
 
 
 #: attribute of a variable: telemetries of the last two trainings that it was in
@@ -256,7 +256,7 @@ def _warn_of_compressor_per_step(variable: Any, telemetry: Telemetry) -> None:
 
 
 def facts_of(names: Sequence[str], variables: Sequence[Any], rules: ParameterRules) -> Facts:
-    """Returns each variable with its facts, by name, in the model's order."""
+    """Returns each variable with its facts (size, dtype, density, shape), by name."""
     facts = {}
     for name, variable in zip(names, variables, strict=True):
         num_elements, dtype = tf.TensorShape(variable.shape).num_elements(), dtype_name(variable.dtype)

@@ -43,7 +43,7 @@ _queues: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Watch:
-    """Checks how long tasks and eager collectives wait for other ranks; makes late ones fail."""
+    """Makes tasks in graphs and eager collectives fail that wait too long for other ranks."""
 
     def __init__(self, deadline_seconds: float | None, process_set: Any, owner: Any = None) -> None:
         def rank_and_members() -> tuple[int, list[int]]:
@@ -57,7 +57,7 @@ class Watch:
         self._error: DeadlineError | None = None
 
     def arm(self) -> None:
-        """Adds an assertion to the graph being traced, by which it can be made to fail while it runs."""
+        """Adds an assertion to the graph being traced, by which `fail_graph` can end a run of the graph."""
         if self.deadline.seconds == math.inf:
             return
         _thread.add_watch(self)
@@ -73,7 +73,7 @@ class Watch:
             run_independently(passes, "Assert")
 
     def disarm(self, end: tf.Tensor) -> None:
-        """Makes the assertion of `arm` pass once the tensor `end` is ready."""
+        """Makes the assertion of `arm` pass once the tensor `end`, the end of a step, is ready."""
         if self.deadline.seconds == math.inf:
             return
         with tf.device(HOST), tf.control_dependencies([end]):
@@ -82,7 +82,7 @@ class Watch:
             run_independently(passed, "QueueEnqueueV2")
 
     def fail_graph(self, error: DeadlineError) -> None:
-        """Makes the running graph raise an error, by its assertion."""
+        """Makes the running graph (or the eager collective) raise this error."""
         self._error = error
         if (owner := self._owner_or_none()) is not None:
             owner.last_error = error
@@ -91,7 +91,7 @@ class Watch:
                 self._queue.enqueue(f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
-    def together(self, name: str) -> Iterator[None]:
+    def watch_eager(self, name: str) -> Iterator[None]:
         """Returns a context in which eager collectives raise `DeadlineError` if they wait too long."""
         self._error, wait = None, (time.perf_counter(), name)
         self._eager.append(wait)
@@ -109,7 +109,7 @@ class Watch:
         return None if self._owner is None else self._owner()
 
     def overdue_error(self, now: float) -> DeadlineError | None:
-        """Returns a `DeadlineError` if a collective has waited too long, else None."""
+        """Returns the error if a collective has waited too long, else None; called by the watching thread."""
         if not hvd.is_initialized():
             return None
         waits: list[Wait] = [(now - began, name, 0) for began, name in self._eager]
@@ -126,8 +126,8 @@ class Watch:
             return error
         return None
 
-    def forget(self) -> None:
-        """Empties the queue of errors, when Horovod was shut down and has ended the graphs itself."""
+    def clear_errors(self) -> None:
+        """Empties the queue of errors after Horovod's shutdown, which ends graphs by itself."""
         while self._queue is not None and int(self._queue.size()):
             self._queue.dequeue()
 
@@ -139,7 +139,7 @@ class Watch:
 
 
 class _WatchThread:
-    """A thread that checks all watches of this process; it starts with the first watch."""
+    """Checks all watches of this process in one thread, which starts with the first watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -192,7 +192,7 @@ def _fail_and_shut_down(watch: Watch, error: DeadlineError, watches: list[Watch]
         sys.stderr.flush()
         os._exit(1)  # Horovod's own threads wait, where no exception can be raised
     for one in watches:
-        one.forget()
+        one.clear_errors()
 
 
 _thread = _WatchThread()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class GradientReduction:
-    """Replaces Horovod's own reduction of gradients; given to Horovod as `compression=`."""
+    """Synchronizes gradients in place of Horovod's own reduction; Horovod gets it as `compression=`."""
 
     def __init__(self, synchronizer: Any) -> None:
         self.synchronizer = synchronizer
@@ -42,6 +42,7 @@ class GradientReduction:
 
 
 def _accept_sparsifiers(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates Horovod's `_make_allreduce_grads_fn`, so that its `compression` may be a sparsifier."""
     signature = inspect.signature(make)
 
     @tf.autograph.experimental.do_not_convert
@@ -170,7 +171,7 @@ _horovod_keras.create_distributed_optimizer = _create_optimizer
 
 
 class _DistributedTape(tf.GradientTape):
-    """A tape that continues the user's recording, and synchronizes the gradients."""
+    """A tape that continues the recording of a user's tape, and synchronizes the gradients."""
 
     #: after `gradient`: bool [], True if all ranks must skip the step; None unless on_nonfinite="skip"
     skipped: tf.Tensor | None = None
@@ -181,7 +182,7 @@ class _DistributedTape(tf.GradientTape):
 
     @property
     def telemetry(self) -> Telemetry:
-        """Reports of the last step, and means."""
+        """Reports of the last step, and means over steps."""
         return self._synchronizer.telemetry
 
     @tf.autograph.experimental.do_not_convert

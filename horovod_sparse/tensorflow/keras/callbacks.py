@@ -75,7 +75,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
 
 def _check_distributed(optimizer: Any) -> None:
-    """Raises if the optimizer that is to train the model reduces no gradients."""
+    """Raises if the model's optimizer is no `DistributedOptimizer`: each rank would train alone."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     reduces = "_horovod_sparse_keeper", *(() if is_keras3(inner) else ("_allreduce_grads",))
     if any(hasattr(one, name) for one in (optimizer, inner) for name in reduces):
@@ -103,7 +103,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
             return
         own = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
         name = "horovod_sparse.metrics"
-        with tf.device(self.device), Watch(None, hvd.global_process_set).together(name):
+        with tf.device(self.device), Watch(None, hvd.global_process_set).watch_eager(name):
             everyone = hvd.allgather_object(own, name=name)
         for name in dict.fromkeys(name for metrics in everyone for name in metrics):
             values = [metrics[name] for metrics in everyone if name in metrics]
@@ -111,7 +111,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
 
 class _RateSetter:
-    """Reads and sets an optimizer's learning rate for Horovod's callbacks, which do not know Keras 3.
+    """Mixin for Horovod's callbacks, which do not know Keras 3: reads and sets the learning rate.
 
     Momentum correction (Goyal et al. 2017, Section 3): SGD's velocity holds past learning rates, so it is
     multiplied by ``rate / rate_before`` when the rate changes. Horovod changes the momentum for one step
@@ -209,7 +209,7 @@ class CheckpointCallback(tf.keras.callbacks.Callback):
     Args:
         directory: made if it is missing; the same for all ranks, or each host's own. One for each training.
         save_freq: "epoch", or a number of batches.
-        keep: checkpoints that stay.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(

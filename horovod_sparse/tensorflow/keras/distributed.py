@@ -13,7 +13,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import carry_out_agreement, label_of, ranks_of, reduce_densely
-from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_graphs
+from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_unsupported_graphs
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.tensors import (
     as_dense,
@@ -38,7 +38,7 @@ def wrap(
     keeper: StateKeeper | None,
     name: str | None,
 ) -> Any:
-    """Replaces an optimizer's class by one of the same name that synchronizes before each update."""
+    """Makes an optimizer synchronize before each update, by a subclass of its class; returns it."""
     if tf.keras.backend.backend() != "tensorflow":
         raise UnsupportedError(
             f"Keras runs on {tf.keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use "
@@ -68,7 +68,7 @@ def wrap(
 
 def _distributed_class(base: Any, is_scaler: bool) -> Any:
     class Distributed(WithState, base):
-        """The user's optimizer class, which exchanges gradients or own steps before each update."""
+        """A subclass of the user's optimizer class that synchronizes by a reducer before each update."""
 
         _horovod_sparse_reducer: Any = None
 
@@ -172,7 +172,7 @@ class SavedState(CheckpointedState, _Saveable):
     """Lets Keras save residuals with an optimizer, though they are not among its variables."""
 
     def _obj_type(self) -> str:
-        # Keras knows no others than its own; of this one it expects nothing
+        """Called by Keras; returns a type that Keras knows, of which it expects no further methods."""
         return "Loss"
 
     def save_own_variables(self, store: Any) -> None:
@@ -187,7 +187,7 @@ class SavedState(CheckpointedState, _Saveable):
 
 
 class Accumulation:
-    """Adds up the gradients of several passes, and applies their sum in the last of these."""
+    """Adds up the gradients of `passes` backward passes, and applies their sum in the last of these."""
 
     def __init__(self, passes: int, average: bool, sparse_as_dense: bool) -> None:
         self.passes, self._average, self._sparse_as_dense = passes, average, sparse_as_dense
@@ -259,7 +259,7 @@ class DenseReducer:
         self, gradients: Sequence[Any], variables: Sequence[Any], *, scaled: bool = False
     ) -> tuple[list[Any], None]:
         """Returns the gradients averaged or summed over ranks; NaN on one rank becomes NaN on all."""
-        refuse_graphs()
+        refuse_unsupported_graphs()
         if not self.is_needed:
             return list(gradients), None
         variables = [as_variable(variable) for variable in variables]

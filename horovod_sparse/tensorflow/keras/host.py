@@ -27,9 +27,9 @@ from horovod_sparse.training.parts import Parameters
 
 
 class Exchanges(Starter):
-    """Runs coroutines one after another in a thread, in the order in which they were started.
+    """Runs exchanges' coroutines in a thread, one after another in the order of their starts.
 
-    Collectives are Horovod's own; an exchange with a delay travels behind the next pass.
+    Collectives are Horovod's own; with a delay an exchange runs beside the next pass.
     """
 
     def __init__(self, process_set: Any, seconds: float | None) -> None:
@@ -55,7 +55,7 @@ class Exchanges(Starter):
         return task
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Waits for tasks; raises Horovod's errors and deadlines, and leaves others in their tasks."""
+        """Waits for tasks; raises Horovod's and deadline errors, other errors stay in `task.error`."""
         for task in tasks:
             began = time.perf_counter()
             with self._ended:
@@ -120,7 +120,7 @@ class HostVariables(Parameters):
 
 
 def by_name(variables: Sequence[Any]) -> dict[str, Any]:
-    """Returns variables by name, without the numbers that Keras adds in each process."""
+    """Returns variables by unique names, without the numbers that Keras adds, other ones in each process."""
     paths = [re.sub(r"_\d+", "", str(getattr(one, "path", None) or one.name)) for one in variables]
     names = unique_names([SimpleNamespace(name=path) for path in paths])
     return {name: as_variable(one) for name, one in zip(names, variables, strict=True)}

@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import construction_errors
 from horovod_sparse.tensorflow.compression import Compression
 from horovod_sparse.tensorflow.keras.distributed import Accumulation, DenseReducer, is_keras3, wrap
-from horovod_sparse.tensorflow.keras.steps import bind_steps
+from horovod_sparse.tensorflow.keras.steps import make_own_steps
 from horovod_sparse.tensorflow.synchronizer import GradientSynchronizer
 from horovod_sparse.tensorflow.tensors import settings_of
 from horovod_sparse.training.compression import check_momentum
@@ -98,7 +98,7 @@ def DistributedOptimizer(
             raise ArgumentError("loss_scale_factor", fixed, "None, in a LossScaleOptimizer(optimizer)")
         Schedule(every, delay).check(recipe, arguments.settings)
         if recipe.feedback.applies_rate and takes_part(process_set):
-            reducer = bind_steps(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
+            reducer = make_own_steps(optimizer.inner_optimizer if is_scaler else optimizer, arguments)
             for method in ("finish", "common"):
                 object.__setattr__(optimizer, method, getattr(reducer, method))
         else:

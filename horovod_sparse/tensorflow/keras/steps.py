@@ -19,7 +19,7 @@ from horovod_sparse.plans import make_plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import carry_out_together
-from horovod_sparse.tensorflow.graph import refuse_graphs
+from horovod_sparse.tensorflow.graph import refuse_unsupported_graphs
 from horovod_sparse.tensorflow.keras.distributed import is_keras3
 from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, by_name
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable
@@ -48,7 +48,7 @@ class _Part(StepPart):
 
 
 class _Engine(VariablesEngine):
-    """Makes the buckets of one optimizer's variables."""
+    """Makes the buckets of one Keras optimizer's variables, and runs their exchanges over Horovod."""
 
     def __init__(self, moves_at_once: bool, process_set: Any, seconds: float | None) -> None:
         super().__init__(process_set, "flat")
@@ -65,7 +65,7 @@ class _Engine(VariablesEngine):
         return [_Part(self._moves_at_once, spec, facts, ranks) for spec in specs]
 
 
-class KerasSteps(Steps):
+class KerasOwnSteps(Steps):
     """Runs passes (own steps and their exchange) for one Keras optimizer, over Horovod.
 
     Second moments and velocities lie in the buckets. They are copied into Keras' own slots when an optimizer
@@ -98,13 +98,11 @@ class KerasSteps(Steps):
         #: called when the buckets are made, for a loaded state to be put into them
         self.on_planned: Callable[[], None] = lambda: None
 
-    # a pass
-
     @property
     def is_needed(self) -> bool:
         return True
 
-    def _present_rate(self) -> Any:
+    def _current_learning_rate(self) -> Any:
         rate = self.optimizer.learning_rate
         if not is_keras3(self.optimizer):  # where a schedule's present rate is known only after the step
             rate = getattr(self.optimizer, "_learning_rate", rate)
@@ -115,8 +113,8 @@ class KerasSteps(Steps):
     def synchronize_or_skip(
         self, gradients: Sequence[Any], variables: Sequence[Any], *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor]:
-        """Runs a pass, which changes the variables; returns the gradients, and whether ranks skipped it."""
-        refuse_graphs()
+        """Runs a pass, which changes the variables; returns the gradients, and whether it was skipped."""
+        refuse_unsupported_graphs()
         self._remember_variables(variables)
         own = [as_variable(one) for one in self._variables]
         numbers = {one.ref(): number for number, one in enumerate(own)}
@@ -136,7 +134,7 @@ class KerasSteps(Steps):
                 tf.cast(as_dense(one), own[number].dtype)
                 for number, (_, one) in zip(present, pairs, strict=True)
             ]
-            rate = tf.cast(as_variable(self._present_rate()), tf.float64)
+            rate = tf.cast(as_variable(self._current_learning_rate()), tf.float64)
             inputs = [rate, *dense, *(one.read_value() for one in own)]
             host, kinds = _host_function(weakref.ref(self), present, scaled), [one.dtype for one in own]
             skipped, *values = tf.numpy_function(host, inputs, [tf.bool, *kinds])
@@ -153,9 +151,9 @@ class KerasSteps(Steps):
     def run(
         self, gradients: Mapping[int, np.ndarray], values: Sequence[np.ndarray], rate: float, scaled: bool
     ) -> list[Any]:
-        """Runs a pass on the host; returns whether it was skipped, and the new values of the variables.
+        """Runs a pass on the host; returns whether it was skipped, and the variables' new values.
 
-        Where a loss is scaled, no rank enters a pass in which a gradient of some rank is not finite.
+        With a scaled loss, all ranks skip a pass in which a gradient of one rank is not finite.
         """
         self.ensure_parts()
         self.agree()  # agreeing may replace the parts
@@ -188,7 +186,7 @@ class KerasSteps(Steps):
         return [np.bool_(skipped), *(new[name] for name in self.facts)]
 
     def ensure_parts(self) -> None:
-        """Makes the buckets at the first pass, and loads a saved state into them."""
+        """Makes the buckets, at the first pass, and loads a saved state into them; later does nothing."""
         if self.facts:
             return
         facts, groups = self._first_facts(), self._groups
@@ -196,7 +194,7 @@ class KerasSteps(Steps):
             groups = [[as_variable(variable) for variable in group] for group in groups]
         size = self.settings.bucket_bytes if groups is None else None
         self.begin(facts, self.settings.plan or make_plan(facts, groups=groups, bucket_bytes=size))
-        self._load_slots()
+        self._load_slots_into_buckets()
         self.on_planned()
 
     def _first_facts(self) -> Facts:
@@ -246,12 +244,12 @@ class KerasSteps(Steps):
                 one.assign(tf.zeros_like(one))
 
     def read_slots(self) -> None:
-        """Reads step count and moments from the Keras optimizer's own variables."""
+        """Reads step count and moments from the Keras optimizer's variables, when it is wrapped or loaded."""
         with tf.init_scope():  # a graph counts iterations in any order with the pass
             self._began = int(np.asarray(self.optimizer.iterations))
-        self._load_slots()
+        self._load_slots_into_buckets()
 
-    def _load_slots(self) -> None:
+    def _load_slots_into_buckets(self) -> None:
         slots, steps = self._slots(), self._began
         if slots and steps:
             moments = {name: slot.numpy() * self._rule.keras_sign for name, slot in slots.items()}
@@ -259,7 +257,7 @@ class KerasSteps(Steps):
             self.step, self._agreed_under = steps // self.schedule.every, None
 
     def rescale_velocities(self, factor: float) -> None:
-        """Multiplies the velocities (which contain learning rates) after the learning rate was changed."""
+        """Multiplies the velocities (which contain learning rates); called when the learning rate changes."""
         for part in self.parts if self._rule.keras_moment == "momentums" else ():
             residual, *velocities = (np.array(one) for one in part.bucket.whole_arrays())
             part.bucket.load([residual, *(one * factor for one in velocities)])
@@ -270,8 +268,8 @@ class KerasSteps(Steps):
         return super().save(**more)
 
 
-def _host_function(steps: weakref.ref[KerasSteps], present: Sequence[int], scaled: bool) -> Any:
-    """Returns a graph's host function, which refers to the training weakly: TensorFlow never frees it."""
+def _host_function(steps: weakref.ref[KerasOwnSteps], present: Sequence[int], scaled: bool) -> Any:
+    """Returns the host function that runs a pass; graphs, never freed, refer by it to `steps` weakly."""
 
     def run(rate: np.ndarray, *arrays: np.ndarray) -> list[Any]:
         own = steps()
@@ -313,14 +311,14 @@ def recipe_for(optimizer: Any, recipe: Recipe) -> Recipe:
     return with_rule(recipe, own, kind.__name__, [settings])
 
 
-def bind_steps(optimizer: Any, arguments: Arguments) -> KerasSteps:
-    """Returns the passes of an optimizer, and makes it leave the update of variables to them."""
+def make_own_steps(optimizer: Any, arguments: Arguments) -> KerasOwnSteps:
+    """Makes the `KerasOwnSteps` of an optimizer, which from now on updates no variables itself."""
     recipe, settings = recipe_for(optimizer, arguments.compression.recipe), arguments.settings
     if arguments.op != hvd.Average:
-        raise ArgumentError("op", arguments.op, "Average: this feedback averages steps")
+        raise ArgumentError("op", arguments.op, f"Average: {recipe.feedback} averages steps")
     arguments.compression.reserve_for(optimizer, recipe)
     schedule = Schedule(arguments.every, arguments.delay)
-    steps = KerasSteps(optimizer, recipe, settings, schedule, arguments.process_set, arguments.groups)
+    steps = KerasOwnSteps(optimizer, recipe, settings, schedule, arguments.process_set, arguments.groups)
     arguments.compression._horovod_sparse_keeper.attach(steps)
     object.__setattr__(optimizer, "_horovod_sparse_steps", steps)
     object.__setattr__(optimizer, "__class__", _without_update(type(optimizer)))
@@ -328,11 +326,11 @@ def bind_steps(optimizer: Any, arguments: Arguments) -> KerasSteps:
 
 
 def _without_update(base: Any) -> Any:
-    """Returns a subclass of Keras' optimizer class that does not update variables itself."""
+    """Returns a subclass of Keras' optimizer class that updates no variables: own steps do."""
 
     class WithoutUpdate(base):
         _horovod_sparse_base = base
-        _horovod_sparse_steps: KerasSteps | None = None
+        _horovod_sparse_steps: KerasOwnSteps | None = None
 
         def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
             """Does nothing, since the pass has updated the variable."""
