@@ -97,7 +97,7 @@ class Arguments:
             check_count("groups", groups, allowed)
         return dataclasses.replace(self, groups=groups, num_groups=0)
 
-    def refuse_sparsifier_options(self) -> None:
+    def raise_if_sparsifier_options(self) -> None:
         """Raises if options for sparsifiers were given, but no sparsifier as `compression`."""
         given = {**self.options, "every": self.every, "delay": self.delay}
         raise_if_no_sparsifier(given, self.compression)

@@ -123,7 +123,7 @@ def carry_out(
 
 
 def reduce_densely(gradient: Any, name: str, process_set: Any, average: bool, **options: Any) -> Any:
-    """Sums or averages a gradient over ranks, by Horovod's allreduce, without a sparsifier."""
+    """Sums or averages a gradient over ranks by Horovod's operations, without a sparsifier."""
     if gradient.dtype.is_complex:
         raise UnsupportedError(
             f"a gradient of {gradient.dtype.name}: Horovod sums real numbers. Keep real and imaginary parts "

@@ -109,7 +109,6 @@ class SparseCompressor(WithState, hvd.compression.Compressor):
         return tf.cast(kept, tensor.dtype), None
 
     def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
-        """Returns the tensor unchanged."""
         return tensor
 
     def __repr__(self) -> str:

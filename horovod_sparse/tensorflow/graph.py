@@ -1,4 +1,4 @@
-"""Adds host functions to graphs, ordered by their inputs; refuses derivatives and graphs of XLA."""
+"""Adds host functions to graphs, ordered by their inputs; raises in graphs that cannot call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from horovod_sparse.errors import UnsupportedError
 HOST = "/cpu:0"
 
 
-def refuse_unsupported_graphs() -> None:
+def raise_if_unsupported_graph() -> None:
     """Raises if the graph being traced cannot call host functions: XLA's, or one of TensorFlow 1."""
     with tf.init_scope():  # out of a tf.function, but not out of a tf.Graph
         if not tf.executing_eagerly():

@@ -110,7 +110,7 @@ class GradientSynchronizer(VariablesTraining):
 
         With `scaled`, sums are NaN where a gradient is not finite on some rank, and nothing is raised.
         """
-        graph.refuse_unsupported_graphs()
+        graph.raise_if_unsupported_graph()
         variables = [as_variable(variable) for variable in variables]
         if len({variable.ref() for variable in variables}) < len(variables):
             raise UnsupportedError("a variable is given twice: give it once, with the sum of its gradients")

@@ -109,7 +109,7 @@ def DistributedGradientTape(
                 compression,
                 "Compression.parse(text), made once outside of the training loop: it keeps the residuals",
             )
-        arguments.refuse_sparsifier_options()
+        arguments.raise_if_sparsifier_options()
         takes_part(process_set)  # raises where only Horovod's other binding was started
         stock = hvd.DistributedGradientTape
         return stock(gradtape, **arguments.taken_by(stock))
@@ -152,7 +152,7 @@ def DistributedOptimizer(
         reduction = GradientReduction(arguments.checked().synchronizer())
         arguments = dataclasses.replace(arguments, compression=reduction)
     else:
-        arguments.refuse_sparsifier_options()
+        arguments.raise_if_sparsifier_options()
     return hvd.DistributedOptimizer(optimizer, **arguments.taken_by(hvd.DistributedOptimizer))
 
 

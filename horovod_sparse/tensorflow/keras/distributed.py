@@ -13,7 +13,7 @@ from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic, takes_part
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import carry_out_agreement, label_of, ranks_of, reduce_densely
-from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, refuse_unsupported_graphs
+from horovod_sparse.tensorflow.graph import EagerCalls, is_synchronized, raise_if_unsupported_graph
 from horovod_sparse.tensorflow.state import CheckpointedState, StateKeeper, WithState
 from horovod_sparse.tensorflow.tensors import (
     as_dense,
@@ -259,7 +259,7 @@ class DenseReducer:
         self, gradients: Sequence[Any], variables: Sequence[Any], *, scaled: bool = False
     ) -> tuple[list[Any], None]:
         """Returns the gradients averaged or summed over ranks; NaN on one rank becomes NaN on all."""
-        refuse_unsupported_graphs()
+        raise_if_unsupported_graph()
         if not self.is_needed:
             return list(gradients), None
         variables = [as_variable(variable) for variable in variables]

@@ -87,7 +87,7 @@ def DistributedOptimizer(
     check_count("backward_passes_per_step", backward_passes_per_step, "a number of 1 or more")
     arguments = arguments.parsed()
     if not arguments.is_sparse:
-        arguments.refuse_sparsifier_options()
+        arguments.raise_if_sparsifier_options()
     _check_optimizer(optimizer)
     is_scaler = hasattr(optimizer, "inner_optimizer")
     reducer: Any = None

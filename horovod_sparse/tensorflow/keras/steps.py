@@ -19,7 +19,7 @@ from horovod_sparse.plans import make_plan
 from horovod_sparse.tensorflow._horovod import hvd
 from horovod_sparse.tensorflow.arguments import Arguments
 from horovod_sparse.tensorflow.collectives import carry_out_together
-from horovod_sparse.tensorflow.graph import refuse_unsupported_graphs
+from horovod_sparse.tensorflow.graph import raise_if_unsupported_graph
 from horovod_sparse.tensorflow.keras.distributed import is_keras3
 from horovod_sparse.tensorflow.keras.host import Exchanges, HostVariables, by_name
 from horovod_sparse.tensorflow.tensors import as_dense, as_variable
@@ -114,7 +114,7 @@ class KerasOwnSteps(Steps):
         self, gradients: Sequence[Any], variables: Sequence[Any], *, scaled: bool = False
     ) -> tuple[list[Any], tf.Tensor]:
         """Runs a pass, which changes the variables; returns the gradients, and whether it was skipped."""
-        refuse_unsupported_graphs()
+        raise_if_unsupported_graph()
         self._remember_variables(variables)
         own = [as_variable(one) for one in self._variables]
         numbers = {one.ref(): number for number, one in enumerate(own)}
