@@ -58,9 +58,6 @@ class ArrayPart(BucketPart):
     def start(self, gradients: Arrays, execute: Callable[[Request], Any]) -> None:
         self.run(self.bucket.step(self.gathered(gradients)), execute)
 
-    def abandon(self, *, drop: bool = False) -> None:
-        self.bucket.abandon(drop=drop)
-
     def apply(self, scale: float) -> tuple[np.ndarray, BucketReport]:
         applied, total = np.zeros(self.num_elements, np.float32), self.total
         np.add.at(applied, total.indices, total.values * np.float32(scale))  # an index may come twice

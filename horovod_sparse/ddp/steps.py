@@ -88,8 +88,9 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
 
     def _state_dict_pre_hook(self, optimizer: Any) -> None:
         super()._state_dict_pre_hook(optimizer)
-        moved = self.size > 1 and any(part.moves.moves or part.moves.ahead for part in self.parts)
-        if optimizer is not None and self.hidden is None and moved:
+        at_once = self.size > 1 and self.schedule.moves_at_once and self.hidden is None
+        moved = at_once and any(part.moves.moves or part.moves.ahead for part in self.parts)
+        if optimizer is not None and moved:
             _log.warning(
                 "saving an optimizer while ranks differ (every > 1 or delay > 0): save model and optimizer "
                 "within `with sync.common():`, or torch.distributed.checkpoint mixes the ranks' parameters"
@@ -105,7 +106,7 @@ class LocalSteps(OverGroup, LocalBinding):  # type: ignore[misc]
 
     ``theta_r``: what H steps of the optimizer make of ``theta`` on rank r. Then
     ``theta <- theta - lr (mean + momentum v)``, the mean over ranks of ``theta - theta_r``, or of what a
-    compression sends of it. See `horovod_sparse.training.local_steps`.
+    compression sends of it. See `horovod_sparse.tensors.local_steps`.
 
     The training loop stays as it is. Hooks count the steps that the optimizer has really taken, so
     accumulated passes, and steps that a `torch.amp.GradScaler` skips, do not count. Moments stay on their

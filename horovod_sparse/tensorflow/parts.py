@@ -219,8 +219,7 @@ class Part(common.BucketPart):
         )
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Cancels the step: its selection returns to the residual; with `drop` its gradient is taken out."""
-        self.bucket.abandon(drop=drop)
+        super().abandon(drop=drop)
         self.task.settled = True
 
     def roll_back_unapplied(self) -> None:

@@ -19,7 +19,7 @@ from horovod_sparse.feedback import RULES, Progress, Recipe, kind_of
 from horovod_sparse.feedback.feedbacks import Rule
 from horovod_sparse.tensors.layout import local, replicated_arrays
 from horovod_sparse.tensors.models import checked_entry
-from horovod_sparse.tensors.own_steps import StepBucket
+from horovod_sparse.tensors.moves import StepBucket
 from horovod_sparse.topology import RankAndSize, Topology
 from horovod_sparse.training.engine import Facts, PartSpec
 from horovod_sparse.training.schedules import Schedule

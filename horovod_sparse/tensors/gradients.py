@@ -354,10 +354,9 @@ class GradientBucket(ParameterBucket):
         return self._first_of_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:
-        """Rolls back the step: its selection returns to the residual; with `drop` its gradient leaves it."""
         if self.streams is not None:
             self.streams.wait_for_coroutine()
-        self.bucket.abandon(drop=drop)
+        super().abandon(drop=drop)
 
     @torch.no_grad()
     def clear(self) -> None:

@@ -1,8 +1,14 @@
-"""Local steps of a PyTorch optimizer: displacements of its parameters, and hooks on its steps."""
+"""Local steps: each rank trains alone for many steps, then ranks exchange their displacements.
+
+``theta_r`` is what H steps of rank r's own optimizer make of the common ``theta``. Buckets carry
+``theta - theta_r`` as if it were a gradient. The mean over ranks moves the common parameters (`OuterStep`),
+from which all ranks go on. `Steps` does all else: it begins exchanges, waits, and cancels them.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,192 +16,28 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from horovod_sparse.arrays import WeightedParts
-from horovod_sparse.errors import ArgumentError, UnsupportedError
-from horovod_sparse.sparsifiers import SparseSum
+from horovod_sparse.collectives import shared_lines
+from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
+from horovod_sparse.plans import Plan, fixed_bytes
+from horovod_sparse.sparsifiers.dense import Dense
 from horovod_sparse.tensors.binding import unwrapped
-from horovod_sparse.tensors.gradients import HOST, ParameterBucket, host_view
-from horovod_sparse.tensors.layout import ReplicatedTensor, flat, local, view_into
+from horovod_sparse.tensors.layout import ReplicatedTensor, local
 from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
-from horovod_sparse.tensors.own_steps import make_parameters
+from horovod_sparse.tensors.moves import LocalBucket
 from horovod_sparse.topology import RankAndSize, Topology
+from horovod_sparse.training import agreement
 from horovod_sparse.training.collective_errors import listed
-from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
-from horovod_sparse.training.local_steps import LocalTraining
-from horovod_sparse.training.parts import scaled
+from horovod_sparse.training.engine import Facts, PartSpec
+from horovod_sparse.training.facts import mean_of_finite
 from horovod_sparse.training.schedules import LocalSchedule
 from horovod_sparse.training.settings import Settings
+from horovod_sparse.training.steps import Steps
+from horovod_sparse.training.training import Training
 
 #: all parameters that some `LocalSteps` exchanges
 _have_local_steps: Any = WeakTensorKeyDictionary()
-
-
-class Displacement:
-    """A bucket's common parameters and its displacement from them: for local steps, in `OwnMoves`' role.
-
-    Half types are kept in float32: a round often moves a parameter by less than their rounding.
-
-    Args:
-        part: it belongs to.
-        schedule: has the outer step.
-
-    Attributes:
-        start: [n], the common parameters.
-        velocity: [n], of the outer step; empty without momentum.
-        sent: [n], the parameters when the exchange in flight began; empty without a delay.
-        task: the exchange in flight; None without one.
-    """
-
-    def __init__(self, part: LocalBucket, schedule: LocalSchedule) -> None:
-        self.bucket, self.spans, self.schedule = part.bucket, part.spans, schedule
-        self._parameters, self._layouts, self._memory = part.given, part.layouts, part.memory
-        self.task: Any = None
-        first, n = local(part.given[0]), part.bucket.info.num_elements
-        wide = first.new_empty(0, dtype=torch.promote_types(first.dtype, torch.float32))
-
-        def empty(like: torch.Tensor, count: int) -> torch.Tensor:
-            if like.device.type != "cpu" or not count:
-                return torch.zeros(count, dtype=like.dtype, device=like.device)
-            # NumPy asks for huge pages: large folds miss the TLB less
-            return torch.from_numpy(np.zeros(count * like.element_size(), np.uint8)).view(like.dtype)
-
-        self.start, self.velocity = empty(wide, n), empty(wide, n if schedule.outer.momentum else 0)
-        self.sent = empty(first, n if schedule.delay else 0)
-        self._common = make_parameters([self.start], [(0, n)])
-        self.take_as_common()
-
-    # an exchange
-
-    def begin(self, starter: Starter, name: str) -> None:
-        self.task = Task(name)
-        self.record_sent()
-        report = self.bucket.fold(self.displacement())
-        self.task = starter.start(name, self.bucket.synchronize(report))
-
-    def received(self, scale: float) -> SparseSum:
-        """Returns the sum of all ranks' displacements; raises the exchange's error on all ranks alike."""
-        total: SparseSum = self.task.value()
-        return total
-
-    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
-        """Moves `start` by the mean displacement, and the parameters to `start`; returns the union's size."""
-        self.task, outer = None, self.schedule.outer
-        total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
-        if outer.momentum:  # all is sent
-            num_union = len(total.values)
-            self._step_with_momentum(scaled(total, scale))
-        else:
-            num_union, _ = self._common.replace(total=total, scale=outer.lr * scale)
-        self.return_to_start()
-        self.bucket.accept()
-        return num_union
-
-    def cancel(self) -> None:
-        """Cancels the exchange: takes its displacement out of the residual, and leaves the parameters."""
-        self.task = None
-        self.bucket.abandon(drop=True)
-
-    def step_back(self) -> None:
-        """Does nothing: local steps take no step ahead."""
-
-    def roll_back(self) -> None:
-        """Cancels the exchange in flight; the parameters still contain its displacement."""
-        if self.task is not None:
-            self.cancel()
-
-    # common parameters and this rank's own
-
-    @torch.no_grad()
-    def _copy_parameters(self, into: torch.Tensor) -> None:
-        for number, parameter in enumerate(self._parameters):
-            self._parameter_view(into, number).copy_(local(parameter))
-
-    def _parameter_view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
-        return view_into(flat, self.spans[number][0], self._layouts[number])
-
-    def take_as_common(self) -> None:
-        """Copies the parameters to `start`, when they are equal on all ranks (at the begin, after a load)."""
-        self._copy_parameters(self.start)
-        self.velocity.zero_()
-        self.record_sent()
-
-    @torch.no_grad()
-    def displacement(self) -> Any:
-        """Returns ``start - parameters``, as the accumulator folds it."""
-        lines = [
-            self.sent[slice(*span)] if self.sent.numel() else flat(parameter, layout.stride())
-            for span, parameter, layout in zip(self.spans, self._parameters, self._layouts, strict=True)
-        ]
-        # half types began from `start` rounded to their dtype: that rounding is no displacement
-        pairs = [
-            (self.start[slice(*span)].to(line.dtype), line)
-            for span, line in zip(self.spans, lines, strict=True)
-        ]
-        if self._memory is HOST:
-            common, own = ([host_view(one) for one in some] for some in zip(*pairs, strict=True))
-            return WeightedParts(common, own, (1.0, -1.0))
-        kind = self.start.dtype
-        return self._memory.fold_input([one.to(kind) - other.to(kind) for one, other in pairs])
-
-    @torch.no_grad()
-    def _step_with_momentum(self, mean: Any) -> None:
-        """Applies the outer step with momentum by the mean displacement, an array [n]."""
-        mean, outer = torch.as_tensor(mean, device=self.start.device), self.schedule.outer
-        self.velocity.mul_(outer.momentum).add_(mean)
-        self.start.sub_(mean.add(self.velocity, alpha=outer.momentum), alpha=outer.lr)
-
-    @torch.no_grad()
-    def return_to_start(self) -> None:
-        """Sets the parameters to `start` plus the steps that this rank made since the exchange began.
-
-        A NaN of those steps stays, and is found in the next exchange.
-        """
-        for number, own in enumerate(self._parameters):
-            parameter, start = local(own), self._parameter_view(self.start, number)
-            if not self.sent.numel():
-                parameter.copy_(start)
-                continue
-            sent = self._parameter_view(self.sent, number)
-            learned = parameter.to(start.dtype).sub(sent)
-            parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
-        self.record_sent()
-
-    def record_sent(self) -> None:
-        """Copies the parameters to `sent`: later steps belong to the next exchange."""
-        if self.sent.numel():
-            self.sent = self.sent.to(self._parameters[0].dtype)  # `model.float()` has changed it
-            self._copy_parameters(self.sent)
-
-    @contextlib.contextmanager
-    def common(self) -> Iterator[None]:
-        parameters = [local(parameter) for parameter in self._parameters]
-        own = [parameter.clone() for parameter in parameters]
-        for number, parameter in enumerate(parameters):
-            parameter.copy_(self._parameter_view(self.start, number))
-        try:
-            yield
-        finally:
-            torch._foreach_copy_(parameters, own)
-
-    def entry(self, number: int, name: str) -> ReplicatedTensor:
-        """Returns the common value of parameter `number`, for a drift check between ranks."""
-        return ReplicatedTensor(name, self._parameter_view(self.start, number))
-
-    def to_host(self, name: str) -> np.ndarray:
-        """Returns the array called `name` ("start", "velocity" or "sent") on the host, [n]."""
-        return np.asarray(getattr(self, name).cpu().to(self.start.dtype).numpy())
-
-    def assign_array(self, name: str, values: np.ndarray) -> None:
-        """Copies values into the array called `name`: "start", "velocity" or "sent"."""
-        getattr(self, name).copy_(torch.from_numpy(np.array(values)))
-
-
-class LocalBucket(ParameterBucket):
-    """A bucket of parameters whose displacements are exchanged."""
-
-    def __init__(self, spec: PartSpec, facts: Facts, ranks: RankAndSize, schedule: LocalSchedule) -> None:
-        super().__init__(spec, facts, ranks)
-        self.moves = Displacement(self, schedule)
+#: what a checkpoint has of a `Displacement`, and what other buckets take over
+_SAVED = "start", "velocity"
 
 
 def _unexchanged_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -209,8 +51,15 @@ def _digest(tensor: torch.Tensor, by_version: bool) -> bytes:
     return str(tensor._version).encode() if sums is None else sums.tobytes()
 
 
-class LocalBinding(LocalTraining):
-    """Hooks local steps to one optimizer; base of `LocalSteps` in both front ends."""
+class LocalBinding(Steps):
+    """Hooks local steps to one optimizer; base of `LocalSteps` in both front ends.
+
+    `step` counts exchanges, `taken` local steps since the last one began.
+    """
+
+    schedule: LocalSchedule
+    #: time that exchanges have taken from the training loop
+    seconds_held_up = 0.0
 
     def __init__(
         self,
@@ -220,14 +69,20 @@ class LocalBinding(LocalTraining):
         schedule: LocalSchedule,
         settings: Settings,
     ) -> None:
-        self.schedule, self.optimizer, self._model = schedule, optimizer, model
+        self.optimizer, self._model, self._buffers = optimizer, model, ModelBuffers(model)
         _have_local_steps.update(dict.fromkeys(self._trained_parameters(), True))
         #: of parameters that others may train, whether they were frozen, and a digest, where training begins
         self._known: dict[str, tuple[bool, bytes]] = {}
         #: hashes of the parameters before a state was loaded since the last step; None without a load
         self._before_load: list[bytes] | None = None
-        self._is_restored = False
-        super().__init__(engine, schedule, settings, engine.facts({}), ModelBuffers(model))
+        self._is_restored = self._has_begun = False
+        #: local steps since the exchange in flight began
+        self._flying = 0
+        #: whether the common parameters have been loaded anew since the last exchange
+        self._replaced = False
+        facts = engine.facts({})
+        super().__init__(engine, schedule.recipe, settings, schedule, self._buffers)
+        self.begin(facts, self.plan_for_new(facts))
         for hook in getattr(optimizer, "_local_hooks", ()):  # the newer binding takes the optimizer over
             hook.remove()
         roll_back_before_loading(model.modules(), self)
@@ -237,38 +92,118 @@ class LocalBinding(LocalTraining):
             optimizer.register_step_post_hook(self._step_post_hook),
         ]
 
-    @torch._disable_dynamo
-    def _step_pre_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
-        self.before_step()
+    def plan_for_new(self, facts: Facts) -> Plan:
+        """Returns a plan with buckets of 32 MiB; without buckets if everything is sent."""
+        parameters = [fact for fact, _ in facts.values()]
+        if isinstance(self.recipe.sparsifier, Dense):
+            return Plan((), tuple(fact.name for fact in parameters))
+        return fixed_bytes(parameters)
 
-    @torch._disable_dynamo
-    def _step_post_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
-        # GradScaler calls a fused optimizer also for a skipped step, and sets found_inf
-        skipped = getattr(optimizer, "found_inf", None)
-        if not (skipped is not None and bool(skipped)):
-            self.after_step()
+    def build(self, plan: Plan) -> None:
+        kept = self._arrays_by_parameter(*_SAVED, "sent")
+        super().build(plan)
+        self._assign_arrays(kept)
+
+    def make_parts(
+        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
+    ) -> list[LocalBucket]:
+        return [LocalBucket(spec, facts, ranks, self.schedule) for spec in specs]
+
+    def _arrays_by_parameter(self, *names: str) -> dict[str, dict[str, Any]]:
+        """Returns all displacements' arrays with these names, as dicts by parameter."""
+        kept: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for part, what in itertools.product(self.parts, kept):
+            values = part.moves.to_host(what)
+            kept[what] |= part.by_name(values) if values.size else {}
+        return kept
+
+    def _assign_arrays(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
+        for part, what in itertools.product(self.parts, kept):
+            if kept[what].keys() >= set(part.names):
+                flat = [part.flat(number, kept[what][name]) for number, name in enumerate(part.names)]
+                part.moves.assign_array(what, np.concatenate(flat))
+
+    # a step of the optimizer
 
     def _trained_parameters(self) -> Iterator[torch.Tensor]:
         given = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return (one for one in given if one.requires_grad and local(one).numel())
 
-    def before_step(self) -> None:
+    @torch._disable_dynamo
+    def _step_pre_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
         self.agree()
         self._adopt_loaded()
         self._is_restored = False
 
+    @torch._disable_dynamo
+    def _step_post_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        """Hook after `optimizer.step`: exchanges displacements when that is due."""
+        # GradScaler calls a fused optimizer also for a skipped step, and sets found_inf
+        skipped = getattr(optimizer, "found_inf", None)
+        if skipped is not None and bool(skipped):
+            return
+        self.taken += 1
+        if not self._in_flight and self.taken < self.schedule.every:
+            return
+        began, self._flying = time.perf_counter(), self._flying + 1
+        self._advance()
+        if self._flying >= self.schedule.delay:
+            self._apply_exchanges(0)
+        if self.taken >= self.schedule.every:
+            self._begin_exchange()
+            if not self.schedule.delay:
+                self._apply_exchanges(0)
+        self.seconds_held_up += time.perf_counter() - began
+
+    def _advance(self) -> None:
+        """Continues the exchange in flight as far as possible without waiting."""
+
+    # what ranks agree upon
+
     def agree(self) -> None:
-        is_due = not (self._has_begun and self.is_agreed)
-        super().agree()
-        if is_due:
-            self._remember_unexchanged()
+        """Agrees on step and plan (`Training.agree`); raises if ranks' common parameters differ."""
+        if self._has_begun and self.is_agreed:
+            return
+        self.roll_back()  # what was in flight when the collectives ended
+        for part in self.parts:
+            if self._has_begun:  # parameters may have been loaded since something was sent
+                part.moves.record_sent()
+            else:
+                part.moves.take_as_common()
+        before, self._num_begun = self.step, 0
+        Training.agree(self)
+        if self.size > 1:
+            try:
+                self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
+            except BaseException:
+                self.step = before
+                raise
+        self._has_begun = True
+        self._remember_unexchanged()
 
     def _remember_unexchanged(self) -> None:
         others = [(name, one, not one.requires_grad) for name, one in _unexchanged_in(self._model)]
         self._known = {name: (frozen, _digest(one, frozen)) for name, one, frozen in others}
 
+    def replicated_arrays(self) -> Sequence[Any]:
+        return [part.moves.entry(*one) for part in self.parts for one in enumerate(part.names)]
+
+    # an exchange
+
     def _begin_exchange(self, *, finishing: bool = False) -> None:
         self._adopt_loaded()
+        self._refuse_unexchanged()
+        self._apply_exchanges(0)
+        taken, self._flying = self.taken, 0
+        try:
+            super()._begin_exchange(finishing=finishing)
+        except BaseException:  # the user's interrupt
+            self.roll_back()
+            self.taken = taken
+            raise
+
+    def _refuse_unexchanged(self) -> None:
+        """Raises if parameters were trained here that no exchange contains."""
         known = {id(parameter) for _, parameter in self.facts.values()}
         if new := [list(one.shape) for one in self._trained_parameters() if id(one) not in known]:
             raise UnsupportedError(
@@ -291,7 +226,62 @@ class LocalBinding(LocalTraining):
                 f"{listed([name for name, _ in moved])}, which no optimizer trains, have changed here: "
                 "give averages of parameters to register_buffer, which is averaged over ranks"
             )
-        super()._begin_exchange(finishing=finishing)
+
+    def _send_rank_facts(self, facts: Any, name: str) -> None:
+        told = [self.step, facts.finishing, self._replaced, self._buffers.read().size]
+        facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
+        self._num_begun, self._replaced = self._num_begun + 1, False
+
+    def _read_rank_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
+        numbers, finishing, replaced, sizes = zip(*facts.task.value(), strict=True)
+        self.check_same_exchange(numbers)
+        if len(set(replaced)) > 1:
+            ranks = [rank for rank, loaded in enumerate(replaced) if loaded]
+            raise StateMismatchError(
+                f"only ranks {ranks} have loaded parameters since the last exchange: call "
+                "model.load_state_dict on all ranks"
+            )
+        if len(set(sizes)) > 1:
+            told = agreement.values_by_rank("have {} elements", sizes)
+            raise StateMismatchError(f"the model's buffers differ: {told}. Make them the same on all ranks")
+        return [{}] * len(self.parts), all(finishing)
+
+    def _average_buffers(self, facts: Any) -> None:
+        if (own := self._buffers.read()).size:
+            self._buffers.move(own, self._carry_out(mean_of_finite(own)))
+
+    def _apply_exchanges(self, most_in_flight: int) -> bool:
+        all_finishing = super()._apply_exchanges(most_in_flight)
+        if self.step >= self.drift.next_step:
+            self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
+        return all_finishing
+
+    @torch.no_grad()
+    def _cancel(self, failures: Sequence[BaseException]) -> None:
+        """Cancels the exchange on all ranks; a rank with NaN or Inf also drops its later local steps."""
+        super()._cancel(failures)
+        diverged = any(self.rank in getattr(error, "where", ()) for error in failures)
+        for part in self.parts:
+            if diverged:
+                part.moves.record_sent()
+            part.moves.return_to_start()
+        for state in self.optimizer.state.values() if diverged else ():
+            for value in state.values():  # NaN and Inf in moments would spoil the next step
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    torch.nan_to_num_(local(value), 0.0, 0.0, 0.0)
+
+    def pending_moves(self) -> list[Any]:
+        """Returns an empty list for each part: local steps are in the parameters, not in moves."""
+        return [[] for _ in self.parts]
+
+    def roll_back(self) -> None:
+        """Cancels the exchange in flight; the next step begins it again."""
+        if not self._in_flight and not any(part.moves.task for part in self.parts):
+            return
+        self._advance()
+        taken = self.taken
+        super().roll_back()
+        self.taken = taken + self.schedule.every
 
     def finish(self) -> None:
         """Ends a training: takes part in exchanges until all ranks have called it, even with unequal steps.
@@ -305,14 +295,6 @@ class LocalBinding(LocalTraining):
             )
         super().finish()
 
-    @torch.no_grad()
-    def _clear_nonfinite_state(self) -> None:
-        """Sets NaN and Inf in the optimizer's moments to 0; called when an exchange with NaN is cancelled."""
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    torch.nan_to_num_(local(value), 0.0, 0.0, 0.0)
-
     # checkpoints
 
     def before_load(self) -> None:
@@ -324,16 +306,17 @@ class LocalBinding(LocalTraining):
     def _digests(self) -> list[bytes]:
         return [_digest(one, False) for _, one in self.facts.values()]
 
-    def make_parts(
-        self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
-    ) -> list[LocalBucket]:
-        return [LocalBucket(spec, facts, ranks, self.schedule) for spec in specs]
-
     def _adopt_loaded(self) -> None:
+        """Makes the parameters the common ones if all ranks have loaded others into the model."""
         before, self._before_load = self._before_load, None
-        if before is not None and before != self._digests():  # not lent for an evaluation
-            self.replace_common()
-            self._remember_unexchanged()
+        if before is None or before == self._digests():  # lent for an evaluation
+            return
+        for part in self.parts:
+            part.restart(part.bucket.progress)
+            part.moves.take_as_common()
+        self.taken, self._replaced = 0, True
+        self.drift.restart(self.step)
+        self._remember_unexchanged()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's checkpoint entry: common parameters, residuals, steps since the last exchange.
@@ -344,6 +327,14 @@ class LocalBinding(LocalTraining):
         """
         self._adopt_loaded()
         return self.save()
+
+    def save(self, **more: Any) -> dict[str, Any]:
+        """Returns the checkpoint entry, once the exchange in flight has ended; all ranks call it together."""
+        if self.hidden is not None and (self.taken or self._in_flight):
+            raise UnsupportedError("state_dict() was called within `with local.common():`, call it outside")
+        self._apply_exchanges(0)
+        own = {"taken": self.taken, "has_begun": self._has_begun, **self._arrays_by_parameter(*_SAVED)}
+        return Training.save(self, local=own, **more)
 
     def load_state_dict(self, entry: Mapping[str, Any] | None) -> None:
         """Loads a saved entry; ranks agree in the next step.
@@ -356,8 +347,25 @@ class LocalBinding(LocalTraining):
         """
         if entry is not None:
             entry = checked_entry(self, entry)
-        self.load(entry)
+        self._apply_exchanges(0)
+        own = {} if entry is None else self._checked_local(entry)
+        Training.load(self, entry)
+        self._has_begun = bool(own.get("has_begun"))
+        self.taken, self._replaced = int(own.get("taken", 0)), False
+        self._assign_arrays({what: own.get(what, {}) for what in _SAVED})
         self._before_load, self._is_restored = None, entry is not None
+
+    def _checked_local(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        saved = entry.get("local")
+        if not isinstance(saved, Mapping):
+            raise StateMismatchError("the saved state is not one of LocalSteps")
+        shapes = {name: tuple(fact.shape or ()) for name, (fact, _) in self.facts.items()}
+        for what in _SAVED:
+            wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
+            found = {name: tuple(values.shape) for name, values in saved.get(what, {}).items()}
+            if other := found.items() ^ wanted.items():
+                raise StateMismatchError(f"saved {what} of {min(other)[0]} is of another model or momentum")
+        return saved
 
 
 def stepping_optimizer(optimizer: Any, module: Any) -> torch.optim.Optimizer:

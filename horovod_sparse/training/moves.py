@@ -56,7 +56,7 @@ class OwnMoves:
     """Applies a rank's own selection to its parameters at once, and later replaces it by the ranks' mean."""
 
     def __init__(self, part: StepPart) -> None:
-        self._part, self._bucket, self._parameters = part, part.bucket, part.parameters
+        self._bucket, self._parameters = part.bucket, part.parameters
         bucket = part.bucket
         #: messages have no fixed length: ranks may have made different numbers of moves
         self._wire = bucket.recipe.sparsifier.wire
@@ -238,7 +238,7 @@ class OwnMoves:
         flying = [[one.num_moves, array(one.message)] for one in self.in_flight]
         return {"moves": saved(self.moves), "in_flight": flying, "ahead": saved(self.ahead)}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
+    def loaded(self, saved: Mapping[str, Any]) -> OwnMoves:
         """Loads moves that the loaded parameters contain; `begin` sends messages that were in flight."""
         self.moves, self.ahead = (
             [
@@ -248,42 +248,52 @@ class OwnMoves:
             for name in ("moves", "ahead")
         )
         self._resumed = deque((num_moves, np.asarray(message)) for num_moves, message in saved["in_flight"])
-
-    def add_to_residual(self, saved: Mapping[str, Any], factor: float) -> None:
-        """Adds the moves in a rank's checkpoint, times a factor, to the residual instead of loading them."""
-        other = OwnMoves(self._part)
-        other.load(saved)
-        for indices, values in other.pending():
-            self._bucket.accumulator.add(indices, values * factor)
+        return self
 
 
-class JointMoves(OwnMoves):
+class JointMoves:
     """Applies the sum over ranks once it has arrived (every=1 and delay=0), for any sparsifier."""
 
+    #: the exchange in flight; None without one
     task: Any = None
 
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
     def begin(self, starter: Starter, name: str) -> None:
-        report = self._part.fold()
-        self.task = starter.start(name, self._bucket.synchronize(report, 1.0 / self._bucket.info.size))
+        report, bucket = self._part.fold(), self._part.bucket
+        self.task = starter.start(name, bucket.synchronize(report, 1.0 / bucket.info.size))
 
     def received(self, scale: float) -> SparseSum:
+        """Returns the exchange's sum, which has arrived; raises its error on all ranks alike."""
         total: SparseSum = self.task.value()
         return total
 
     def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
         self.task = None
-        num_union, _ = self._parameters.replace((), shrunk, total, scale)
-        self._bucket.accept()
-        return num_union
+        num_union, _ = self._part.parameters.replace((), shrunk, total, scale)
+        self._part.bucket.accept()
+        return int(num_union)
 
     def cancel(self) -> None:
+        """Cancels the exchange, and drops its gradients."""
         self.task = None
         self._part.abandon(drop=True)
+
+    def step_back(self) -> None:
+        """Does nothing: there is no step ahead."""
+
+    def pending(self) -> list[tuple[Indices, Values]]:
+        """Returns no moves: the parameters are the common ones."""
+        return []
 
     def roll_back(self) -> None:
         if self.task is not None:
             self.task = None
             self._part.abandon()
+
+    def common(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class StepPart(BucketPart):
@@ -297,7 +307,7 @@ class StepPart(BucketPart):
     def bind(self, parameters: Parameters, moves_at_once: bool) -> None:
         """Sets the parameters' memory, and `moves`: at once (`OwnMoves`), or with the sum (`JointMoves`)."""
         self.parameters = parameters
-        self.moves = OwnMoves(self) if moves_at_once else JointMoves(self)
+        self.moves: Any = OwnMoves(self) if moves_at_once else JointMoves(self)
         self.now = OwnStep(self.bucket.feedback, (1.0, 0.0), 1.0, 0.0)
         self.release()
 
@@ -331,10 +341,6 @@ class StepPart(BucketPart):
             total[np.asarray(indices)] += np.asarray(values)
         for number, (name, span) in enumerate(zip(self.names, self.spans, strict=True)):
             residuals[name] = residuals[name] + self.shaped(number, total[slice(*span)])
-
-    def abandon(self, *, drop: bool = False) -> None:
-        """Rolls back this pass's fold before any parameter moved; with `drop` also removes the gradients."""
-        self.bucket.abandon(drop=drop)
 
 
 def _gather_moves(message: np.ndarray, info: BucketInfo, wire: WireFormat) -> Synchronization[SparseSum]:

@@ -167,6 +167,10 @@ class BucketPart:
         self.bucket.load(self.blank())
         self.bucket.restart(progress)
 
+    def abandon(self, *, drop: bool = False) -> None:
+        """Rolls back the step: its selection returns to the residual; with `drop` its gradient leaves it."""
+        self.bucket.abandon(drop=drop)
+
     def shaped(self, number: int, values: np.ndarray) -> Any:
         """Returns a copy of one parameter's elements in its own shape, as checkpoints contain them."""
         return np.array(values).reshape(self.shapes[number])

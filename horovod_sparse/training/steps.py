@@ -29,7 +29,7 @@ from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine
 from horovod_sparse.training.facts import Averaged, RankFacts, mean_of_finite, present_in, read_facts
-from horovod_sparse.training.moves import OwnMoves
+from horovod_sparse.training.moves import JointMoves, OwnMoves
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
 from horovod_sparse.training.training import Training
@@ -315,7 +315,7 @@ class Steps(Training):
     def _load_moves(self) -> None:
         if self._to_resume is not None:
             for part, moves in zip(self.parts, self._to_resume["moves"], strict=True):
-                part.moves.load(moves)
+                part.moves = OwnMoves(part).loaded(moves)
 
     def _resume_exchanges(self) -> None:
         """Begins a checkpoint's exchanges in flight; rolls them back if ranks or schedule have changed."""
@@ -325,10 +325,12 @@ class Steps(Training):
         passes, self._to_resume = self._to_resume, None
         if self.started_anew or "shares" in passes or not self.schedule.moves_at_once:
             for part in self.parts:
-                OwnMoves.roll_back(part.moves)  # those of the rank from which the parameters were loaded
-            for number, (share, moves) in enumerate(passes.get("shares", ())):
-                for part, one in zip(self.parts, moves, strict=True):
-                    part.moves.add_to_residual(one, share - (number == 0))
+                part.moves.roll_back()  # those of the rank from which the parameters were loaded
+                part.moves = (OwnMoves if self.schedule.moves_at_once else JointMoves)(part)
+            for number, (share, saved) in enumerate(passes.get("shares", ())):
+                for part, one in zip(self.parts, saved, strict=True):
+                    for indices, values in OwnMoves(part).loaded(one).pending():
+                        part.bucket.accumulator.add(indices, values * (share - (number == 0)))
             return
         known = []
         for bad, bits, shrink, projections, own in passes["facts"]:

@@ -1,23 +1,25 @@
-"""Buckets of tensors with own steps, which move the parameters in their own memory."""
+"""Buckets of tensors that move by own steps or local steps, in the parameters' own memory."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from horovod_sparse.arrays import GradientParts, Indices, Values
+from horovod_sparse.arrays import GradientParts, Indices, Values, WeightedParts
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.kernels.host import scatter
 from horovod_sparse.sparsifiers import SparseSum
 from horovod_sparse.tensors.gradients import HOST, HOST_DEVICES, ParameterBucket, host_view
-from horovod_sparse.tensors.layout import flat, local, memory_strides, view_into
+from horovod_sparse.tensors.layout import ReplicatedTensor, flat, local, memory_strides, view_into
 from horovod_sparse.topology import RankAndSize
-from horovod_sparse.training.engine import Facts, PartSpec
-from horovod_sparse.training.moves import StepPart
+from horovod_sparse.training.engine import Facts, PartSpec, Starter, Task
+from horovod_sparse.training.moves import JointMoves, StepPart
 from horovod_sparse.training.parts import Parameters, fold_parts, scaled
+from horovod_sparse.training.schedules import LocalSchedule
 
 
 def make_parameters(tensors: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> HostParameters:
@@ -251,3 +253,147 @@ class StepBucket(ParameterBucket, StepPart):
 
         given = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
         return DTensor.from_local(view, parameter.device_mesh, parameter.placements, **given)
+
+
+class Displacement(JointMoves):
+    """A bucket's common parameters and its displacement from them, by local steps.
+
+    Half types are kept in float32: a round often moves a parameter by less than their rounding.
+
+    Attributes:
+        start: [n], the common parameters.
+        velocity: [n], of the outer step; empty without momentum.
+        sent: [n], the parameters when the exchange in flight began; empty without a delay.
+    """
+
+    def __init__(self, part: LocalBucket, schedule: LocalSchedule) -> None:
+        super().__init__(part)
+        self.bucket, self.spans, self.schedule = part.bucket, part.spans, schedule
+        self._parameters, self._layouts, self._memory = part.given, part.layouts, part.memory
+        first, n = local(part.given[0]), part.bucket.info.num_elements
+        wide = first.new_empty(0, dtype=torch.promote_types(first.dtype, torch.float32))
+
+        def empty(like: torch.Tensor, count: int) -> torch.Tensor:
+            if like.device.type != "cpu" or not count:
+                return torch.zeros(count, dtype=like.dtype, device=like.device)
+            # NumPy asks for huge pages: large folds miss the TLB less
+            return torch.from_numpy(np.zeros(count * like.element_size(), np.uint8)).view(like.dtype)
+
+        self.start, self.velocity = empty(wide, n), empty(wide, n if schedule.outer.momentum else 0)
+        self.sent = empty(first, n if schedule.delay else 0)
+        self._common = make_parameters([self.start], [(0, n)])
+        self.take_as_common()
+
+    def begin(self, starter: Starter, name: str) -> None:
+        self.task = Task(name)
+        self.record_sent()
+        report = self.bucket.fold(self.displacement())
+        self.task = starter.start(name, self.bucket.synchronize(report))
+
+    @torch.no_grad()
+    def apply_mean(self, total: SparseSum, scale: float, shrunk: Mapping[float, Sequence[int]]) -> int:
+        """Moves `start` by the mean displacement, and the parameters to `start`; returns the union's size."""
+        self.task, outer = None, self.schedule.outer
+        total, scale = self.schedule.mean_of(total, self.bucket.recipe.sparsifier, self.bucket.info.size)
+        if outer.momentum:  # all is sent
+            num_union = len(total.values)
+            mean = torch.as_tensor(scaled(total, scale), device=self.start.device)
+            self.velocity.mul_(outer.momentum).add_(mean)
+            self.start.sub_(mean.add(self.velocity, alpha=outer.momentum), alpha=outer.lr)
+        else:
+            num_union, _ = self._common.replace(total=total, scale=outer.lr * scale)
+        self.return_to_start()
+        self.bucket.accept()
+        return num_union
+
+    def roll_back(self) -> None:
+        """Cancels the exchange in flight; the parameters still contain its displacement."""
+        if self.task is not None:
+            self.cancel()
+
+    # common parameters and this rank's own
+
+    @torch.no_grad()
+    def _copy_parameters(self, into: torch.Tensor) -> None:
+        for number, parameter in enumerate(self._parameters):
+            self._parameter_view(into, number).copy_(local(parameter))
+
+    def _parameter_view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+        return view_into(flat, self.spans[number][0], self._layouts[number])
+
+    def take_as_common(self) -> None:
+        """Copies the parameters to `start`, when they are equal on all ranks (at the begin, after a load)."""
+        self._copy_parameters(self.start)
+        self.velocity.zero_()
+        self.record_sent()
+
+    @torch.no_grad()
+    def displacement(self) -> Any:
+        """Returns ``start - parameters``, as the accumulator folds it."""
+        lines = [
+            self.sent[slice(*span)] if self.sent.numel() else flat(parameter, layout.stride())
+            for span, parameter, layout in zip(self.spans, self._parameters, self._layouts, strict=True)
+        ]
+        # half types began from `start` rounded to their dtype: that rounding is no displacement
+        pairs = [
+            (self.start[slice(*span)].to(line.dtype), line)
+            for span, line in zip(self.spans, lines, strict=True)
+        ]
+        if self._memory is HOST:
+            common, own = ([host_view(one) for one in some] for some in zip(*pairs, strict=True))
+            return WeightedParts(common, own, (1.0, -1.0))
+        kind = self.start.dtype
+        return self._memory.fold_input([one.to(kind) - other.to(kind) for one, other in pairs])
+
+    @torch.no_grad()
+    def return_to_start(self) -> None:
+        """Sets the parameters to `start` plus the steps that this rank made since the exchange began.
+
+        A NaN of those steps stays, and is found in the next exchange.
+        """
+        for number, own in enumerate(self._parameters):
+            parameter, start = local(own), self._parameter_view(self.start, number)
+            if not self.sent.numel():
+                parameter.copy_(start)
+                continue
+            sent = self._parameter_view(self.sent, number)
+            learned = parameter.to(start.dtype).sub(sent)
+            parameter.copy_(torch.where(torch.isfinite(sent), learned, 0).add_(start))
+        self.record_sent()
+
+    def record_sent(self) -> None:
+        """Copies the parameters to `sent`: later steps belong to the next exchange."""
+        if self.sent.numel():
+            self.sent = self.sent.to(self._parameters[0].dtype)  # `model.float()` has changed it
+            self._copy_parameters(self.sent)
+
+    @contextlib.contextmanager
+    def common(self) -> Iterator[None]:
+        parameters = [local(parameter) for parameter in self._parameters]
+        own = [parameter.clone() for parameter in parameters]
+        for number, parameter in enumerate(parameters):
+            parameter.copy_(self._parameter_view(self.start, number))
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(parameters, own)
+
+    def entry(self, number: int, name: str) -> ReplicatedTensor:
+        """Returns the common value of parameter `number`, for a drift check between ranks."""
+        return ReplicatedTensor(name, self._parameter_view(self.start, number))
+
+    def to_host(self, name: str) -> np.ndarray:
+        """Returns the array called `name` ("start", "velocity" or "sent") on the host, [n]."""
+        return np.asarray(getattr(self, name).cpu().to(self.start.dtype).numpy())
+
+    def assign_array(self, name: str, values: np.ndarray) -> None:
+        """Copies values into the array called `name`: "start", "velocity" or "sent"."""
+        getattr(self, name).copy_(torch.from_numpy(np.array(values)))
+
+
+class LocalBucket(ParameterBucket):
+    """A bucket of parameters whose displacements are exchanged."""
+
+    def __init__(self, spec: PartSpec, facts: Facts, ranks: RankAndSize, schedule: LocalSchedule) -> None:
+        super().__init__(spec, facts, ranks)
+        self.moves = Displacement(self, schedule)
