@@ -95,13 +95,13 @@ def side_by_side(batch: Sequence[tuple[Task, Synchronization[Any]]]) -> Synchron
         if len(batch) > 1:
             shared = {number: one for number, one in requests.items() if one.level == "all"}
             own = {number: one.buffer for number, one in shared.items() if isinstance(one, AllGather)}
-            answers |= (yield from _gather_together(own, len(batch))) if own else {}
-            answers |= yield from _sum_together(shared)
+            answers |= (yield from _gather_as_one_message(own, len(batch))) if own else {}
+            answers |= yield from _sum_as_one_message(shared)
         for number in sorted(requests.keys() - answers.keys()):
             answers[number] = yield requests[number]
 
 
-def _gather_together(own: Mapping[int, Words], num_tasks: int) -> Synchronization[dict[int, Words]]:
+def _gather_as_one_message(own: Mapping[int, Words], num_tasks: int) -> Synchronization[dict[int, Words]]:
     """Gathers buffers {task number: buffer} of all ranks by one message; returns each task's answer."""
     lengths = np.array([own[task].size if task in own else 0 for task in range(num_tasks)], np.int32)
     words, of_ranks = (yield AllGather(np.concatenate([lengths, *own.values()]))), []
@@ -112,7 +112,7 @@ def _gather_together(own: Mapping[int, Words], num_tasks: int) -> Synchronizatio
     return {task: np.concatenate([buffers[task] for buffers in of_ranks]) for task in own}
 
 
-def _sum_together(requests: Mapping[int, Request]) -> Synchronization[dict[int, np.ndarray]]:
+def _sum_as_one_message(requests: Mapping[int, Request]) -> Synchronization[dict[int, np.ndarray]]:
     """Answers the all-reduces of small host arrays among the requests, by one collective for each dtype."""
     sums: dict[Any, dict[int, np.ndarray]] = defaultdict(dict)
     asked = {task: one.buffer for task, one in requests.items() if isinstance(one, collectives.AllReduce)}
@@ -272,7 +272,7 @@ class MpiCarrier:
         #: MPI reads the memory of messages until their requests are complete
         self._leaving: dict[Key, list[tuple[Any, Words]]] = {}
         self._header = np.empty(_HEADER, np.int32)
-        self._next = self._start_receive()
+        self._next = self._start_header_receive()
         atexit.register(self._close)  # and keeps the memory that MPI may still use
 
     def carries(self, request: Request) -> bool:
@@ -318,7 +318,7 @@ class MpiCarrier:
                     self._leaving.setdefault(key, []).append((sent, part))
         return _Messages(self, key, frozenset(request.sources), whose)
 
-    def _start_receive(self) -> Any:
+    def _start_header_receive(self) -> Any:
         return self._comm.Irecv([self._header, self._mpi.INT], self._mpi.ANY_SOURCE, _HEADER_TAG)
 
     def _receive_arrived(self) -> None:
@@ -327,7 +327,7 @@ class MpiCarrier:
         while self._next.Test(status):
             source, words = status.Get_source(), np.empty(int(self._header[4]), np.int32)
             key = int(self._header[0]), self._header[1:3].tobytes(), int(self._header[3])
-            self._next = self._start_receive()
+            self._next = self._start_header_receive()
             # bodies of one source come in the order of their headers
             body = self._mpi.REQUEST_NULL
             if words.size:

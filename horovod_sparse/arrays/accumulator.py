@@ -127,7 +127,7 @@ class Accumulator:
                 raise ArgumentError("rule", rule, allowed)
             companion = self.companions[0]
         if rule.decay:
-            self._apply_quantized()
+            self._adopt_rounding_errors()
         self.report, self._norm = self._kernels.fold(
             self._values, companion, gradient, self._maxima, rule, self._norm, self.step
         )
@@ -141,7 +141,7 @@ class Accumulator:
 
     def fold_with_projection(self, gradient: Any, rule: FoldRule, indices: Indices, signs: Values) -> None:
         """Folds, and reports the gradient's dot product with `signs` at `indices`, for `RankSimilarity`."""
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         where = self._kernels.checked_indices(indices)
         before = self._kernels.take(self._values, where)
         self.fold(gradient, rule)
@@ -183,7 +183,7 @@ class Accumulator:
             self._has_grown = False
         return self._maxima
 
-    def _apply_quantized(self) -> None:
+    def _adopt_rounding_errors(self) -> None:
         """Replaces the values by the rounding errors of `quantize`; `abandon` cannot undo it later."""
         if self._rest is not None:
             self._values[...] = self._rest
@@ -192,7 +192,7 @@ class Accumulator:
             self._journal.forget()
 
     def _checked_window(self, start: int, stop: int | None) -> tuple[int, int]:
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         first, last = int(start), self.num_elements if stop is None else int(stop)
         if not 0 <= first <= last <= self.num_elements:
             allowed = f"a window within [0, {self.num_elements}]"
@@ -216,7 +216,7 @@ class Accumulator:
 
     def largest_of_each(self, chunk: int, quotas: NDArray[np.int64]) -> Indices:
         """Returns the indices of each chunk's largest magnitudes, as many as the chunk's quota."""
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         return self._keep_selection(*self._kernels.largest_of_each(self._values, chunk, quotas))
 
     def _keep_selection(self, indices: Indices, values: Memory | None) -> Indices:
@@ -241,14 +241,14 @@ class Accumulator:
 
     def sample_magnitudes(self, stride: int, offset: int = 0) -> Values:
         """Returns every stride-th magnitude, from element `offset` on."""
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         if stride < 1 or offset < 0:
             raise ArgumentError("stride, offset", (stride, offset), "a stride from 1, an offset from 0")
         return self._kernels.sample(self._values, stride, offset)
 
     def take(self, indices: Indices) -> Values:
         """Returns a copy of the values at these indices."""
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         return self._kernels.to_host(self._kernels.take(self._values, self._kernels.checked_indices(indices)))
 
     def remove(self, indices: Indices, sent: Callable[[Values], Values] | None = None) -> Values:
@@ -276,7 +276,7 @@ class Accumulator:
 
     def _remember_values(self, indices: Indices) -> tuple[Memory, tuple[Memory, ...]]:
         """Checks the indices, records the values there in the journal, and returns both."""
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         found = self._journal.found
         if found is not None and np.array_equal(found[0], indices):
             where = found[0]  # checked by the selection
@@ -307,7 +307,7 @@ class Accumulator:
         self._update_norm(olds[0], new)
 
     def _checked_values(self, indices: Indices, values: Values) -> tuple[Memory, Memory]:
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         where = self._kernels.checked_indices(indices, keep=True)
         if np.size(values) != len(where):
             raise ArgumentError("values", np.size(values), f"one for each of the {len(where)} indices")
@@ -332,7 +332,7 @@ class Accumulator:
         Has to be the last change of a step: the values stay until their next use, so `abandon` needs no copy.
         `key` is a seed of 64 bits for random rounding; `words` are overwritten.
         """
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         self._rest = self._kernels.quantize(self._values, code, key, words)
         self._norm = self._kernels.squares(self._rest)
 
@@ -376,7 +376,7 @@ class Accumulator:
 
     def memory(self) -> tuple[Memory, ...]:
         """Returns values and companions themselves; a caller that changes them calls `assign` afterwards."""
-        self._apply_quantized()
+        self._adopt_rounding_errors()
         return (self._values, *self.companions)
 
     def assign(self, values: Any) -> None:

@@ -91,7 +91,7 @@ class FoldRule:
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ArgumentError("clip_norm", self.clip_norm, "a norm above 0")
         if self.moment is not None and not (0.0 < self.moment < 1.0 and self.momentum is None):
-            raise ArgumentError("moment", self.moment, "a second moment's decay in (0, 1), no momentum")
+            raise ArgumentError("moment", self.moment, "a second moment's decay in (0, 1), momentum=None")
 
     @functools.cached_property
     def num_companions(self) -> int:
@@ -121,7 +121,7 @@ class FoldRule:
         if not np.isfinite(factors[0]):
             raise ArgumentError("decay", self.decay, f"a number that {dtype.name} can hold")
         if self.moment is not None and not (np.isfinite(factors).all() and factors[4:].any()):
-            allowed = f"a finite rate, and an eps or a floor above 0, that {dtype.name} can hold"
+            allowed = f"a finite lr, and an eps above 0, also after rounding to {dtype.name}"
             raise ArgumentError("rate, eps", (self.rate, self.eps), allowed)
         return factors
 

@@ -82,7 +82,7 @@ class WholeGradient(Accumulator):
         buffer = np.empty(n + HEALTH_NUMBERS * size, self.dtype)
         own, health = buffer[:n], buffer[n:]
         health[:] = 0
-        first = self._copy_gradient(own)
+        first = self._copy_and_find_nonfinite(own)
         if self.report.first_nonfinite == n:  # this rank cancels the step
             first = n
         position = first + 1
@@ -90,7 +90,7 @@ class WholeGradient(Accumulator):
         health.reshape(HEALTH_NUMBERS, size)[:, rank] = np.array(digits) % (1 << DIGIT_BITS)
         return buffer
 
-    def _copy_gradient(self, own: NDArray[Any]) -> int:
+    def _copy_and_find_nonfinite(self, own: NDArray[Any]) -> int:
         """Copies the gradient into `own`; returns the index of its first NaN or Inf, or -1."""
         first = -1
         for start, piece in self._gradient.pieces(_CHUNK):

@@ -78,15 +78,15 @@ def attach(
         if not isinstance(recipe, Recipe):
             allowed = "a sparsifier, its text or a recipe; for dense training attach nothing"
             if isinstance(compression, (torch.nn.Module, torch.optim.Optimizer)):
-                allowed = 'attach(model, "best", optimizer): are arguments swapped?'
+                allowed = 'a text or a recipe second, as in attach(model, "best", optimizer)'
             raise ArgumentError("compression", compression, allowed)
         settings = Settings.of(options, "horovod_sparse.ddp.attach", WaitingOptions)
         if not isinstance(model, torch.nn.Module):
-            allowed = "the module whose parameters the optimizer trains"
+            allowed = "the torch.nn.Module whose parameters the optimizer trains"
             raise ArgumentError("model", type(model).__name__, allowed)
         optimizer = unwrapped(optimizer)
         if hasattr(optimizer, "_local_hooks"):  # both would step it
-            raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
+            raise ArgumentError("optimizer", "one of LocalSteps", "a new one, without LocalSteps")
         schedule.check(recipe, settings)
         if not recipe.feedback.applies_rate:
             return _make_gradient_synchronizer(model, wrappers, recipe, optimizer, replicas, settings)
@@ -125,7 +125,7 @@ def _make_gradient_synchronizer(
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, one in trained_by(None, model).items():
             if one.requires_grad and id(one) not in given:  # nobody would exchange its gradients
-                raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
+                raise ArgumentError("optimizer", f"one without {name}", "one that trains all parameters")
     group = group_of(model, wrappers, replicas)
     if isinstance(model, DistributedDataParallel):
         if model.mixed_precision is not None:
@@ -135,7 +135,7 @@ def _make_gradient_synchronizer(
             )
         if not model.require_backward_grad_sync:
             raise UnsupportedError(
-                "the model does not synchronize: end LocalSteps, another attach or no_sync() first"
+                "the model does not synchronize gradients: leave no_sync(), or end its LocalSteps or attach"
             )
         raise_if_hooked(model)
     if settings.levels != "flat" and any(hasattr(one, "device_mesh") for one in model.parameters()):

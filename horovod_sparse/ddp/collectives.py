@@ -76,7 +76,7 @@ class Carrier:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._host = _host_group(self.group)
+        self._host = _make_gloo_group(self.group)
         #: name of the present task, equal on all ranks; and all names so far, by their hash
         self.name, self._names = "", dict[int, str]()
         #: which ranks share a host, where requests are of single levels
@@ -105,7 +105,7 @@ class Carrier:
         if request.level != "all":
             return self._carry_out_within(request)
         if isinstance(request, AllReduce):
-            return self._reduce(request.buffer)
+            return self._all_reduce(request.buffer)
         if isinstance(request, Exchange):
             return self._exchange(request.sends, request.sources)
         return carry_out(by_exchanges(request, self.rank, self.size), self)
@@ -120,7 +120,7 @@ class Carrier:
         ranks = self.topology.group(request.level, self.rank)
         return carry_out(among(request, ranks, self.rank), self)
 
-    def _reduce(self, buffer: Any) -> Any:
+    def _all_reduce(self, buffer: Any) -> Any:
         # sums of them are exact in float32, or in float16
         word = self._name_hash() % (_NUM_SUMMED if buffer.itemsize > 2 else max(1, 2048 // self.size))
         flat = buffer.detach().cpu() if isinstance(buffer, torch.Tensor) else readable_tensor(buffer)
@@ -204,7 +204,7 @@ class Carrier:
 _num_made: Counter[str] = Counter()
 
 
-def _host_group(group: dist.ProcessGroup) -> Any:
+def _make_gloo_group(group: dist.ProcessGroup) -> Any:
     """Makes a Gloo group of the same ranks, which torch.distributed does not list.
 
     `dist.new_group` would want ranks that do not take part, too; or names that it makes of the number of
@@ -321,7 +321,7 @@ class Communicator:
         """Waits for tasks; errors that all ranks share stay in their tasks, others are raised."""
         awaited, shared, since = list(tasks), self._shared, time.perf_counter()
         carried = shared.carried_seconds()
-        while (pending := self._pending(awaited)) is not None:
+        while (pending := self._first_pending(awaited)) is not None:
             try:
                 self._deadline.check(time.perf_counter() - since, self.label + pending.name, 0)
             except errors.DeadlineError as error:
@@ -337,7 +337,7 @@ class Communicator:
         if shared.failure is not None:
             raise shared.failure
 
-    def _pending(self, tasks: Iterable[Task]) -> Task | None:
+    def _first_pending(self, tasks: Iterable[Task]) -> Task | None:
         """Waits half a second at most for tasks; returns the first that is not done, or None if all are."""
         with self._shared.changed:
             if self._shared.changed.wait_for(lambda: all(task.done for task in tasks), _LOOK_SECONDS):

@@ -77,7 +77,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
             ]
         if optimizer is not None:
             self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_pre_hook(self._step_pre_hook),
                 optimizer.register_state_dict_post_hook(self._state_dict_post_hook),
                 optimizer.register_load_state_dict_pre_hook(self._load_state_dict_pre_hook),
             ]
@@ -185,7 +185,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     # a step of the optimizer
 
-    def _before_step(self, optimizer: Any, arguments: Any, named: dict[str, Any]) -> Any:
+    def _step_pre_hook(self, optimizer: Any, arguments: Any, named: dict[str, Any]) -> Any:
         exchanged, self._unused = self._unused, False
         if self._of_ddp and self.under_way:
             raise UnsupportedError("the last backward pass failed on all ranks: run it again")

@@ -241,7 +241,7 @@ class Bucket:
         """Raises on an overflow's position, or on marks {rank: position of NaN or Inf, n for an edit}."""
         name, cancelled = self.whole.name, self.whole.num_elements
         if edited := [rank for rank, at in marks.items() if at == cancelled]:
-            raise errors.EditedGradientError(name, dict.fromkeys(edited, "that rank's error names them"))
+            raise errors.EditedGradientError(name, dict.fromkeys(edited, "see its own error for names"))
         if marks:
             raise errors.NonFiniteGradientError(
                 name, {rank: self.member_at(at) for rank, at in marks.items()}

@@ -262,4 +262,4 @@ class BestFeedback(Feedback):
     clip_norm: float | None = None
 
     def _rule_arguments(self, rates: Rates) -> dict[str, Any]:
-        raise UnsupportedError("feedback='best' needs the optimizer: give it, or name a feedback ('adam')")
+        raise UnsupportedError("feedback='best' is the optimizer's rule: wrap the optimizer, or give 'adam'")

@@ -80,7 +80,7 @@ class ShardMessage:
         messages: list[ShardMessage] = []
         for _ in range(count):
             if words.size < 2 or words.size < (stop := 2 + int(words[0]) + int(words[1])):
-                raise MessageError("a message lacks some shards' sums: do versions of horovod_sparse differ?")
+                raise MessageError("a message lacks a shard's sum: install one version on all ranks")
             head, own = words[2 : 2 + int(words[0])], words[2 + int(words[0]) : stop]
             messages.append(cls(*[*json.loads(head.tobytes()), own]))
             words = words[stop:]
@@ -171,7 +171,7 @@ class TwoLevelBucket(Bucket):
             failure, overflow = error, None
             nothing = np.empty(0, np.int32), np.empty(0, self.whole.value_dtype)
             sum_ = SparseSum(*nothing, np.zeros(self.topology.num_hosts, np.int64))
-        message = AllGather(self._encoded(sum_, overflow, failure), level="host")
+        message = AllGather(self._message(sum_, overflow, failure), level="host")
         gathered = yield message
         try:
             (whole, marks, overflow), facts = self._join_shards(gathered), sum_.facts
@@ -194,7 +194,7 @@ class TwoLevelBucket(Bucket):
         self.raise_if_failed(marks, overflow)
         return sum_
 
-    def _encoded(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
+    def _message(self, sum_: SparseSum, overflow: int | None, failure: HorovodSparseError | None) -> Words:
         """Returns this shard's sum, overflow or error, as words for the other ranks of the host."""
         (start, stop), notes = self.shard, sum_.notes
         cancelled = overflow is not None or bool(notes.first_nonfinite)
@@ -244,7 +244,7 @@ class TwoLevelBucket(Bucket):
         if not selections:
             values = np.concatenate([one.sum for one in messages]).view(dtype)
             if values.size != n:
-                raise MessageError(f"{values.size} values came for {n} elements: do models differ?")
+                raise MessageError(f"ranks sent {values.size} values for {n} elements: models differ")
             return WholeSum(values, counts, notes), marks, overflow
         whole = unpack_sum(np.concatenate(selections), len(selections), _INSIDE, n, dtype)
         return SparseSum(whole.indices, whole.values, counts, notes), marks, overflow

@@ -164,7 +164,7 @@ class Binding(Steps):
             self._loss_scale = 1.0 if scale is None else float(scale)
             self.ensure_parts()
             self.agree()  # agreeing may replace the parts
-            self._prepare_parts()
+            self._set_gradients()
             self.pass_(overflowed=found is not None and bool(found))
         finally:
             for one, gradient in self._gradients.items():
@@ -176,7 +176,7 @@ class Binding(Steps):
     def finish(self) -> None:
         if not self.facts:  # this rank had no batch
             self.ensure_parts()
-        self._prepare_parts()  # without gradients this rank sends nothing more
+        self._set_gradients()  # without gradients this rank sends nothing more
         super().finish()
 
     # the optimizer's own state
@@ -310,7 +310,7 @@ class Binding(Steps):
             self.settle()  # an exchange in flight does not include new parameters
             self.join_new_parameters()
 
-    def _prepare_parts(self) -> None:
+    def _set_gradients(self) -> None:
         """Sets each part's gradients and `OwnStep` (learning rate, weight decay) for this pass."""
         for part in self.parts:
             settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age

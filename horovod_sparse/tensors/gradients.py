@@ -300,7 +300,7 @@ class GradientBucket(ParameterBucket):
             before, values = self.carried, values * scale
             indices, values = np.append(indices, before[0]), np.append(values, before[1])
             scale = 1.0
-        targets = [self._target(number) for number in range(len(self.given))]
+        targets = [self._writable_gradient(number) for number in range(len(self.given))]
         new = [
             torch.empty(like.numel(), dtype=self.kind, device=self.device) if target is None else target
             for target, like in zip(targets, self.layouts, strict=True)
@@ -312,7 +312,7 @@ class GradientBucket(ParameterBucket):
         self._taken, self._flat = [], []
         return num_union
 
-    def _target(self, number: int) -> torch.Tensor | None:
+    def _writable_gradient(self, number: int) -> torch.Tensor | None:
         """Returns a flat view of a parameter's `.grad` to write the sum to; None if the layout differs."""
         gradient, like = self.given[number].grad, self.layouts[number]
         if gradient is None or (own := self._local_gradient(gradient)).is_sparse:
@@ -334,24 +334,24 @@ class GradientBucket(ParameterBucket):
             shaped = made.detach()
         parameter.grad = shaped
 
-    def _first_of_sum(self) -> float | None:
+    def _gradient_at_last_sum(self) -> float | None:
         """Returns the gradients' element at the last sum's first index; None without a sum or on a device."""
         if self.last_sum is None or not len(self.last_sum[0]):
             return None
         position = int(self.last_sum[0][0])
         number = next(number for number, (_, stop) in enumerate(self.spans) if position < stop)
-        own = self._target(number)
+        own = self._writable_gradient(number)
         if own is None or own.device.type != "cpu":
             return None
         return float(own[position - self.spans[number][0]])
 
     def remember_sum(self) -> None:
         """Called after `apply`: stores one element of the summed gradients, for `has_last_sum` to compare."""
-        self._remembered = self._first_of_sum()
+        self._remembered = self._gradient_at_last_sum()
 
     def has_last_sum(self) -> bool:
         """True if the gradients still contain the last sum: the element of `remember_sum` is unchanged."""
-        return self._first_of_sum() == self._remembered
+        return self._gradient_at_last_sum() == self._remembered
 
     def abandon(self, *, drop: bool = False) -> None:
         if self.streams is not None:
@@ -362,7 +362,7 @@ class GradientBucket(ParameterBucket):
     def clear(self) -> None:
         """Fills the gradients of all parameters with zeros; called when a step is cancelled."""
         for number, like in enumerate(self.layouts):
-            own = self._target(number)
+            own = self._writable_gradient(number)
             if own is not None:
                 own.zero_()
             elif number not in self.unused:

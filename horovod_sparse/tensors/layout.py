@@ -99,7 +99,7 @@ def redistribute(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> 
     from horovod_sparse.training.state import redistributed
 
     if not entries:
-        raise ArgumentError("entries", entries, "the entry of every old rank")
+        raise ArgumentError("entries", entries, "what state_dict() returned on each old rank")
     if len({repr(entry.get("shard")) for entry in entries}) > 1:
         raise StateMismatchError("the entries belong to several shards: give the entries of one shard only")
     return redistributed([on_host(entry) for entry in entries], rank, size)

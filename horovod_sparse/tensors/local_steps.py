@@ -40,7 +40,7 @@ _have_local_steps: Any = WeakTensorKeyDictionary()
 _SAVED = "start", "velocity"
 
 
-def _unexchanged_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _unexchanged_parameters_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns names and parameters of a model that no `LocalSteps` exchanges."""
     return [(name, one) for name, one in parameters_of(model) if one not in _have_local_steps]
 
@@ -132,7 +132,7 @@ class LocalBinding(Steps):
     @torch._disable_dynamo
     def _step_pre_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
         self.agree()
-        self._adopt_loaded()
+        self._adopt_loaded_parameters()
         self._is_restored = False
 
     @torch._disable_dynamo
@@ -182,7 +182,7 @@ class LocalBinding(Steps):
         self._remember_unexchanged()
 
     def _remember_unexchanged(self) -> None:
-        others = [(name, one, not one.requires_grad) for name, one in _unexchanged_in(self._model)]
+        others = [(name, one, not one.requires_grad) for name, one in _unexchanged_parameters_in(self._model)]
         self._known = {name: (frozen, _digest(one, frozen)) for name, one, frozen in others}
 
     def replicated_arrays(self) -> Sequence[Any]:
@@ -191,7 +191,7 @@ class LocalBinding(Steps):
     # an exchange
 
     def _begin_exchange(self, *, finishing: bool = False) -> None:
-        self._adopt_loaded()
+        self._adopt_loaded_parameters()
         self._refuse_unexchanged()
         self._apply_exchanges(0)
         taken, self._flying = self.taken, 0
@@ -212,7 +212,7 @@ class LocalBinding(Steps):
                 "add_param_group() or requires_grad_(True), and make another after it"
             )
         moved = []
-        for name, one in _unexchanged_in(self._model):
+        for name, one in _unexchanged_parameters_in(self._model):
             frozen, digest = self._known.get(name, (False, None))
             if digest is not None and _digest(one, frozen) != digest:
                 moved.append((name, one))
@@ -257,9 +257,9 @@ class LocalBinding(Steps):
         return all_finishing
 
     @torch.no_grad()
-    def _cancel(self, failures: Sequence[BaseException]) -> None:
+    def _cancel_exchange(self, failures: Sequence[BaseException]) -> None:
         """Cancels the exchange on all ranks; a rank with NaN or Inf also drops its later local steps."""
-        super()._cancel(failures)
+        super()._cancel_exchange(failures)
         diverged = any(self.rank in getattr(error, "where", ()) for error in failures)
         for part in self.parts:
             if diverged:
@@ -306,7 +306,7 @@ class LocalBinding(Steps):
     def _digests(self) -> list[bytes]:
         return [_digest(one, False) for _, one in self.facts.values()]
 
-    def _adopt_loaded(self) -> None:
+    def _adopt_loaded_parameters(self) -> None:
         """Makes the parameters the common ones if all ranks have loaded others into the model."""
         before, self._before_load = self._before_load, None
         if before is None or before == self._digests():  # lent for an evaluation
@@ -325,13 +325,13 @@ class LocalBinding(Steps):
         within a round. All save between the same two steps, and this first: with a delay it waits for the
         exchange in flight, which moves parameters.
         """
-        self._adopt_loaded()
+        self._adopt_loaded_parameters()
         return self.save()
 
     def save(self, **more: Any) -> dict[str, Any]:
         """Returns the checkpoint entry, once the exchange in flight has ended; all ranks call it together."""
         if self.hidden is not None and (self.taken or self._in_flight):
-            raise UnsupportedError("state_dict() was called within `with local.common():`, call it outside")
+            raise UnsupportedError("state_dict() was called within `with local.common():`: call it outside")
         self._apply_exchanges(0)
         own = {"taken": self.taken, "has_begun": self._has_begun, **self._arrays_by_parameter(*_SAVED)}
         return Training.save(self, local=own, **more)
@@ -358,13 +358,13 @@ class LocalBinding(Steps):
     def _checked_local(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         saved = entry.get("local")
         if not isinstance(saved, Mapping):
-            raise StateMismatchError("the saved state is not one of LocalSteps")
+            raise StateMismatchError("the saved state is not one of LocalSteps.state_dict()")
         shapes = {name: tuple(fact.shape or ()) for name, (fact, _) in self.facts.items()}
         for what in _SAVED:
             wanted = shapes if what == "start" or self.schedule.outer.momentum else {}
             found = {name: tuple(values.shape) for name, values in saved.get(what, {}).items()}
             if other := found.items() ^ wanted.items():
-                raise StateMismatchError(f"saved {what} of {min(other)[0]} is of another model or momentum")
+                raise StateMismatchError(f"{what} of {min(other)[0]} was saved by another model or outer=")
         return saved
 
 
@@ -377,6 +377,6 @@ def stepping_optimizer(optimizer: Any, module: Any) -> torch.optim.Optimizer:
         raise ArgumentError("optimizer", type(optimizer).__name__, allowed)
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(
-            "model", type(module).__name__, "the module whose parameters the optimizer trains"
+            "model", type(module).__name__, "the torch.nn.Module whose parameters the optimizer trains"
         )
     return optimizer

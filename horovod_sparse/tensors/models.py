@@ -69,7 +69,7 @@ def checked_entry(training: Any, entry: Any) -> dict[str, Any]:
     try:
         entry = on_host(entry)
     except RecursionError as error:
-        raise StateMismatchError("the saved state is nested too deeply") from error
+        raise StateMismatchError("the saved state is nested too deeply for a checkpoint entry") from error
     check_entry(entry, training.recipe, _ADVICE)
     facts = {**training.facts, **training.engine.facts(training.facts)}
     known = {name: local(one) for name, (_, one) in facts.items()}
@@ -92,7 +92,7 @@ def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     if numbers != own:
         raise StateMismatchError(
-            f"param_groups in the saved state have {numbers or 'no'} parameters, those of the optimizer {own}"
+            f"the saved state has groups of {numbers or 'no'} parameters, the optimizer has groups of {own}"
         )
     if lacking:
         kind = type(optimizer).__name__

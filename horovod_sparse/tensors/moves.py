@@ -38,7 +38,7 @@ class HostParameters(Parameters):
                 shape, strides = list(own.shape), list(own.stride())
                 raise UnsupportedError(
                     f"a parameter of shape {shape}, strides {strides}, has gaps in memory: "
-                    "give tensor.contiguous()"
+                    "make the optimizer after parameter.data = parameter.data.contiguous()"
                 )
         super().__init__(spans)
         self._orders = [memory_strides(local(one)) for one in tensors]
@@ -64,7 +64,7 @@ class HostParameters(Parameters):
 
     def fold_input(self, gradients: Sequence[torch.Tensor | None], weights: tuple[float, float]) -> Any:
         pairs = zip(gradients, self.tensors, strict=True)
-        given = [None if one is None else host_view(_flat(one, like)) for one, like in pairs]
+        given = [None if one is None else host_view(_flat_like(one, like)) for one, like in pairs]
         return fold_parts(given, [host_view(flat(one)) for one in self.tensors], weights)
 
 
@@ -124,7 +124,7 @@ class TensorParameters(HostParameters):
         pairs = zip(gradients, self.arrays(), strict=True)
         arrays = [torch.zeros_like(array) if one is None else array for one, array in pairs]
         triples = zip(gradients, self.tensors, arrays, strict=True)
-        joined = torch.cat([array if one is None else _flat(one, like) for one, like, array in triples])
+        joined = torch.cat([array if one is None else _flat_like(one, like) for one, like, array in triples])
         if weights != (1.0, 0.0):
             joined = joined.to(torch.promote_types(joined.dtype, torch.float32)) * weights[0]
         if weights[1]:
@@ -132,7 +132,7 @@ class TensorParameters(HostParameters):
         return joined
 
 
-def _flat(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns a tensor's elements in the order of a parameter's memory, a copy if its own order differs."""
     return flat(tensor, memory_strides(local(parameter)))
 
@@ -169,13 +169,13 @@ class StepBucket(ParameterBucket, StepPart):
                 self._correct_late_moment(number, own)
         if self.now.matrices is None:
             return super().prepare_fold()
-        for momentum, gradient in self._whole_gradients():
+        for momentum, gradient in self._momenta_and_gradients():
             self.now.matrices.advance(momentum, gradient)
         if self.memory is not HOST:
             return torch.cat(list(self._flat_steps()))
         return GradientParts(list(map(host_view, self._flat_steps())))
 
-    def _whole_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _momenta_and_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields (momentum, gradient) of each parameter that has a gradient in this pass, in its shape."""
         for number in self._counted:
             momentum = self.parameter_view(number, self.bucket.accumulator.companions[0])
@@ -185,12 +185,12 @@ class StepBucket(ParameterBucket, StepPart):
 
     def _flat_steps(self) -> Iterator[torch.Tensor]:
         """Yields each parameter's step, flat; zeros for a parameter without a gradient."""
-        made, moving = self._whole_gradients(), set(self._counted)
+        made, moving = self._momenta_and_gradients(), set(self._counted)
         for number, parameter in enumerate(self.given):
             if number in moving:
-                yield _flat(self.now.matrices.step(*next(made)), parameter)
+                yield _flat_like(self.now.matrices.step(*next(made)), parameter)
             else:
-                yield torch.zeros_like(self._flat_memory(number)[0])
+                yield torch.zeros_like(self._residual_and_companions(number)[0])
 
     def _correct_late_moment(self, number: int, own: int) -> None:
         """Scales up a late parameter's second moment, so that its bucket's bias correction fits it.
@@ -203,10 +203,10 @@ class StepBucket(ParameterBucket, StepPart):
         before, after = feedback.moment_factor(own - 1, age - 1), feedback.moment_factor(own, age)
         if after - 1.0 < 1e-7:
             return
-        (_, moment), (weight, beside) = self._flat_memory(number), self.now.weights
+        (_, moment), (weight, beside) = self._residual_and_companions(number), self.now.weights
         parameter, gradient = self.given[number], self.gradients[number]
         self._young.append((moment, moment.clone()))
-        step = _flat(gradient, parameter).to(moment.dtype) * weight
+        step = _flat_like(gradient, parameter).to(moment.dtype) * weight
         if beside:
             step += flat(parameter).to(moment.dtype) * beside
         square = step.square_().nan_to_num_(0.0, 0.0, 0.0)  # the fold detects NaN and Inf
@@ -219,7 +219,7 @@ class StepBucket(ParameterBucket, StepPart):
         if drop:
             for moment, before in self._young:
                 moment.copy_(before)
-            for momentum, gradient in self._whole_gradients() if self.now.matrices else ():
+            for momentum, gradient in self._momenta_and_gradients() if self.now.matrices else ():
                 self.now.matrices.undo_advance(momentum, gradient)
         for number in self._counted:
             self.ages[self.names[number]] -= 1
@@ -237,7 +237,7 @@ class StepBucket(ParameterBucket, StepPart):
         """Returns a parameter's second moment here divided by the one that PyTorch would have."""
         return self.bucket.feedback.moment_factor(self.age(number), self.bucket.progress.age) or 1.0
 
-    def _flat_memory(self, number: int) -> list[torch.Tensor]:
+    def _residual_and_companions(self, number: int) -> list[torch.Tensor]:
         """Returns flat views of a parameter's residual and companions."""
         where = slice(*self.spans[number])
         return [torch.as_tensor(one)[where] for one in self.bucket.accumulator.memory()]

@@ -52,7 +52,7 @@ def magnitudes(values: torch.Tensor) -> torch.Tensor:
 _TILE = 1 << 22
 
 
-def _finite(values: Tensor) -> Tensor:
+def _is_finite(values: Tensor) -> Tensor:
     return magnitudes(values) < infinity_bits(values.dtype)
 
 
@@ -86,23 +86,23 @@ def fold(
         if companion is not None and moment:
             before = companion[start:stop]
             after = lasting * before + others[0] * (step * step)
-            wrong = ~_finite(after)
+            wrong = ~_is_finite(after)
             companion[start:stop] = torch.where(wrong, before, after)
-            step = torch.where(wrong, 0.0, others[1] * step / (_roots(after + others[3]) + others[2]))
+            step = torch.where(wrong, 0.0, others[1] * step / (_square_roots(after + others[3]) + others[2]))
         elif companion is not None:
-            wrong = ~_finite(step)
+            wrong = ~_is_finite(step)
             step = torch.where(wrong, 0.0, step)
             coasting = lasting * companion[start:stop]
             speed = coasting + step
-            fine = _finite(speed)
+            fine = _is_finite(speed)
             wrong |= ~fine
             speed = torch.where(fine, speed, coasting)
             companion[start:stop] = speed
             step = others[0] * step + others[1] * speed
         new = kept + step
-        fine = _finite(new)
+        fine = _is_finite(new)
         wrong |= ~fine
-        new = torch.where(fine, new, torch.where(_finite(kept), kept, old))
+        new = torch.where(fine, new, torch.where(_is_finite(kept), kept, old))
         square += new.double().square().sum()
         count += wrong.sum()
         # argmax of booleans finds the first one that is true; without one it says 0.
@@ -114,7 +114,7 @@ def fold(
     return torch.stack([count.double(), first.double(), square, carried])
 
 
-def _roots(values: Tensor) -> Tensor:
+def _square_roots(values: Tensor) -> Tensor:
     """Returns correctly rounded square roots; PyTorch's on the CPU may differ in the last bit."""
     if values.device.type != "cpu":
         return values.sqrt()

@@ -141,12 +141,12 @@ class HorovodDriver(Driver):
             allowed = "one that hvd.init() or hvd.add_process_set() has set up"
             raise errors.ArgumentError("process_set", self.process_set, allowed)
         if request.level != "all":
-            return self._start_within(request, name)
+            return self._start_as_messages(request, name)
         if self.mpi is not None and self.mpi.carries(request):
             return self.mpi.start(request, name)
         return _start_native(request, name, self.process_set)
 
-    def _start_within(self, request: Request, name: str) -> Handle:
+    def _start_as_messages(self, request: Request, name: str) -> Handle:
         """Starts a collective within a host or a column as messages, since process sets slow every cycle."""
         rank = self.process_set.rank()
         if self._topology is None:

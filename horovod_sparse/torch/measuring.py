@@ -74,7 +74,7 @@ def measured_profile(
             recorder.begin(stamp())
             value = loss()
             # not by backward(inputs=...), which reentrant checkpoints refuse
-            for one in _leaves(value) if number == 0 else ():
+            for one in _leaf_tensors(value) if number == 0 else ():
                 before.setdefault(one, one.grad)
                 one.grad = None
             value.backward()
@@ -110,7 +110,7 @@ def measured_profile(
     return profile
 
 
-def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+def _leaf_tensors(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the tensors to whose `.grad` a backward pass adds, also those that have no name."""
     seen, nodes = set[Any](), [loss.grad_fn]
     while nodes:

@@ -165,12 +165,12 @@ def DistributedOptimizer(
     rest = gradient_predivide_factor, groups, sparse_as_dense, process_set
     wrapped = cls(optimizer.param_groups, names, compression, backward_passes_per_step, op, *rest)
     wrapped.defaults = dict(optimizer.defaults)
-    wrapped._attach(recipe, names or None, settings)
+    wrapped._make_synchronizer(recipe, names or None, settings)
     return wrapped
 
 
 @construction_errors.publishing_errors
-def _adopt(optimizer: Any) -> None:
+def _replace_methods(optimizer: Any) -> None:
     """Puts this package's methods into an optimizer that Horovod's own `DistributedOptimizer` made."""
     recipe, own = optimizer._compression.recipe, type(optimizer)  # a class of its own, made from the user's
     _check_sparse(optimizer, recipe, getattr(optimizer, "op", hvd.Adasum))  # Horovod's class for it has no op
@@ -186,7 +186,7 @@ def _adopt(optimizer: Any) -> None:
     for name, item in _METHODS.items():
         setattr(own, name, item)
     optimizer._groups = None  # every parameter is a bucket
-    optimizer._attach(recipe, None, settings)
+    optimizer._make_synchronizer(recipe, None, settings)
     # COO gradients, which Horovod's own would gather, are sparsified like any other
     optimizer._synchronizer.takes_coo = True
 
@@ -194,7 +194,7 @@ def _adopt(optimizer: Any) -> None:
 def _adopt_if_sparse(optimizer: Any) -> bool:
     """Called with each optimizer that Horovod makes: adopts it, or returns False without a sparsifier."""
     if sparse := isinstance(optimizer._compression, SparseCompressor):
-        _adopt(optimizer)
+        _replace_methods(optimizer)
     return sparse
 
 
@@ -210,7 +210,7 @@ def _check_arguments(optimizer: Any, op: Any, passes: Any, groups: Any, process_
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError("optimizer", optimizer, "one of PyTorch, as torch.optim.SGD(...)")
     if hasattr(optimizer, "_local_hooks"):
-        raise ArgumentError("optimizer", "an optimizer of LocalSteps", "one without LocalSteps")
+        raise ArgumentError("optimizer", "one of LocalSteps", "a new one, without LocalSteps")
     if getattr(process_set, "process_set_id", None) is None:
         raise ArgumentError(
             "process_set", process_set, "one that hvd.init() or hvd.add_process_set() has set up"
@@ -237,5 +237,5 @@ def _check_sparse(optimizer: Any, recipe: Recipe, op: Any, predivide: float = 1.
     if predivide != 1.0 and op != hvd.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if recipe.feedback.applies_rate and op != hvd.Average:
-        raise ArgumentError("op", op, "Average: this feedback averages steps")
+        raise ArgumentError("op", op, "Average, or feedback='error': own steps are averaged")
     check_momentum(recipe, lambda: optimizer.param_groups, adopts=True)

@@ -136,9 +136,9 @@ class LocalSteps(LocalBinding):
         self.engine.advance()
 
 
-def _raise_in_state(local: LocalSteps) -> None:
+def _raise_in_torch_state(local: LocalSteps) -> None:
     """Raises where `TorchState(local=...)` is made, which would broadcast rank 0's copy, without hooks."""
     raise UnsupportedError("LocalSteps cannot be in a TorchState: save and load it by hvd.save and hvd.load")
 
 
-hvd.elastic.state.get_handler_registry().append((LocalSteps, _raise_in_state))
+hvd.elastic.state.get_handler_registry().append((LocalSteps, _raise_in_torch_state))

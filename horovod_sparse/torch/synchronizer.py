@@ -167,9 +167,9 @@ class Methods(torch.optim.Optimizer):
     _synchronizer: GradientSynchronizer
 
     def _register_hooks(self) -> None:
-        """Called by Horovod's `__init__`; does nothing, since `_attach` registers hooks."""
+        """Called by Horovod's `__init__`; does nothing, since `_make_synchronizer` registers hooks."""
 
-    def _attach(
+    def _make_synchronizer(
         self: Any, recipe: Recipe, named_parameters: list[tuple[str, Any]] | None, settings: Settings
     ) -> None:
         """Makes the synchronizer with its hooks, after Horovod's `__init__` has checked the arguments."""
@@ -234,7 +234,7 @@ class Methods(torch.optim.Optimizer):
         """
         synchronizer = self._synchronizer
         if closure is not None:
-            inner = closure if not self._should_synchronize else self._synchronized_after(closure)
+            inner = closure if not self._should_synchronize else self._synchronizing_closure(closure)
             synchronizer.is_synchronized = False
             result = super(self.__class__, self).step(inner)
             if synchronizer.step >= synchronizer.drift.next_step:
@@ -265,7 +265,7 @@ class Methods(torch.optim.Optimizer):
     # with this mark they run once, after synchronization.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _synchronized_after(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _synchronizing_closure(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         synchronizer = self._synchronizer
 
         def evaluate() -> Any:

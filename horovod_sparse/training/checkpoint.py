@@ -221,7 +221,7 @@ def _choose_newest(everyone: list[dict[str, list[str]]], step: int | None, root:
                 )
         if all(name in mine for mine in everyone):
             if len({mine[name][0] for mine in everyone}) > 1:
-                raise CheckpointError(f"{root / name} differs between ranks: give all one directory")
+                raise CheckpointError(f"{root / name} is of different saves on ranks: give all one directory")
             return name
         _log.warning("%s is not complete on all ranks: trying an older checkpoint", root / name)
     lacking = [rank for rank, mine in enumerate(everyone) if not mine]
@@ -266,7 +266,7 @@ def attempt_and_step(name: str) -> tuple[int, int]:
     """Returns (attempt, step) of a checkpoint's name; a training that went back begins a new attempt."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"another rank names a checkpoint {name!r}: do versions differ?")
+        raise CheckpointError(f"another rank names a checkpoint {name!r}: install one version on all ranks")
     return int(match[2]), int(match[1])
 
 
@@ -306,7 +306,7 @@ def _fsync(path: Path) -> None:
 def _read_entry(path: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Reads the entry that a rank saved; raises if the file is of another rank or save."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, or this rank does not see it")
+        raise CheckpointError(f"{path} is missing, or this rank does not see it: restore or share it")
     try:
         with open(path, "rb") as file:
             saved = read_tree(file)

@@ -235,14 +235,14 @@ class ConstructionErrors:
         found = self._ranks(process_set)
         if found is None or len(found[1]) == 1:
             return
-        self._put(str(found[0]), [type(error).__name__, str(error)])
+        self._write_store(str(found[0]), [type(error).__name__, str(error)])
         self._told = found
         atexit.unregister(self._delay_exit)
         atexit.register(self._delay_exit)
 
     def withdraw_error(self) -> None:
         if self._told is not None:
-            self._put(str(self._told[0]), None)
+            self._write_store(str(self._told[0]), None)
             self._told = None
 
     def watcher(self, process_set: Any) -> Callable[[], None]:
@@ -259,7 +259,7 @@ class ConstructionErrors:
                 return
             next_look = now + _PAUSE_SECONDS
             for number, other in enumerate(found[1]):
-                told = self._get(str(other)) if other != found[0] else None
+                told = self._read_store(str(other)) if other != found[0] else None
                 if told is None:
                     read.pop(other, None)
                     continue
@@ -290,12 +290,12 @@ class ConstructionErrors:
         """Delays the end of this process, so that ranks without an error of their own read this one."""
         end = time.monotonic() + _END_SECONDS
         own, ranks = self._told or (0, [0])
-        while time.monotonic() < end and not all(self._get(str(one)) for one in ranks if one != own):
+        while time.monotonic() < end and not all(self._read_store(str(one)) for one in ranks if one != own):
             time.sleep(0.1)
 
-    def _put(self, key: str, value: Any) -> None:
+    def _write_store(self, key: str, value: Any) -> None:
         self._store(_SCOPE, key, json.dumps(value).encode())
 
-    def _get(self, key: str) -> Any:
+    def _read_store(self, key: str) -> Any:
         found = self._store(_SCOPE, key)
         return None if found is None else json.loads(found)

@@ -69,7 +69,7 @@ def _flatten(value: Any, arrays: dict[str, Any]) -> Any:
         return [_flatten(item, arrays) for item in value]
     if isinstance(value, dict):
         return {"dict": [[_flatten(key, arrays), _flatten(item, arrays)] for key, item in value.items()]}
-    raise StateMismatchError(f"a checkpoint cannot hold a {type(value).__name__}")
+    raise StateMismatchError(f"an entry to save has a {type(value).__name__}; allowed: arrays, numbers, text")
 
 
 def _unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
@@ -103,7 +103,7 @@ def to_plain(state: Any, array: Callable[[np.ndarray], Any] = np.copy, *, shared
         return [to_plain(item, array, shared=shared) for item in state]
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
-    raise StateMismatchError(f"a state holds a {type(state).__name__}, which a checkpoint cannot hold")
+    raise StateMismatchError(f"a sparsifier's state has a {type(state).__name__}: use arrays, numbers, text")
 
 
 def shared_digest(states: Mapping[str, Any]) -> str:
@@ -130,7 +130,7 @@ def from_plain(fresh: Any, plain: Any, path: str = "") -> Any:
             **{name: from_plain(getattr(fresh, name), plain[name], f"{path}.{name}") for name in names}
         )
     if isinstance(fresh, np.ndarray):
-        return _array_like(fresh, plain, path)
+        return _checked_array(fresh, plain, path)
     if isinstance(fresh, tuple) and isinstance(plain, (list, tuple)):  # of numbers; an empty one grows
         if fresh and len(plain) != len(fresh):
             raise StateMismatchError(f"{path} has {len(plain)} numbers in the saved state, not {len(fresh)}")
@@ -149,7 +149,7 @@ def from_plain(fresh: Any, plain: Any, path: str = "") -> Any:
     return plain
 
 
-def _array_like(fresh: np.ndarray, plain: Any, path: str) -> np.ndarray:
+def _checked_array(fresh: np.ndarray, plain: Any, path: str) -> np.ndarray:
     try:
         saved = np.asarray(plain)
     except (TypeError, ValueError, RuntimeError):  # of types, or in forms, that NumPy has not

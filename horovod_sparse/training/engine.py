@@ -220,7 +220,7 @@ class Driver(Starter):
         task = Task(name)
         if self._failure is not None:
             coroutine.close()
-            self._finish(task, error=self._failure)
+            self._finish_task(task, error=self._failure)
             return task
         self._resume(task, coroutine, None)
         return task
@@ -239,7 +239,7 @@ class Driver(Starter):
                 done = handle.done()
                 if done is None:
                     coroutine.close()
-                    self._finish(task, error=self._kind_of_failure("Horovod was shut down meanwhile"))
+                    self._finish_task(task, error=self._kind_of_failure("Horovod was shut down meanwhile"))
                 elif done:
                     self._take_result(task, coroutine, handle)
                 else:
@@ -298,7 +298,7 @@ class Driver(Starter):
         error = self._failure or UnsupportedError("the synchronization was cancelled before its end")
         for task, coroutine, _ in list(self.parked.values()):
             coroutine.close()
-            self._finish(task, error=error)
+            self._finish_task(task, error=error)
         if forget:
             self.forget_messages()
 
@@ -307,10 +307,10 @@ class Driver(Starter):
         try:
             answer = handle.result()
         except self._kind_of_failure as error:
-            self._fail(error)
+            self._drain_after_failure(error)
         except Exception as error:  # the messages do not fit the request
             coroutine.close()
-            self._finish(task, error=error)
+            self._finish_task(task, error=error)
         else:
             self._resume(task, coroutine, answer)
 
@@ -323,24 +323,24 @@ class Driver(Starter):
                 request = coroutine.send(answer_for_one_rank(request))
             handle = self.start_request(request, f"{self.label}{task.name}.{task.num_rounds}")
         except StopIteration as stop:
-            self._finish(task, result=stop.value)
+            self._finish_task(task, result=stop.value)
         except BaseException as error:
             coroutine.close()
-            self._finish(task, error=error)
+            self._finish_task(task, error=error)
             if isinstance(error, self._kind_of_failure):
-                self._fail(error)
+                self._drain_after_failure(error)
             elif not isinstance(error, Exception):
                 raise  # the user's interrupt
         else:
             task.num_rounds += 1
             self.parked[task.name] = (task, coroutine, handle)
 
-    def _finish(self, task: Task, *, result: Any = None, error: BaseException | None = None) -> None:
+    def _finish_task(self, task: Task, *, result: Any = None, error: BaseException | None = None) -> None:
         self.parked.pop(task.name, None)
         task.result, task.error = result, error
         task.finished, task.done = time.perf_counter(), True
 
-    def _fail(self, error: BaseException) -> None:
+    def _drain_after_failure(self, error: BaseException) -> None:
         """Drops everything in flight after Horovod has failed, so that names can be used again."""
         self._failure = error
         deadline = time.perf_counter() + _DRAIN_SECONDS

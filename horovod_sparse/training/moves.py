@@ -134,7 +134,7 @@ class OwnMoves:
     def begin(self, starter: Starter, name: str) -> None:
         """Begins the exchange of all moves that are not in an exchange yet."""
         if self._resumed:
-            self._send(starter, name, *self._resumed.popleft())
+            self._send_message(starter, name, *self._resumed.popleft())
             return
         bucket, info = self._bucket, self._bucket.info
         mine = self.moves[sum(one.num_moves for one in self.in_flight) :]
@@ -146,9 +146,9 @@ class OwnMoves:
             # the step ahead is one of the residual with these rounding errors
             self._move((), [(one.indices, bucket.accumulator.take(one.indices)) for one in self.ahead])
         message = pack(indices, sent, bucket.accumulator.report, self._wire, info.num_elements)
-        self._send(starter, name, len(mine), message)
+        self._send_message(starter, name, len(mine), message)
 
-    def _send(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
+    def _send_message(self, starter: Starter, name: str, num_moves: int, message: np.ndarray) -> None:
         own = self._decode(message)
         report, self._report = self._report, replace(self._report)
         report.bytes_sent, report.bytes_by_round = message.nbytes, [message.nbytes]
@@ -187,7 +187,7 @@ class OwnMoves:
         """Undoes the oldest exchange's moves, and adds them to the residual again."""
         exchange = self.in_flight.popleft()
         later = [(move.indices, move.values) for move in self.moves[exchange.num_moves :]]
-        self._undo()
+        self._undo_moves()
         self._bucket.accumulator.add(exchange.own.indices, exchange.own.values)
         self._move(later)
 
@@ -199,7 +199,7 @@ class OwnMoves:
         later = self.moves[sum(num_moves for num_moves, _ in flying) :]
         return sent + [(one.indices, one.values) for one in later]
 
-    def _undo(self) -> None:
+    def _undo_moves(self) -> None:
         if undone := [(move.indices, move.before) for move in (*self.ahead, *reversed(self.moves))]:
             self._parameters.replace(undone)
         self.moves, self.ahead, self._left = [], [], None
@@ -209,7 +209,7 @@ class OwnMoves:
         pending = self.pending()
         if self.was_edited():  # other parameters were loaded over the moves
             self.moves, self.ahead, self._left = [], [], None
-        self._undo()
+        self._undo_moves()
         self.in_flight.clear()
         self._resumed.clear()
         for indices, values in pending:
@@ -219,7 +219,7 @@ class OwnMoves:
     def common(self) -> Iterator[None]:
         """Returns a context in which the parameters are the common ones; afterwards it redoes the moves."""
         moves, ahead, noted = self.moves, self.ahead, self._left is not None
-        self._undo()
+        self._undo_moves()
         try:
             yield
         finally:

@@ -230,7 +230,7 @@ def assign_residuals(
     for part in parts:
         part.restart(progress_of(part.names, progress))
         if any(name in by_name for by_name in arrays for name in part.names):
-            part.bucket.load(_part_arrays(part, arrays, progress))
+            part.bucket.load(_arrays_of_part(part, arrays, progress))
 
 
 def gather_shards(
@@ -238,10 +238,10 @@ def gather_shards(
 ) -> Synchronization[None]:
     """Sends each rank of a host the residuals of its shard that other ranks of the host hold."""
     for part in parts:
-        yield from part.bucket.load_host_sum(_part_arrays(part, arrays, progress))
+        yield from part.bucket.load_host_sum(_arrays_of_part(part, arrays, progress))
 
 
-def _part_arrays(
+def _arrays_of_part(
     part: BucketPart, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> list[np.ndarray]:
     """Returns a part's residual and companions, [n] each, from dicts by parameter."""

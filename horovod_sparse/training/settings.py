@@ -135,7 +135,7 @@ class Settings:
         seconds = deadline_of(self.deadline_seconds)
         if self.on_nonfinite not in (RAISE, SKIP):
             raise ArgumentError("on_nonfinite", self.on_nonfinite, "'raise' or 'skip'")
-        every = _check_interval(self.check_every)
+        every = _checked_interval(self.check_every)
         if self.levels not in LEVELS:
             raise UnknownNameError("levels", str(self.levels), LEVELS)
         if self.levels != "flat" and self.profile is not None:
@@ -176,7 +176,7 @@ def raise_if_no_sparsifier(options: Mapping[str, Any], compression: object) -> N
         raise ArgumentError("compression", compression, f"a sparsifier, or leave {', '.join(given)} out")
 
 
-def _check_interval(every: Any) -> int:
+def _checked_interval(every: Any) -> int:
     """Returns the number of steps between comparisons of ranks: the argument, or the environment's."""
     name = "check_every"
     if every is None:

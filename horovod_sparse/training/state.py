@@ -35,7 +35,7 @@ _log = logging.getLogger("horovod_sparse")
 
 
 @dataclass(frozen=True)
-class _Head:
+class _Header:
     """A checkpoint entry without its arrays: recipe, plan, step, ranks and each bucket's progress."""
 
     algorithm: str = ""
@@ -59,7 +59,7 @@ def saved_entry(training: Any, array: Callable[[np.ndarray], Any] = np.copy, **m
     hosts = () if topology is None else (topology.per_host, *itertools.chain(*topology.hosts))
     return {
         "format": FORMAT,
-        **to_plain(_Head(*names, rank, size, training.step, hosts)),
+        **to_plain(_Header(*names, rank, size, training.step, hosts)),
         **more,
         "plan": training.plan.to_dict(),
         "residuals": residuals,
@@ -88,8 +88,8 @@ def _check_fields(entry: Any, recipe: Recipe | None, advice: str) -> None:
         raise StateMismatchError(
             f"the saved state has format {str(entry['format'])[:40]}, this version reads format {FORMAT}"
         )
-    fields = {item.name for item in dataclasses.fields(_Head)}
-    head: _Head = from_plain(_Head(), {name: entry[name] for name in fields & set(entry)}, "entry")
+    fields = {item.name for item in dataclasses.fields(_Header)}
+    head: _Header = from_plain(_Header(), {name: entry[name] for name in fields & set(entry)}, "entry")
     if recipe is not None and head.algorithm != recipe.sparsifier.name:
         raise StateMismatchError(f"the saved state is of {head.recipe}, {advice.format(recipe.describe())}")
     hosts = topology_of(entry)
@@ -99,19 +99,19 @@ def _check_fields(entry: Any, recipe: Recipe | None, advice: str) -> None:
     if recipe is not None:
         wanted = recipe.feedback.num_companions
         if len(companions) != wanted or (wanted and head.feedback != _feedback_name(recipe.feedback)):
-            raise StateMismatchError(f"the saved state is of another feedback than {recipe.feedback}")
+            raise StateMismatchError(f"the saved state is of {head.recipe}, not of {recipe.feedback}")
     plan = Plan.from_dict(entry["plan"])
     bucketed = {name for bucket in plan.buckets for name in bucket}
     held = {"residuals": entry["residuals"]}
     held |= {f"companions[{number}]": one for number, one in enumerate(companions)}
     for path, arrays in held.items():
         if not bucketed <= set(arrays) <= set(plan.names()):
-            raise StateMismatchError(f"{path} of the saved state have other parameters than its plan")
+            raise StateMismatchError(f"{path} of the saved state have not its plan's parameters: damaged")
         for name, values in arrays.items():
             array = np.asarray(values)
             sound = tuple(values.shape) == array.shape and array.dtype in (np.float32, np.float64)
             if not sound or not np.isfinite(array).all():
-                raise StateMismatchError(f"{path}[{name!r}] is no array of finite float32 or float64")
+                raise StateMismatchError(f"{path}[{name!r}] of the saved state is no array of finite floats")
     for number, (one, _) in enumerate(zip(entry["buckets"], plan.buckets, strict=True)):
         _parse_progress(one, f"buckets[{number}]")
 

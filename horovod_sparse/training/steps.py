@@ -97,7 +97,7 @@ class Steps(Training):
         if self.schedule.moves_at_once:
             if any(part.moves.was_edited() for part in self.parts):
                 raise errors.UnsupportedError(
-                    "parameters were changed between two steps while moves of this rank stand in them "
+                    "parameters were changed between two steps while they contain moves of this rank "
                     "(every > 1 or delay > 0): change them on all ranks within `with sync.common():`"
                 )
             self._move_at_once(overflowed)
@@ -241,7 +241,7 @@ class Steps(Training):
                     self.roll_back()
                     raise failure
                 self._in_flight.popleft()
-                self._cancel(failures)
+                self._cancel_exchange(failures)
                 if self.policy.judge(failures, scaled=self.is_scaled).outcome is Outcome.RAISE:
                     raise failure
                 continue
@@ -261,7 +261,7 @@ class Steps(Training):
                     part.bucket.skip()  # a rank that has had fewer batches goes on with the others
         return all_finishing
 
-    def _cancel(self, failures: Sequence[BaseException]) -> None:
+    def _cancel_exchange(self, failures: Sequence[BaseException]) -> None:
         """Cancels the oldest exchange on all ranks, which takes its moves back into the residuals."""
         for part in self.parts:
             part.moves.cancel()

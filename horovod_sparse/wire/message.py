@@ -73,9 +73,9 @@ class WireFormat:
 
     def __post_init__(self) -> None:
         if self.values not in ("exact", *VALUE_CODECS):
-            raise UnknownNameError("way to write values", str(self.values), ["exact", *VALUE_CODECS])
+            raise UnknownNameError("wire format of values", str(self.values), ["exact", *VALUE_CODECS])
         if self.indices not in INDEX_CODECS:
-            raise UnknownNameError("way to write indices", str(self.indices), INDEX_CODECS)
+            raise UnknownNameError("wire format of indices", str(self.indices), INDEX_CODECS)
         check_count("capacity", self.capacity, "a whole number of elements, 0 or more", low=0)
 
     @functools.cached_property

@@ -274,7 +274,7 @@ for _text in ("topk:density=0.2", "exdyna:density=0.1", "topk:density=0.1,values
               "topk:density=0.1,feedback=momentum(momentum=0.9)", "topk:density=0.1,dense_below=200",
               "topk:density=0.1,feedback=error(clip_norm=1.0)", "topk:density=0.1,feedback=adam",
               "qsgd:levels=7", "topk:density=0.1,schedule=exponential(steps=3,start=0.5)"):
-    row(_text, "compression|engine|way to write|feedback", f"{GRADIENTS} {PLAIN}", compression=_text)
+    row(_text, "compression|engine|wire format|feedback", f"{GRADIENTS} {PLAIN}", compression=_text)
 for _text in "best:density=0.2", "exdyna:density=0.1", "topk:density=0.1,feedback=none", "signsgd":
     row(_text, "compression|feedback", f"{STEPS} {LOCAL}", compression=_text)
 # whoever is not attached is in a collective of PyTorch's or Horovod's when the other rank ends

@@ -94,7 +94,7 @@ def advance(counters, state, k, level, width, BINS: tl.constexpr):  # type: igno
 
 
 @triton.jit(do_not_specialize=["size", "k", "level", "shift", "width"])
-def _digit_kernel(  # type: ignore[no-untyped-def]
+def _count_digit_kernel(  # type: ignore[no-untyped-def]
     keys, size, size_pointer, counters, state, k, level, shift, width,
     SIZE_ON_DEVICE: tl.constexpr, FULL_MASK: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ class RadixSelect:
         grid = min(num_programs(keys.numel(), _KEYS), _MAX_PROGRAMS)
         pointer = self.counters if size_on_device is None else size_on_device
         for level, (shift, width) in enumerate(self.digits[:num_digits]):
-            _digit_kernel[(grid,)](
+            _count_digit_kernel[(grid,)](
                 keys, keys.numel(), pointer, self.counters, self.state, self.k, level, shift, width,
                 SIZE_ON_DEVICE=size_on_device is not None, FULL_MASK=self._full_mask, CHUNK=_KEYS, BINS=BINS,
                 **OPTIONS,
@@ -167,7 +167,7 @@ class Passing:
 
 
 @triton.jit(do_not_specialize=["bound", "first", "last", "k", "bound_shift"])
-def _count_kernel(  # type: ignore[no-untyped-def]
+def _count_blocks_kernel(  # type: ignore[no-untyped-def]
     maxima, first, last, bound, counters, state, k, bound_shift, facts, counts,
     BOUND_DIGITS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first", "last"])
-def _write_kernel(  # type: ignore[no-untyped-def]
+def _write_blocks_kernel(  # type: ignore[no-untyped-def]
     maxima, first, last, facts, counts, out, CHUNK: tl.constexpr, STRIDE: tl.constexpr
 ):
     """Writes the numbers of the blocks that reach the bound, ascending."""
@@ -226,11 +226,11 @@ def list_blocks(
     counters, state, k, shift = (counts, facts, 0, 0)
     if radix is not None:
         counters, state, k, shift = radix.counters, radix.state, radix.k, radix.digits[bound_digits - 1][0]
-    _count_kernel[(chunks,)](
+    _count_blocks_kernel[(chunks,)](
         maxima, first, last, bound, counters, state, k, shift, facts, counts,
         BOUND_DIGITS=bound_digits if radix is not None else 0, CHUNK=_CHUNK, BINS=BINS, **OPTIONS,
     )  # fmt: skip
-    _write_kernel[(chunks,)](
+    _write_blocks_kernel[(chunks,)](
         maxima, first, last, facts, counts, blocks, CHUNK=_CHUNK, STRIDE=_STRIDE, **OPTIONS
     )
     return Passing(blocks, facts, TILE // block)

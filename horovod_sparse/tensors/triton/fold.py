@@ -230,7 +230,7 @@ def _signed_bits(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _narrow(total, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+def _to_half(total, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     """Converts float32 to a half type, rounding to nearest, ties to even."""
     if kind == tl.bfloat16:
         # In integers: neither every GPU nor Triton's interpreter rounds to bfloat16 this way.
@@ -266,7 +266,7 @@ def _add_sum_kernel(  # type: ignore[no-untyped-def]
             more = more & (at < k)
             more = more & (tl.load(indices + at, mask=more, other=-1) == where)
     if HALF:
-        tl.store(dense + where, _narrow(total, dense.dtype.element_ty), mask=mask)
+        tl.store(dense + where, _to_half(total, dense.dtype.element_ty), mask=mask)
     else:
         # +0.0 means untouched; -0.0 is the same number. By its bits: a constant -0.0 loses its sign here.
         raw = _signed_bits(total)

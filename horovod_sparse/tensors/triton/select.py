@@ -39,7 +39,7 @@ _SMALL = 1 << 20
 
 
 @triton.jit(do_not_specialize=["start", "stop", "capacity"])
-def _gather_kernel(  # type: ignore[no-untyped-def]
+def _gather_candidates_kernel(  # type: ignore[no-untyped-def]
     bits, blocks, facts, start, stop, buffer, capacity, count,
     FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["k", "level", "width", "capacity"])
-def _finish_kernel(  # type: ignore[no-untyped-def]
+def _write_kth_kernel(  # type: ignore[no-untyped-def]
     counters, state, k, level, width, count, capacity, report, CANDIDATES: tl.constexpr, BINS: tl.constexpr
 ):
     """Writes the k-th key, and whether the buffer of candidates was too small."""
@@ -108,12 +108,12 @@ def find_kth(
         room = room if capacity is None else capacity
         passing = list_blocks(maxima, block, start, stop, 1, bound_radix if bounded else None, _BOUND_DIGITS)
         buffer = torch.empty(room, dtype=kind, device=device)
-        _gather_kernel[(min(passing.max_tiles, MAX_PROGRAMS),)](
+        _gather_candidates_kernel[(min(passing.max_tiles, MAX_PROGRAMS),)](
             bits, passing.blocks, passing.facts, start, stop, buffer, room, count,
             FULL_MASK=torch.iinfo(kind).max, ROWS=passing.rows, BLOCK=block, **OPTIONS,
         )  # fmt: skip
         radix.count(buffer, len(all_digits), count)
-    _finish_kernel[(1,)](
+    _write_kth_kernel[(1,)](
         radix.counters, radix.state, k, len(all_digits), all_digits[-1][1], count, room, report,
         CANDIDATES=not dense, BINS=BINS, **OPTIONS,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def kth(values: Tensor, maxima: Tensor, layout: Layout, k: int, start: int, stop
 
 
 @triton.jit(do_not_specialize=["start", "stop", "max_tiles"])
-def _count_kernel(  # type: ignore[no-untyped-def]
+def _count_selected_kernel(  # type: ignore[no-untyped-def]
     bits, blocks, facts, floor, start, stop, counts, max_tiles,
     EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["start", "stop", "max_tiles", "k"])
-def _write_kernel(  # type: ignore[no-untyped-def]
+def _write_selected_kernel(  # type: ignore[no-untyped-def]
     bits, blocks, facts, floor, start, stop, sums, max_tiles, k, out,
     EXACT: tl.constexpr, FULL_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -191,8 +191,8 @@ def _select(
     full_mask = torch.iinfo(bits.dtype).max
     shape = {"EXACT": exact, "FULL_MASK": full_mask, "ROWS": passing.rows, "BLOCK": layout.block, **OPTIONS}
     given, grid = (bits, passing.blocks, passing.facts, floor, start, stop), (min(tiles, MAX_PROGRAMS),)
-    _count_kernel[grid](*given, counts, tiles, **shape)
-    _write_kernel[grid](*given, counts.cumsum(0), tiles, k, out, **shape)
+    _count_selected_kernel[grid](*given, counts, tiles, **shape)
+    _write_selected_kernel[grid](*given, counts.cumsum(0), tiles, k, out, **shape)
     return out
 
 
