@@ -19,7 +19,7 @@ from horovod_sparse.sparsifiers import ALGORITHMS, BucketInfo
 from horovod_sparse.sparsifiers.dragonn import DRAGONN
 from horovod_sparse.sparsifiers.exclusive import ExclusiveThreshold
 from horovod_sparse.sparsifiers.exdyna import ExDynaState
-from horovod_sparse.sparsifiers.rounds.quantized import HEADER, Quantizer, blank
+from horovod_sparse.sparsifiers.rounds.quantized import HEADER, Quantizer, blank_message
 from horovod_sparse.training.parts import Parameters
 from horovod_sparse.training.schedules import mean_over_senders
 from horovod_sparse.wire import WireFormat, pack
@@ -101,7 +101,7 @@ class StepWorks:
         """What every other rank sends: the codes of the gradient itself."""
         if quantizer.name not in self._quantized:
             code = quantizer.quantization
-            message = blank(code, self._n, np.dtype(np.float32), FoldReport())
+            message = blank_message(code, self._n, np.dtype(np.float32), FoldReport())
             encode(self._works.drawn, code, 0, message[HEADER:])
             self._quantized[quantizer.name] = message
         return self._quantized[quantizer.name]

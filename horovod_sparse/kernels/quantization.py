@@ -46,7 +46,7 @@ class Quantization:
             raise ArgumentError("group", self.group, f"a multiple of {WORD}, or 0 for all elements")
 
     @property
-    def planes(self) -> int:
+    def code_bits(self) -> int:
         """Returns the number of bits of an element."""
         return 1 + self.levels.bit_length()
 
@@ -64,7 +64,7 @@ class Quantization:
 
     def num_words(self, num_elements: int, dtype: np.dtype[Any]) -> int:
         """Returns the number of words that encode n elements of an accumulator's dtype."""
-        return self.unit_words(num_elements, dtype) + self.planes * -(-num_elements // WORD)
+        return self.unit_words(num_elements, dtype) + self.code_bits * -(-num_elements // WORD)
 
 
 #: A, B, C of a counter's hash, modulo 2^32, by the halves of a key: ``x = i A + low;  x ^= x >> 16;  x *= B;
@@ -147,7 +147,7 @@ def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
 def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
     """Writes all values' codes to `words`, and returns the rounding errors."""
     n, length, at = values.size, code.length_of_group(values.size), code.unit_words(values.size, values.dtype)
-    rest, codes = np.empty_like(values), words[at:].view(np.uint32).reshape(-1, code.planes)
+    rest, codes = np.empty_like(values), words[at:].view(np.uint32).reshape(-1, code.code_bits)
     largest = float(np.finfo(values.dtype).max)
     units = np.minimum(_norms(values, code) / max(1, code.levels), largest).astype(values.dtype)
     inverse = 1 / units
@@ -168,7 +168,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
             sizes += bits
             numbers = sizes.astype(np.uint8)
             numbers -= numbers > code.levels  # where a unit was rounded down
-            planes += [numbers & np.uint8(1 << place) for place in range(code.planes - 1)]
+            planes += [numbers & np.uint8(1 << place) for place in range(code.code_bits - 1)]
         here = codes[start // WORD : -(-stop // WORD)]
         for place, plane in enumerate(planes):
             padded = np.pad(plane, (0, -plane.size % WORD)) if plane.size % WORD else plane
@@ -182,11 +182,11 @@ def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> N
     """Decodes all ranks' messages [P, words], and adds them up in `out`, in rank order; returns all units."""
     n, length, at = out.size, code.length_of_group(out.size), code.unit_words(out.size, out.dtype)
     units = np.ascontiguousarray(messages[:, :at]).view(out.dtype)
-    codes = messages[:, at:].view(np.uint32).reshape(len(messages), -1, code.planes)
+    codes = messages[:, at:].view(np.uint32).reshape(len(messages), -1, code.code_bits)
     for start, stop in windows(n, length, CHUNK):
         total = np.zeros(stop - start, out.dtype)
         for rank, here in enumerate(codes[:, start // WORD : -(-stop // WORD)]):
-            negative, *bits = (unpack_bits(here[:, place], stop - start) for place in range(code.planes))
+            negative, *bits = (unpack_bits(here[:, place], stop - start) for place in range(code.code_bits))
             numbers = bits.pop() if bits else np.ones_like(negative)
             for plane in reversed(bits):  # faster than shifts
                 numbers += numbers

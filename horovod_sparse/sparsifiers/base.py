@@ -45,7 +45,7 @@ class BucketInfo:
 
 @dataclass(frozen=True)
 class SparsifierState:
-    """A sparsifier's state in checkpoints; algorithms with more of it derive from this.
+    """A sparsifier's state, saved in checkpoints; algorithms that keep more than the step derive from this.
 
     A state is a value: a step makes the next one, and a cancelled step drops it. Fields that differ between
     ranks are marked `LOCAL`; all others are equal on all ranks after every step, which a law checks, and
@@ -69,7 +69,7 @@ class WholeSum(SparseSum):
 
     @functools.cached_property
     def largest(self) -> float:
-        """The largest magnitude; NaN if one of the values is NaN."""
+        """The largest magnitude of the sum; NaN if one of its values is NaN."""
         return largest_magnitude(self.values)
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class WholeSum(SparseSum):
 
 @dataclass(frozen=True)
 class Traffic:
-    """One collective of a step: its kind, and the bytes this rank sends; tests compare it with counts."""
+    """Declares one collective of a step: its kind, and the bytes that this rank sends, which tests check."""
 
     kind: type[Request]
     #: payload bytes that this rank sends; the least, if it depends on the data
@@ -134,7 +134,7 @@ class Sparsifier(abc.ABC):
 
     @final
     def density_at(self, step: int) -> float:
-        """Returns the density of a step (counted from 0): the schedule's, or `density` without a schedule."""
+        """Returns the density in a step (from 0): the schedule's, or `density` without a schedule."""
         return self.density if self.schedule is None else self.schedule.density_at(step, self.density)
 
     @final
@@ -158,7 +158,7 @@ class Sparsifier(abc.ABC):
 
     @abc.abstractmethod
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Declares the cost of a step (from 0) for this rank; `counts` [P] are elements that ranks selected.
+        """Declares this rank's collectives in a step, given how many elements each rank selected (`counts`).
 
         One entry for each request that `synchronize` yields, in order; their kinds are fixed for a number of
         ranks.
@@ -166,13 +166,13 @@ class Sparsifier(abc.ABC):
 
     @final
     def rounds(self, size: int) -> tuple[type[Request], ...]:
-        """Returns the kinds of request that `synchronize` yields, as `traffic` declares them."""
+        """Returns the kinds of collective that `synchronize` yields among `size` ranks, in order."""
         declared = self.traffic(BucketInfo("any", size, 0, size), np.ones(size, np.int64))
         return tuple(one.kind for one in declared)
 
     @final
     def describe(self) -> str:
-        """Returns the text that `Compression.parse` reads, without arguments at their default."""
+        """Returns the sparsifier as text for `Compression.parse`, without arguments at their default."""
         return f"{self.name}:{arguments_text(self, always=('density',))}"
 
 
@@ -222,7 +222,7 @@ class SelectAndGather(Sparsifier):
 def exchange_selections(
     accumulator: Accumulator, indices: Indices, values: Values | None, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[SparseSum]:
-    """Sends every rank's selection to every rank, in one allgather."""
+    """Allgathers every rank's selection, and returns their sum; without values the indices alone."""
     n = info.num_elements
     gathered = yield AllGather(pack(indices, values, accumulator.report, wire, n))
     return unpack_sum(gathered, info.size, wire, n, None if values is None else info.value_dtype)

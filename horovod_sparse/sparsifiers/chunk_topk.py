@@ -44,7 +44,7 @@ class ChunkTopK(SelectAndGather):
         check_count("chunk", self.chunk, "a number of elements, 1 or more")
 
     def quotas(self, num_elements: int, k: int, step: int) -> NDArray[np.int64]:
-        """Returns how many elements of every chunk a step sends: k in all, and no more than the chunk has.
+        """Returns how many elements a step sends of each chunk: k in sum, at most the length of each.
 
         ``floor((stop k + s) / n) - floor((start k + s) / n)``, where the shift s / n goes through the
         multiples of the golden ratio, so that every chunk has its turns at nearly equal distances.

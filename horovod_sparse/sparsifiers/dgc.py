@@ -40,7 +40,7 @@ class SampledSelection(SelectAndGather):
         return step_generator(self.seed, info, step, info.rank)
 
     def stride(self, num_elements: int, k: int) -> int:
-        """Returns the distance between two sampled elements."""
+        """Returns the distance between sampled elements, so that the sample holds enough of the k largest."""
         enough = max(self.sample_fraction * num_elements, _LEAST_HITS * num_elements / k)
         return max(1, num_elements // math.ceil(enough))
 

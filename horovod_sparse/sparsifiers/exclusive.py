@@ -26,7 +26,7 @@ class ExclusiveState(SparsifierState):
 
     @property
     def turn(self) -> int:
-        """Returns how often ranks have exchanged windows: once in every step in which something was sent."""
+        """Returns how often the ranks have exchanged their windows: once in each step that sent something."""
         return self.step - self.threshold.paused
 
 
@@ -55,7 +55,7 @@ class ExclusiveThreshold(Sparsifier):
         """Returns (start, stop) of the window that this rank searches in this step."""
 
     def learn_union(self, state: Any, info: BucketInfo, counts: np.ndarray, union: Indices) -> Any:
-        """Returns the state for the next step, given each rank's count and all selected indices."""
+        """Returns the next step's state, given how many elements each rank selected, and their indices."""
         return state
 
     def synchronize(
@@ -70,7 +70,7 @@ class ExclusiveThreshold(Sparsifier):
         gathered = yield from exchange_selections(accumulator, selection, None, info, self.wire)
         _check_exclusive(gathered.indices, gathered.counts, info)
         sum_ = yield from sum_at(
-            accumulator, gathered.indices, gathered.counts, info, self.wire, ask_health=False
+            accumulator, gathered.indices, gathered.counts, info, self.wire, with_notes=False
         )
         sum_.notes = gathered.notes
         union = int(sum_.counts.sum())
@@ -88,14 +88,14 @@ class ExclusiveThreshold(Sparsifier):
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
         num_bytes = self.wire.message_bytes(int(counts[info.rank]), info.num_elements, None)
-        values = sum_traffic(int(counts.sum()), info, self.wire, ask_health=False)
+        values = sum_traffic(int(counts.sum()), info, self.wire, with_notes=False)
         return (Traffic(AllGather, num_bytes), *values)
 
 
 def _select(
     accumulator: Accumulator, rule: ThresholdRule, k: int, window: Window, state: ThresholdState
 ) -> Indices:
-    """Returns the indices in the window that reach the threshold, or the largest, as many as `rule` says."""
+    """Returns the window's indices that reach the threshold, or its largest if `rule` wants fewer or more."""
     start, stop = window
     selection = accumulator.at_least(state.threshold, start, stop)
     num_hits = selection.size

@@ -171,7 +171,7 @@ class ExDyna(ExclusiveThreshold):
     def learn_union(
         self, state: ExDynaState, info: BucketInfo, counts: np.ndarray, union: Indices
     ) -> ExDynaState:
-        """Moves blocks between partitions by the last counts; not in each sixteenth round of P steps.
+        """Returns the next state, with blocks moved between partitions; not in each 16th round of P steps.
 
         In that one every rank searches every part. Where bounds move in step with the turns, an element at a
         bound may be in another rank's part in every step, and one rank's share of it be held back for ever.

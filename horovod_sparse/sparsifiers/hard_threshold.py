@@ -39,7 +39,7 @@ class HardThreshold(SelectAndGather):
             check_number("threshold", self.threshold, "a number above 0")
 
     def threshold_for(self, info: BucketInfo, step: int) -> float:
-        """Returns the user's (or the guessed) threshold; 0 at density 1."""
+        """Returns the user's threshold, or a guessed one if none was given; 0 at density 1."""
         k = self.num_selected(info, step)
         if k == info.num_elements and self.density_at(step) == 1.0:
             return 0.0

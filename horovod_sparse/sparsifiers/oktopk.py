@@ -22,7 +22,7 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     keeps_discards,
     not_among,
     reduce_in_regions,
-    split_traffic,
+    region_traffic,
 )
 from horovod_sparse.wire import unpack_sum
 
@@ -44,14 +44,14 @@ def equal_regions(info: BucketInfo) -> NDArray[np.int64]:
 
 
 def propose_regions(selection: Indices, info: BucketInfo) -> NDArray[np.int64]:
-    """Returns bounds that cut this rank's selection into P equal numbers of elements."""
+    """Returns the bounds of P regions, each of which has an equal number of this rank's selected indices."""
     if not selection.size:
         return equal_regions(info)
     return selection[np.arange(1, info.size) * selection.size // info.size].astype(np.int64)
 
 
 def scaled_threshold(threshold: float, count: int, k: int, band: tuple[float, float], factor: float) -> float:
-    """Returns the threshold times or divided by `factor` if `count` lies above or below `band` times k."""
+    """Returns the threshold, raised (lowered) by `factor` if `count` is above (below) the `band` around k."""
     low, high = band
     if count < low * k:
         return threshold / factor
@@ -63,8 +63,8 @@ _FINENESS = 1.1
 
 
 @functools.lru_cache(maxsize=64)
-def reported_orders(k: int) -> NDArray[np.int64]:
-    """Returns the orders of magnitudes in a message (1: largest): 1 to 10, then steps of a tenth, to k."""
+def reported_places(k: int) -> NDArray[np.int64]:
+    """Returns which of k sorted sums (1: largest) a message reports: 1 to 10, then each a tenth further."""
     orders = [1]
     while orders[-1] < k:
         orders.append(min(k, max(orders[-1] + 1, math.ceil(orders[-1] * _FINENESS))))
@@ -74,14 +74,14 @@ def reported_orders(k: int) -> NDArray[np.int64]:
 def threshold_and_counts(
     magnitudes: NDArray[np.floating], lengths: NDArray[np.int64], k: int
 ) -> tuple[float, NDArray[np.int64]]:
-    """Returns a threshold that about k sums of all ranks reach, and how many of each rank reach it.
+    """Returns a threshold that about k of all ranks' sums reach, and how many sums of each rank reach it.
 
-    `magnitudes` [P, orders] are each rank's sums at the `reported_orders`, `lengths` how many sums each rank
+    `magnitudes` [P, orders] are each rank's sums at the `reported_places`, `lengths` how many sums each rank
     has. At least k pass; the excess is under a tenth of one rank's sums, unless magnitudes are equal.
     """
     if lengths.sum() <= k:
         return 0.0, lengths
-    orders = np.minimum(reported_orders(k), lengths[:, None])
+    orders = np.minimum(reported_places(k), lengths[:, None])
     new = np.diff(orders, axis=1, prepend=0).ravel()
     falling = np.argsort(-magnitudes, axis=None, kind="stable")
     enough = np.searchsorted(np.cumsum(new[falling]), k)
@@ -179,7 +179,7 @@ class OkTopk(Sparsifier):
         return SparseSum(sum_.indices, sum_.values, selected, arrived.notes, facts), after
 
     def _select(self, accumulator: Accumulator, state: OkTopkState, k: int) -> tuple[Indices, float]:
-        """Returns the indices of the elements that pass the local threshold, and that threshold."""
+        """Returns the indices of the elements that reach the local threshold, and that threshold."""
         if k == accumulator.num_elements:  # everything, zeros too
             return np.arange(k, dtype=np.int32), state.local_threshold
         threshold = state.local_threshold
@@ -188,19 +188,19 @@ class OkTopk(Sparsifier):
         return accumulator.at_least(threshold), threshold
 
     def _computes_thresholds(self, step: int) -> bool:
-        """True if this step computes the thresholds from magnitudes, not by adjusting the last ones."""
+        """True if this step computes thresholds from magnitudes, and does not only adjust the last ones."""
         return self.threshold_steps == 0 or step % self.threshold_steps == 0
 
     def _prune(
         self, total: SparseVector, selection: Indices, state: OkTopkState, info: BucketInfo, k: int
     ) -> Synchronization[tuple[SparseVector, _Numbers, _Numbers, float, _Numbers]]:
-        """Returns kept sums, ranks' numbers of selected and kept elements, global threshold, next regions.
+        """Keeps this rank's sums that reach the global threshold, which ranks find by an allgather.
 
-        Kept sums are this rank's sums that reach the global threshold.
+        Returns kept sums, ranks' numbers of selected and kept elements, the threshold, and next regions.
 
         A message is: how many the rank selected, how many sums it has (or how many of them pass, where the
         threshold is known), its proposal for the regions (in some steps only), and magnitudes: those of
-        `reported_orders`, so that the message is as long in every step of one k; or with `threshold_steps`
+        `reported_places`, so that the message is as long in every step of one k; or with `threshold_steps`
         all of them, in the steps that find the threshold exactly.
         """
         magnitudes, of_every_step = np.abs(total.values), self.threshold_steps == 0
@@ -208,7 +208,7 @@ class OkTopk(Sparsifier):
         finds = self._computes_thresholds(state.step) or not state.global_threshold
         length, reported = len(total), magnitudes
         if of_every_step:
-            orders = reported_orders(k)
+            orders = reported_places(k)
             reported = np.zeros(orders.size, magnitudes.dtype)
             if length:
                 reported = magnitudes[falling[np.minimum(orders, length) - 1]]
@@ -247,7 +247,7 @@ class OkTopk(Sparsifier):
     def _rebalance(
         self, kept: SparseVector, sizes: NDArray[np.int64], info: BucketInfo
     ) -> Synchronization[tuple[SparseVector, Values | None]]:
-        """Spreads sums evenly over ranks by an all-to-all, if one rank holds more than 4 times its share."""
+        """Spreads sums evenly over ranks if one has 4 times its share; returns this rank's, and errors."""
         union = int(sizes.sum())
         if info.size * int(sizes.max()) <= _IMBALANCE * union:
             yield AllToAll((np.empty(0, np.int32),) * info.size)
@@ -271,9 +271,9 @@ class OkTopk(Sparsifier):
         per_value = info.value_dtype.itemsize // 4
         magnitudes = (0, most * per_value)
         if self.threshold_steps == 0:
-            magnitudes = (reported_orders(self.num_selected(info, step)).size * per_value,) * 2
+            magnitudes = (reported_places(self.num_selected(info, step)).size * per_value,) * 2
         return (
-            split_traffic(int(counts[info.rank]), info, self.wire),
+            region_traffic(int(counts[info.rank]), info, self.wire),
             Traffic(AllGather, 4 * (num_counts + magnitudes[0]), 4 * (num_counts + magnitudes[1])),
             Traffic(AllToAll, 0, 4 * (info.size - 1) * words[1]),
             Traffic(AllGather, 4 * words[0], 4 * words[1]),

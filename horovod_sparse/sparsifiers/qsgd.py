@@ -34,7 +34,7 @@ class QSGD(Quantizer):
     take. Departures: no L2 norm, which loses more; codes of fixed length instead of Elias codes.
 
     Example:
-        >>> QSGD(levels=1).quantization.planes
+        >>> QSGD(levels=1).quantization.code_bits
         2
     """
 

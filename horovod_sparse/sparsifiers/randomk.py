@@ -60,7 +60,7 @@ class RandomK(SelectAndGather):
         check_count("seed", self.seed, low=0)
 
     def positions(self, info: BucketInfo, step: int) -> Indices:
-        """Returns the positions of a step, ascending and unique."""
+        """Returns the k random positions of a step, ascending and unique, the same on all ranks."""
         generator = step_generator(self.seed, info, step)
         return draw_positions(generator, info.num_elements, self.num_selected(info, step))
 

@@ -10,7 +10,7 @@ from horovod_sparse.errors import ArgumentError
 
 
 class Schedule(Protocol):
-    """Gives the density of every step."""
+    """Gives the density of every step; a user's own class may be one."""
 
     def density_at(self, step: int, final: float) -> float:
         """Returns the density of a step (from 0); `final` is the density after the schedule has ended."""
@@ -18,7 +18,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Exponential:
-    """``density = start * (final / start) ** (t / steps)``, then final.
+    """Lowers the density in step t: ``start * (final / start) ** (t / steps)``, after `steps` steps final.
 
     Args:
         steps: length of the warm-up in synchronizations (batches / backward_passes_per_step).
@@ -44,7 +44,7 @@ class Exponential:
 
 @dataclass(frozen=True)
 class Stairs:
-    """A list of densities, each for the same number of steps, then final.
+    """Lowers the density in stairs: each of `densities` for `steps` steps, then final.
 
     The defaults are DGC's warm-up over four epochs: 0.25, 0.0625, 0.015625, 0.004.
 

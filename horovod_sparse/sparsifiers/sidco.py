@@ -82,7 +82,7 @@ class SIDCo(SampledSelection):
             sizes = sizes[sizes >= threshold]
         return threshold
 
-    def find(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> float:
+    def find_threshold(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> float:
         if k >= info.num_elements:
             return 0.0
         sample = self.sample(accumulator, k, self.generator(info, state.step)).astype(np.float64)
@@ -90,7 +90,7 @@ class SIDCo(SampledSelection):
         return self.threshold(sample, share, state.num_stages)
 
     def select(self, accumulator: Accumulator, k: int, state: SIDCoState, info: BucketInfo) -> Selected:
-        threshold = self.find(accumulator, k, state, info)
+        threshold = self.find_threshold(accumulator, k, state, info)
         indices = accumulator.at_least(threshold)
         state = self._adapt_num_stages(state, indices.size / k)
         if not indices.size:  # the fit ends above every magnitude, as it does for equal ones

@@ -17,8 +17,8 @@ from horovod_sparse.sparsifiers.rounds.sparse_vectors import (
     SparseVector,
     Window,
     reduce_in_regions,
+    region_traffic,
     round_for_wire,
-    split_traffic,
 )
 
 
@@ -63,7 +63,7 @@ class TopkDSA(Sparsifier):
         return SparseSum(indices, values, counts, arrived.notes, facts), state
 
     def _dense_is_shorter(self, sizes: NDArray[np.int32], regions: list[Window], info: BucketInfo) -> bool:
-        """True if the regions' sums take fewer words sent whole than as indices and values."""
+        """True if all ranks' sums are shorter with every value sent than as indices and values."""
         n, dtype = info.num_elements, info.value_dtype
         sparse = sum(self.wire.message_words(int(size), n, dtype) for size in sizes)
         return sum(self.wire.num_value_words(stop - start, dtype) for start, stop in regions) < sparse
@@ -87,7 +87,7 @@ class TopkDSA(Sparsifier):
         sparse = [self.wire.message_bytes(count, n, dtype) for count in (0, longest)]
         dense = 4 * self.wire.num_value_words(stop - start, dtype)
         return (
-            split_traffic(int(counts[info.rank]), info, self.wire),
+            region_traffic(int(counts[info.rank]), info, self.wire),
             Traffic(AllGather, 4),
             Traffic(AllGather, min(sparse[0], dense), max(sparse[1], dense)),
         )

@@ -307,10 +307,10 @@ def encode(values: Tensor, code: Quantization, key: int) -> tuple[Tensor, Tensor
         if code.levels:
             bits = random_bits(positions * signed(COUNTER) + signed(key), key).to(values.dtype)
             numbers = (part.abs() * inverse[group] + bits * 2.0**-24).int().clamp_(max=code.levels)
-            planes += [(numbers >> place & 1).bool() for place in range(code.planes - 1)]
+            planes += [(numbers >> place & 1).bool() for place in range(code.code_bits - 1)]
             sent = numbers.to(values.dtype) * sent
         rest[start:stop] = part - torch.where(below, -sent, sent)
         full = torch.stack([torch.nn.functional.pad(plane, (0, -part.numel() % WORD)) for plane in planes], 1)
-        words = (full.view(-1, WORD, code.planes).long() << places[:, None]).sum(1)
+        words = (full.view(-1, WORD, code.code_bits).long() << places[:, None]).sum(1)
         codes.append(words.to(torch.int32).view(-1))  # int64 wraps: the low 32 bits
     return torch.cat(codes), rest

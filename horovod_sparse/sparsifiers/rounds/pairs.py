@@ -29,7 +29,7 @@ def mail_words(count: int, num_notes: int, info: BucketInfo, wire: WireFormat) -
 
 
 class Mail:
-    """Writes and reads a rank's point-to-point messages in one step: a sparse vector, then notes about ranks.
+    """Writes and reads the messages between pairs of ranks in one step: a sparse vector, then ranks' notes.
 
     Both sides can compute which ranks' notes a message carries, so notes contain no rank; receiving one twice
     changes nothing.
@@ -41,13 +41,13 @@ class Mail:
         self._notes[info.rank] = note_of(report)
 
     def write(self, vector: SparseVector, ranks: Sequence[int] = ()) -> Words:
-        """Returns a message that holds a vector of rounded values, and the notes about the given ranks."""
+        """Returns a message that holds a vector (its values are rounded) and the notes of these ranks."""
         n = self._info.num_elements
         words = pack(vector.indices, vector.values, FoldReport(), self._wire, n)
         return np.concatenate([words, self._notes[list(ranks)].reshape(-1)])
 
     def read(self, words: Words, ranks: Sequence[int] = ()) -> SparseVector:
-        """Returns the vector of a message, and stores its notes, which are about the given ranks."""
+        """Returns a message's vector, and stores its notes, which are those of the given ranks."""
         end = words.size - _WORDS_PER_NOTE * len(ranks)
         if end < 0:
             raise MessageError(f"a message of {words.size} words is too short: do versions differ?")
@@ -56,7 +56,7 @@ class Mail:
         return SparseVector(gathered.indices, gathered.values)
 
     def sum_of(self, vector: SparseVector, num_selected: int) -> SparseSum:
-        """Returns a step's final vector as a `SparseSum`, with the notes about all ranks."""
+        """Returns a step's final vector as a `SparseSum`, with the notes of all ranks read until then."""
         counts = np.full(len(self._notes), num_selected, np.int64)
         return SparseSum(vector.indices, vector.values, counts, Notes.of(self._notes))
 
@@ -72,14 +72,14 @@ def bruck_all_gather(message: Words, members: Sequence[int], me: int) -> Synchro
     In round t a member sends what it holds to the member 2**t before it. One word per message says its
     length. Source: Bruck et al., TPDS 1997.
     """
-    m, held = len(members), [message]
+    m, messages = len(members), [message]
     for stage, num_sent in enumerate(bruck_counts(m)):
         distance = 1 << stage
         target, source = members[(me - distance) % m], members[(me + distance) % m]
-        lengths = np.array([message.size for message in held[:num_sent]], np.int32)
-        arrived = yield Exchange({target: np.concatenate([lengths, *held[:num_sent]])}, (source,))
-        held += _split_messages(arrived[source], num_sent)
-    return [held[(member - me) % m] for member in range(m)]
+        lengths = np.array([message.size for message in messages[:num_sent]], np.int32)
+        arrived = yield Exchange({target: np.concatenate([lengths, *messages[:num_sent]])}, (source,))
+        messages += _split_messages(arrived[source], num_sent)
+    return [messages[(member - me) % m] for member in range(m)]
 
 
 def _split_messages(words: Words, num_messages: int) -> list[Words]:

@@ -35,13 +35,13 @@ def quantized_words(code: Quantization, num_elements: int, dtype: Any) -> int:
     return HEADER + code.num_words(num_elements, np.dtype(dtype))
 
 
-def blank(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
+def blank_message(code: Quantization, num_elements: int, dtype: Any, report: FoldReport) -> NDArray[np.int32]:
     """Returns a message whose header is written; the caller writes units and codes, from word `HEADER` on."""
     length = quantized_words(code, num_elements, dtype)
-    return empty_message(length, num_elements, report, _tag(code, num_elements))
+    return empty_message(length, num_elements, report, _format_code(code, num_elements))
 
 
-def _tag(code: Quantization, num_elements: int) -> int:
+def _format_code(code: Quantization, num_elements: int) -> int:
     # 128 to 255 is no selection's code; groups of another length are met by the message's
     return format_tag(0x80 | code.levels, num_elements)
 
@@ -54,24 +54,24 @@ def sum_quantized(
     length = quantized_words(code, num_elements, dtype)
     if words.dtype != np.int32 or words.shape != (size * length,):
         raise MessageError(
-            f"{words.size} words arrived, {size} messages of {length} words are those of {code} and a bucket "
-            f"of {num_elements} elements; all ranks must use the same sparsifier, dtype and model"
+            f"{words.size} words arrived, must be {size} messages of {length} words ({code}, a bucket of "
+            f"{num_elements} elements): all ranks must use the same sparsifier, dtype and model"
         )
     messages = words.reshape(size, length)
-    wanted = np.array([-length, num_elements, _tag(code, num_elements)])
+    wanted = np.array([-length, num_elements, _format_code(code, num_elements)])
     wrong = (messages[:, [0, 1, HEADER_WORDS]] != wanted).any(1)
     wrong |= (messages[:, 2] < 0) | (messages[:, 2] > num_elements + 1)
     if wrong.any():
         raise MessageError(
-            f"the message of rank {int(np.argmax(wrong))} is not one of {code} and a bucket of "
-            f"{num_elements} elements; all ranks must use the same version, sparsifier, dtype and model"
+            f"the message of rank {int(np.argmax(wrong))} is not encoded by {code} for a bucket of "
+            f"{num_elements} elements: all ranks must use the same version, sparsifier, dtype and model"
         )
     values = np.empty(num_elements, dtype)
     units = decode_sum(messages[:, HEADER:], code, values)
     if not ((units >= 0) & np.isfinite(units)).all():
         raise MessageError(
-            "a unit of some rank's message is below 0 or no number: it was damaged, or the ranks do not have "
-            "the same model"
+            "a rank's message has a unit that is negative or not finite: it was damaged, or ranks have "
+            "different models"
         )
     return values, Notes.of(messages[:, 2:HEADER_WORDS])
 
@@ -87,7 +87,7 @@ class Quantizer(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        planes = self.quantization.planes  # which checks its arguments
+        planes = self.quantization.code_bits  # which checks its arguments
         for name, only in (
             ("density", 1.0),
             ("values", "exact"),
@@ -112,7 +112,7 @@ class Quantizer(Sparsifier):
     ) -> Synchronization[tuple[WholeSum, SparsifierState]]:
         n, dtype, code = info.num_elements, info.value_dtype, self.quantization
         key = self.key(info, state.step)
-        message = blank(code, n, dtype, accumulator.report)
+        message = blank_message(code, n, dtype, accumulator.report)
         accumulator.quantize(code, key, message[HEADER:])
         gathered = yield AllGather(message)
         values, notes = sum_quantized(gathered, info.size, code, n, dtype)

@@ -18,7 +18,7 @@ _NUMBERS_PER_RANK = 5
 #: a position is sent as two numbers below this, which float32 holds exactly
 _HALF = 1 << 16
 #: a note in front of a part's values: see `wire.note`
-_HEALTH_WORDS = 4
+_NOTE_WORDS = 4
 #: the values summed up, and the notes of all ranks (none if not asked for)
 _Sum: TypeAlias = tuple[Values, Notes]
 
@@ -30,9 +30,9 @@ def sum_at(
     info: BucketInfo,
     wire: WireFormat,
     *,
-    ask_health: bool = True,
+    with_notes: bool = True,
 ) -> Synchronization[SparseSum]:
-    """Sums all ranks' accumulators at indices that all ranks know, and clears the accumulators there.
+    """Sums all ranks' accumulators at the same indices, and clears them there; `counts` only travel on.
 
     Exact values take one allreduce. Rounded values must not be rounded again at every addition: each rank
     adds up one part of them (all-to-all), rounds the sum, keeps that error, and the parts are gathered: as
@@ -40,26 +40,26 @@ def sum_at(
     """
     values = accumulator.remove(indices)
     if wire.exact:
-        report = accumulator.report if ask_health else None
+        report = accumulator.report if with_notes else None
         summed, notes = yield from _allreduce(values, report, info)
     else:
-        summed, notes = yield from _sum_in_parts(accumulator, indices, values, info, wire, ask_health)
+        summed, notes = yield from _sum_in_parts(accumulator, indices, values, info, wire, with_notes)
     return SparseSum(indices, summed, counts, notes)
 
 
 def sum_traffic(
-    num_indices: int, info: BucketInfo, wire: WireFormat, *, ask_health: bool = True
+    num_indices: int, info: BucketInfo, wire: WireFormat, *, with_notes: bool = True
 ) -> tuple[Traffic, ...]:
-    """Declares the cost of `sum_at`: the values, and each rank's note if `ask_health`."""
+    """Declares the collectives of `sum_at`: the values, and each rank's note if `with_notes`."""
     if wire.exact:
-        health = _NUMBERS_PER_RANK * info.size if ask_health else 0
-        return (Traffic(AllReduce, (num_indices + health) * info.value_dtype.itemsize),)
+        note = _NUMBERS_PER_RANK * info.size if with_notes else 0
+        return (Traffic(AllReduce, (num_indices + note) * info.value_dtype.itemsize),)
     words = [
         wire.num_value_words(stop - start, info.value_dtype)
         for start, stop in _windows_by_rank(num_indices, info.size)
     ]
-    health = _HEALTH_WORDS if ask_health else 0
-    sent = sum(health + count for rank, count in enumerate(words) if rank != info.rank)
+    note = _NOTE_WORDS if with_notes else 0
+    sent = sum(note + count for rank, count in enumerate(words) if rank != info.rank)
     return (Traffic(AllToAll, 4 * sent), Traffic(AllGather, 4 * words[info.rank]))
 
 
@@ -76,7 +76,7 @@ def _allreduce(values: Values, report: FoldReport | None, info: BucketInfo) -> S
     if report is None:
         return summed[:k], Notes()
     high, low, norms, steps, projections = summed[k:].reshape(_NUMBERS_PER_RANK, -1).astype(np.float64)
-    notes = np.empty((info.size, _HEALTH_WORDS), np.int32)
+    notes = np.empty((info.size, _NOTE_WORDS), np.int32)
     notes[:, ::2] = np.stack([high * _HALF + low, steps], 1)
     notes.view(np.float32)[:, 1::2] = np.stack([norms, projections], 1)
     return summed[:k], Notes.of(notes)
@@ -88,15 +88,15 @@ def _sum_in_parts(
     values: Values,
     info: BucketInfo,
     wire: WireFormat,
-    ask_health: bool,
+    with_notes: bool,
 ) -> Synchronization[_Sum]:
     parts = _windows_by_rank(indices.size, info.size)
-    health = note_of(accumulator.report) if ask_health else np.zeros(0, np.int32)
+    note = note_of(accumulator.report) if with_notes else np.zeros(0, np.int32)
     messages = []
     for start, stop in parts:
         words = wire.encode_values(values[start:stop])
         seen = wire.decode_values(words, stop - start, values.dtype)
-        messages.append(np.concatenate([health, words]))
+        messages.append(np.concatenate([note, words]))
         accumulator.add(indices[start:stop], values[start:stop] - seen)
     arrived = yield AllToAll(tuple(messages))
 
@@ -104,17 +104,17 @@ def _sum_in_parts(
     total = np.zeros(stop - start, values.dtype)
     with np.errstate(over="ignore"):  # all ranks refuse an infinite sum
         for message in arrived:
-            total += wire.decode_values(message[health.size :], stop - start, values.dtype)
+            total += wire.decode_values(message[note.size :], stop - start, values.dtype)
     summed, error = yield from gather_parts(total, parts, info, wire)
     accumulator.add(indices[start:stop], error)
-    notes = Notes.of(np.stack([message[: health.size] for message in arrived])) if ask_health else Notes()
+    notes = Notes.of(np.stack([message[: note.size] for message in arrived])) if with_notes else Notes()
     return summed, notes
 
 
 def gather_parts(
     values: Values, parts: Sequence[Window], info: BucketInfo, wire: WireFormat
 ) -> Synchronization[tuple[Values, Values]]:
-    """Allgathers a vector of which each rank has a part; returns it, and the rounding error of this part."""
+    """Allgathers a vector of which each rank has a part; returns it, and this part's rounding errors."""
     gathered = yield AllGather(wire.encode_values(values))
     whole, begin = np.empty(parts[-1][1], values.dtype), 0
     for start, stop in parts:

@@ -86,7 +86,7 @@ def not_among(indices: Indices, others: Indices) -> NDArray[np.bool_]:
 
 
 def split_exactly(values: Values, num_parts: int, part: int) -> Values:
-    """Splits values into `num_parts` nearly equal addends, which add up exactly, and returns one of them."""
+    """Returns addend number `part` of `num_parts` nearly equal ones, which add up to the values exactly."""
     if num_parts == 1:
         return values
     equal = values / values.dtype.type(num_parts)
@@ -106,7 +106,7 @@ def round_for_wire(vector: SparseVector, accumulator: Accumulator, wire: WireFor
 
 
 def keeps_discards(step: int) -> bool:
-    """True in one step of 16, in which the rank that drops an element of a partial sum keeps the value.
+    """True in one step of 16, in which a rank keeps the partial sums that it drops, in its residual.
 
     If dropped values always returned to their ranks, two ranks whose gradients cancel at an element, as those
     of different data do in the end, would both select it for ever. The steps follow no period, so that every
@@ -118,7 +118,7 @@ def keeps_discards(step: int) -> bool:
 def cut_and_pack(
     parts: Sequence[SparseVector], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> tuple[tuple[Words, ...], Values | None]:
-    """Rounds and encodes each part of a vector as one message; returns messages and rounding errors."""
+    """Rounds each part of a vector and encodes it as a message; returns messages and rounding errors."""
     messages, errors = [], []
     for part in parts:
         seen, error = part.rounded(wire)
@@ -130,7 +130,7 @@ def cut_and_pack(
 def reduce_in_regions(
     vector: SparseVector, regions: Sequence[Window], report: FoldReport, info: BucketInfo, wire: WireFormat
 ) -> Synchronization[tuple[SparseVector, SparseSum, Values | None]]:
-    """Sends elements to the owners of their regions, in one all-to-all; returns this rank's region's sum."""
+    """Sums regions up by an all-to-all to their owners; returns this rank's sum, what arrived, and errors."""
     messages, error = cut_and_pack([vector.cut(*region) for region in regions], report, info, wire)
     arrived = yield AllToAll(messages)
     gathered = unpack_sum(np.concatenate(arrived), info.size, wire, info.num_elements, info.value_dtype)
@@ -141,8 +141,8 @@ def reduce_in_regions(
     return total, gathered, error
 
 
-def split_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
-    """Declares the cost of `reduce_in_regions`: least if all elements lie in this rank's own region."""
+def region_traffic(count: int, info: BucketInfo, wire: WireFormat) -> Traffic:
+    """Declares the bytes of `reduce_in_regions`: least if all elements lie in this rank's own region."""
     words = [wire.message_words(number, info.num_elements, info.value_dtype) for number in (0, count)]
     others = info.size - 1
     # written plainly, elements cost the same in whichever message they are

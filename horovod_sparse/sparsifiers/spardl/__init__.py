@@ -62,13 +62,13 @@ class SparDL(Sparsifier):
         for argument, known in (("residuals", RESIDUAL_MODES), ("between", _BETWEEN)):
             if getattr(self, argument) not in known:
                 raise UnknownNameError(f"{argument} of spardl", str(getattr(self, argument)), known)
-        if self.between == "recursive" and not self._is_recursive:
+        if self.between == "recursive" and not self._uses_recursive_doubling:
             allowed = f'"bruck" or "auto": {self.teams} teams are not a power of two'
             raise ArgumentError("between", self.between, allowed)
 
     @property
-    def _is_recursive(self) -> bool:
-        """True if teams sum up by R-SAG, which takes a power of two."""
+    def _uses_recursive_doubling(self) -> bool:
+        """True if teams are summed by R-SAG (recursive doubling), which takes a power of two of teams."""
         return self.between != "bruck" and self.teams & (self.teams - 1) == 0
 
     def init(self, info: BucketInfo) -> SparDLState:
@@ -76,7 +76,7 @@ class SparDL(Sparsifier):
         return SparDLState.first(self.teams)
 
     def layout(self, info: BucketInfo, num_selected: int, step: int) -> TeamLayout:
-        """Returns which ranks form teams, the bucket's blocks, and a step's quota of elements for each."""
+        """Returns a step's `TeamLayout`; raises if the number of ranks is no multiple of `teams`."""
         if info.size % self.teams:
             divisors = [number for number in range(1, info.size + 1) if info.size % number == 0]
             raise ArgumentError("teams", self.teams, f"a divisor of {info.size} ranks ({divisors})")
@@ -92,7 +92,7 @@ class SparDL(Sparsifier):
         block = yield from phases.scatter_reduce()
         quota = layout.quota(layout.team_and_position(info.rank)[1])
         after = state
-        if layout.teams > 1 and self._is_recursive:
+        if layout.teams > 1 and self._uses_recursive_doubling:
             block = yield from phases.recursive_doubling(block)
         elif layout.teams > 1:
             start, stop = layout.window(layout.team_and_position(info.rank)[1])
@@ -110,6 +110,6 @@ class SparDL(Sparsifier):
         return sum_, after
 
     def traffic(self, info: BucketInfo, counts: np.ndarray, step: int = 0) -> tuple[Traffic, ...]:
-        """Declares exact bytes, but for B-SAG a range: from h = L / d elements of a block to h = L."""
+        """Declares each round's bytes: exactly, or with B-SAG from h = L / d elements of a block to L."""
         layout = self.layout(info, int(counts[info.rank]), step)
-        return layout.traffic(info, self.wire, self._is_recursive)
+        return layout.traffic(info, self.wire, self._uses_recursive_doubling)

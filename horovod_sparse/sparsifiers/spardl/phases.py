@@ -48,7 +48,7 @@ class Ledger:
             self.receive(SparseVector(vector.indices, split_exactly(vector.values, num_holders, holder)))
 
     def round(self, vector: SparseVector, num_holders: int = 1, holder: int = 0) -> SparseVector:
-        """Rounds a vector to the wire format; keeps this rank's share of the errors in the residual."""
+        """Returns a vector rounded for the wire; this rank's share of the errors stays in its residual."""
         seen, error = vector.rounded(self._wire)
         if error is not None:
             share = SparseVector(vector.indices, split_exactly(error, num_holders, holder))
@@ -57,29 +57,29 @@ class Ledger:
         return seen
 
     def settle(self, final: Indices, mode: str, *, in_place: bool = False) -> None:
-        """Writes the residual for the next step into the accumulator.
+        """Writes the residual for the next step into the accumulator, at the end of a step.
 
-        "global": discards of a rank's own stay where they came from, those on the way at the rank that
-        dropped them (with `in_place` all do). "partial": discards on the way are lost. "local": only what was
-        never sent is kept. Rounding errors stay. The velocity is masked where this rank's own value has left
+        "global": a rank's own discarded values return to it, partial sums stay with the rank that dropped
+        them (with `in_place` all do). "partial": dropped partial sums are lost. "local": only values never
+        sent are kept. Rounding errors stay. The velocity is masked where this rank's own value has left
         it for good.
         """
         if mode == "global":
             for indices, before in [] if in_place else reversed(self._changes):
                 unsent = not_among(indices, final)
-                self._put(indices[unsent], before[unsent])
+                self._restore(indices[unsent], before[unsent])
             for indices in self._selected:
                 self._accumulator.mask(indices[~not_among(indices, final)])
             return
         for indices, before in reversed(self._changes):
-            self._put(indices, before)
+            self._restore(indices, before)
         for indices in self._selected:
             self._accumulator.clear(indices if mode == "local" else indices[~not_among(indices, final)])
         for error in self._rounding:
             applied = ~not_among(error.indices, final)
             self._accumulator.add(error.indices[applied], error.values[applied])
 
-    def _put(self, indices: Indices, values: Values) -> None:
+    def _restore(self, indices: Indices, values: Values) -> None:
         """Writes earlier values back: subtracting what was added would not restore them exactly."""
         if indices.size:
             self._accumulator.put(indices, np.ascontiguousarray(values))
@@ -161,7 +161,7 @@ class Phases:
         return [self._layout.rank(team, self._position) for team in teams]
 
     def gather_within_team(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """The last phase of several teams: each gathers all blocks on its ranks by Bruck's all-gather."""
+        """The last phase of several teams: each gathers all blocks on its ranks (Bruck); returns the sum."""
         layout, mail = self._layout, self._mail
         block = self.ledger.round(block, layout.teams, self._team)
         team = [layout.rank(self._team, position) for position in range(layout.team_size)]
@@ -172,7 +172,7 @@ class Phases:
         return mail.sum_of(SparseVector(*map(np.concatenate, pairs)), layout.num_selected)
 
     def gather_among_all(self, block: SparseVector) -> Synchronization[SparseSum]:
-        """The last phase of a single team: gathers the sum's blocks on all ranks by one allgather."""
+        """The last phase of a single team: gathers all blocks on all ranks (allgather); returns the sum."""
         mine = self.ledger.round(block)
         sent = self._accumulator, mine.indices, mine.values, self._info, self._wire
         sum_ = yield from exchange_selections(*sent)

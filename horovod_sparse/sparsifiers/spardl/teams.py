@@ -48,7 +48,7 @@ class TeamLayout:
         return rank_part(self.num_elements, block, self.team_size)
 
     def quota(self, block: int) -> int:
-        """Returns how many elements of a block are kept: about k / Q; the quotas of all blocks add up to k.
+        """Returns how many elements of a block are kept: about k / Q, and k over all blocks.
 
         ``floor((stop k + s) / n) - floor((start k + s) / n)``; the shift s moves by a block's length every
         step, and by one more where it would come back too early: in any n steps a block of m elements gets
@@ -68,7 +68,7 @@ class TeamLayout:
         return [(position + offset) % self.team_size for offset in range(first, stop)]
 
     def traffic(self, info: BucketInfo, wire: WireFormat, recursive: bool) -> tuple[Traffic, ...]:
-        """Declares the cost of every round of a step for this rank."""
+        """Declares the collectives of a step with the bytes that this rank sends."""
         _, position = self.team_and_position(info.rank)
         d, quota = self.teams, self.quota(position)
         # of a block, B-SAG may leave as few elements as one team gives

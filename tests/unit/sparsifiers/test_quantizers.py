@@ -9,7 +9,7 @@ from horovod_sparse.feedback import recipe
 from horovod_sparse.kernels.quantization import Quantization, decode_sum, encode
 from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers import WholeSum
-from horovod_sparse.sparsifiers.rounds.quantized import HEADER, blank, sum_quantized
+from horovod_sparse.sparsifiers.rounds.quantized import HEADER, blank_message, sum_quantized
 from support.gradients import gaussian
 from support.sampling import rows_by
 
@@ -45,7 +45,7 @@ def test_qsgd_is_unbiased(levels: int) -> None:
 
 
 def _message(code: Quantization, num_elements: int = 100) -> np.ndarray:
-    message = blank(code, num_elements, np.float32, FoldReport())
+    message = blank_message(code, num_elements, np.float32, FoldReport())
     encode(np.ones(num_elements, np.float32), code, 0, message[HEADER:])
     return message
 

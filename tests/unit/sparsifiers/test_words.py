@@ -10,7 +10,7 @@ from horovod_sparse.errors import ArgumentError, MessageError
 from horovod_sparse.feedback import recipe
 from horovod_sparse.simulation import Recorder, SimulatedCluster
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.sparsifiers.oktopk import reported_orders
+from horovod_sparse.sparsifiers.oktopk import reported_places
 from horovod_sparse.sparsifiers.rounds.pairs import Mail
 from horovod_sparse.sparsifiers.rounds.sparse_vectors import keeps_discards, split_exactly
 from horovod_sparse.wire import WireFormat
@@ -98,7 +98,7 @@ def test_k_pass_and_6k_travel_in_every_step(size: int, region_steps: int) -> Non
         assert sums[0].counts.tolist() == [k] * size
         assert k <= sums[0].indices.size <= 1.1 * k
         # words that a rank receives: headers, the notes of the thresholds, bounds; the rest is of elements
-        notes = (size - 1) * (2 + reported_orders(k).size + 3 * 5 + size)
+        notes = (size - 1) * (2 + reported_places(k).size + 3 * 5 + size)
         received = [cluster.recorder.total(rank).bytes_received / 4 - notes for rank in range(size)]
         assert np.mean(received) <= 6 * k * 1.1
         # those that come back are the largest sums, but for the tenth to which they are told
