@@ -32,7 +32,7 @@ _SMALL = 2**22
 COLLECTIVE_ERRORS = errors.NonFiniteGradientError, errors.EditedGradientError, errors.StateMismatchError
 
 
-def by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
+def answer_by_exchanges(request: Request, rank: int, size: int) -> Synchronization[Any]:
     """Carries out a collective by messages between pairs of ranks, in as few bytes as a ring would take."""
     if isinstance(request, Exchange):
         return (yield request)
@@ -127,18 +127,18 @@ def _sum_as_one_message(requests: Mapping[int, Request]) -> Synchronization[dict
     return answers
 
 
-def over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
+def run_over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
     """Runs a coroutine; makes messages between pairs of its requests within a host or across hosts."""
 
     def carry(request: Request) -> Synchronization[Any]:
         if request.level == "all":
             return collectives.single_request(request)
-        return among(request, topology.group(request.level, rank), rank)
+        return answer_among(request, topology.group(request.level, rank), rank)
 
     return collectives.translate_requests(coroutine, carry)
 
 
-def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
+def answer_among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[Any]:
     """Answers a collective of `ranks` only, by messages between pairs of them; a single rank sends none."""
     if len(ranks) == 1:
         return answer_for_one_rank(request)
@@ -149,12 +149,12 @@ def among(request: Request, ranks: Sequence[int], rank: int) -> Synchronization[
         arrived = yield Exchange(sends, tuple(ranks[peer] for peer in exchange.sources))
         return {places[peer]: words for peer, words in arrived.items()}
 
-    steps = by_exchanges(replace(request, level="all"), places[rank], len(ranks))
+    steps = answer_by_exchanges(replace(request, level="all"), places[rank], len(ranks))
     return (yield from collectives.translate_requests(steps, carry))
 
 
 def rounds_over_hosts(rounds: Sequence[type[Request]], topology: Topology) -> tuple[type[Request], ...]:
-    """Returns the kinds of request of a two-level bucket by `over_hosts`, from a sparsifier's `rounds`."""
+    """Returns the requests of a two-level bucket by `run_over_hosts`, from those of its sparsifier."""
     inside, between = 2, sum(2 if kind is collectives.AllReduce else 1 for kind in rounds)
     number = inside * (topology.per_host > 1) + between * (topology.num_hosts > 1)
     return (Exchange,) * number
@@ -281,8 +281,8 @@ class MpiCarrier:
         return isinstance(request, Exchange) or (self._carries_all and on_host)
 
     def start(self, request: Request, name: str) -> Handle:
-        """Starts a collective and returns at once; `name` is equal on all ranks."""
-        return Rounds(self._exchange, by_exchanges(request, self._rank, self._size), name)
+        """Starts a collective and returns its handle at once; `name` is equal on all ranks."""
+        return Rounds(self._exchange, answer_by_exchanges(request, self._rank, self._size), name)
 
     def forget(self) -> None:
         """Drops all messages in flight; all ranks call it after a failure, wherever each rank stopped."""

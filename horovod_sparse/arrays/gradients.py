@@ -160,7 +160,7 @@ class WeightedParts(GradientParts):
             yield start, Pair(piece, None if others is None else next(others)[1], weights)
 
 
-def accumulating(dtype: Any) -> type[np.floating[Any]]:
+def fold_dtype(dtype: Any) -> type[np.floating[Any]]:
     """Returns the dtype in which gradients of a dtype accumulate: float64 for float64, else float32."""
     name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).removeprefix("torch.")
     if name not in ("float16", "bfloat16", "uint16", "float32", "float64"):

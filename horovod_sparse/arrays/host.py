@@ -60,7 +60,7 @@ class HostAccumulator(Accumulator):
     ) -> None:
         check_density("density", density, "a number in (0, 1]")
         layout = Layout(int(num_elements), block_size(density))
-        super().__init__(HostKernels(layout, gradients.accumulating(dtype)), companions)
+        super().__init__(HostKernels(layout, gradients.fold_dtype(dtype)), companions)
 
 
 class Candidates:
@@ -167,7 +167,7 @@ class HostKernels(Kernels):
         parts = gradient if is_parts else gradients.GradientParts([np.asarray(gradient)])
         if parts.size != n:
             raise ArgumentError("gradient", parts.size, f"an array of {n} elements")
-        if parts.dtype != self.dtype and gradients.accumulating(parts.dtype) != self.dtype:
+        if parts.dtype != self.dtype and gradients.fold_dtype(parts.dtype) != self.dtype:
             allowed = "float64" if self.dtype == np.float64 else "float32, float16 or bfloat16"
             raise ArgumentError("gradient", parts.dtype.name, allowed)
         return parts

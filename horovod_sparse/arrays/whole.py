@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.arrays.accumulator import Accumulator
-from horovod_sparse.arrays.gradients import GradientParts, accumulating
+from horovod_sparse.arrays.gradients import GradientParts, fold_dtype
 from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host.scatter import wide
@@ -39,7 +39,7 @@ class WholeGradient(Accumulator):
     """
 
     def __init__(self, num_elements: int, dtype: Any = "float32") -> None:
-        self.num_elements, self.dtype = num_elements, np.dtype(accumulating(dtype))
+        self.num_elements, self.dtype = num_elements, np.dtype(fold_dtype(dtype))
         self.companions = ()
         self.step, self.report = 0, FoldReport()
         #: this step's gradient, and a loaded residual to add to it
@@ -108,7 +108,7 @@ class WholeGradient(Accumulator):
                         first = at + int(np.argmin(finite))
         return first
 
-    def received(self, total: Any, size: int) -> tuple[Any, dict[int, int], float]:
+    def decode_sum(self, total: Any, size: int) -> tuple[Any, dict[int, int], float]:
         """Returns the summed gradient, each failed rank's index of NaN or Inf, and the largest magnitude."""
         n = self.num_elements
         values = np.asarray(total[:n]).astype(self.dtype, copy=False)

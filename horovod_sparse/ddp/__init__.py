@@ -19,7 +19,7 @@ from horovod_sparse.ddp.steps import Synchronized, group_of, raise_if_hooked, st
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe, recipe_for
 from horovod_sparse.sparsifiers import Sparsifier
-from horovod_sparse.tensors.binding import unwrapped
+from horovod_sparse.tensors.binding import inner_optimizer
 from horovod_sparse.tensors.checkpoint import load as load
 from horovod_sparse.tensors.checkpoint import save as save
 from horovod_sparse.tensors.layout import redistribute as redistribute
@@ -44,7 +44,7 @@ def attach(
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     **options: Unpack[WaitingOptions],
 ) -> GradientSynchronizer | Synchronized:
-    """Makes a model's training synchronize sparsely from now on; all ranks call it alike.
+    """Makes a model train with sparse exchanges from now on; returns the training. All ranks call it.
 
     With "best", or the feedback "adam", "rmsprop" or "sgd", ranks exchange their own steps in
     ``optimizer.step()``, and gradients stay as they are: see `horovod_sparse.training.steps`. With any other
@@ -84,7 +84,7 @@ def attach(
         if not isinstance(model, torch.nn.Module):
             allowed = "the torch.nn.Module whose parameters the optimizer trains"
             raise ArgumentError("model", type(model).__name__, allowed)
-        optimizer = unwrapped(optimizer)
+        optimizer = inner_optimizer(optimizer)
         if hasattr(optimizer, "_local_hooks"):  # both would step it
             raise ArgumentError("optimizer", "one of LocalSteps", "a new one, without LocalSteps")
         schedule.check(recipe, settings)

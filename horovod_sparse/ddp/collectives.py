@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from horovod_sparse import errors
-from horovod_sparse.carriers import COLLECTIVE_ERRORS, among, by_exchanges, side_by_side
+from horovod_sparse.carriers import COLLECTIVE_ERRORS, answer_among, answer_by_exchanges, side_by_side
 from horovod_sparse.collectives import AllReduce, Exchange, ReduceScatter, Request, Synchronization
 from horovod_sparse.tensors.layout import readable_tensor
 from horovod_sparse.topology import Topology
@@ -108,7 +108,7 @@ class Carrier:
             return self._all_reduce(request.buffer)
         if isinstance(request, Exchange):
             return self._exchange(request.sends, request.sources)
-        return carry_out(by_exchanges(request, self.rank, self.size), self)
+        return carry_out(answer_by_exchanges(request, self.rank, self.size), self)
 
     def _carry_out_within(self, request: Request) -> Any:
         """Carries out a collective of a host's ranks, or of a column's, by messages between pairs."""
@@ -118,7 +118,7 @@ class Carrier:
             total = self._carry_out_within(replace(request, buffer=request.buffer.cpu().numpy()))
             return torch.from_numpy(total).to(request.buffer.device)
         ranks = self.topology.group(request.level, self.rank)
-        return carry_out(among(request, ranks, self.rank), self)
+        return carry_out(answer_among(request, ranks, self.rank), self)
 
     def _all_reduce(self, buffer: Any) -> Any:
         # sums of them are exact in float32, or in float16

@@ -28,7 +28,7 @@ from horovod_sparse.plans import DEFAULT_BUCKET_BYTES, Plan, fixed_bytes
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.models import ENTRY, checked_entry
 from horovod_sparse.training.engine import Facts
-from horovod_sparse.training.facts import present_in
+from horovod_sparse.training.facts import present_bits
 from horovod_sparse.training.settings import Settings
 
 _log = logging.getLogger("horovod_sparse")
@@ -96,7 +96,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         return Plan(fixed_bytes(sparse, self._bucket_bytes).buckets if sparse else (), tuple(dense))
 
     def ensure_parts(self) -> None:
-        """Makes the first parts, and parts for parameters that were added since."""
+        """Makes the first parts, or parts for parameters added since; called before a step, save or load."""
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.plan_for_new(facts))
@@ -114,7 +114,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     # a pass of DistributedDataParallel
 
-    def expect_pass(self, first: torch.Tensor | None = None) -> None:
+    def watch_pass(self, first: torch.Tensor | None = None) -> None:
         """Makes autograd call `_end_pass` after the pass in progress; `first`: the first with a gradient."""
         if self._ending() is not None:
             return
@@ -131,7 +131,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def _begin_pass(self, first: torch.Tensor) -> None:
         """Called with the first gradient of a backward pass whose gradients are exchanged."""
-        self.expect_pass(first)
+        self.watch_pass(first)
         if self.under_way:
             return
         if self._unused and not self._sums_untouched:
@@ -215,7 +215,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
 
     def _synchronize_for_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Synchronizes gradients before a loss scaler reads them: so all ranks find the same overflow."""
-        self.loss_scale.expect(scaler)
+        self.loss_scale.set_scaler(scaler)
         self.synchronize()
         self.for_scaler = self.overflow is None  # else it skips the step
 
@@ -232,7 +232,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _wait_for_failures(self) -> list[BaseException]:
         if not self._tells or not self.parts:
             return super()._wait_for_failures()
-        present = self.starter.start("present", shared_lines(hex(present_in(self.parts))))
+        present = self.starter.start("present", shared_lines(hex(present_bits(self.parts))))
         failures = super()._wait_for_failures()
         self.starter.wait([present])
         somewhere = functools.reduce(operator.or_, (int(bits, 16) for bits in present.value()))
@@ -321,4 +321,4 @@ class _ForwardHooks:
         # of the whole pass: hooks of parameters may run in a pass within it (activation checkpointing)
         for one in _pytree.tree_leaves(output):
             if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(lambda _: training.expect_pass())
+                one.register_hook(lambda _: training.watch_pass())

@@ -18,7 +18,7 @@ from horovod_sparse.errors import ArgumentError, StateMismatchError, Unsupported
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.binding import Binding
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping_optimizer
-from horovod_sparse.tensors.models import ModelBuffers, claim, inner_of, roll_back_before_loading
+from horovod_sparse.tensors.models import ModelBuffers, claim, inner_module, roll_back_before_loading
 from horovod_sparse.training.collective_errors import worst, worst_of_all
 from horovod_sparse.training.engine import carry_out
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule, Schedule
@@ -75,7 +75,7 @@ class Synchronized(OverGroup, Binding):  # type: ignore[misc]
         #: makes each DistributedDataParallel synchronize again
         self.silenced = contextlib.ExitStack()
         super().__init__(optimizer, engine, recipe, settings, schedule, ModelBuffers(model))
-        roll_back_before_loading([inner_of(model)], self)
+        roll_back_before_loading([inner_module(model)], self)
 
     def detach(self) -> None:
         super().detach()

@@ -144,12 +144,12 @@ class Bucket:
         caller multiplies it by `scale` (1 / P by default), which must not overflow. All ranks raise the same
         error, and roll the step back; finite gradients stay in the residual.
         """
-        reduced = yield from self.reduced(gradient)
+        reduced = yield from self.reduce_within_host(gradient)
         absent = absent if self.whole is self.info else ()  # a host's other ranks may have a gradient
         report = self.fold(reduced, learning_rate, mark_cancelled=mark_cancelled, absent=absent)
         return (yield from self.synchronize(report, scale))
 
-    def reduced(self, gradient: Any) -> Synchronization[Any]:
+    def reduce_within_host(self, gradient: Any) -> Synchronization[Any]:
         """Returns the gradient to fold: the given one; with two levels a rank's shard of its host's sum."""
         yield from ()
         return gradient

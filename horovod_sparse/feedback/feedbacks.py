@@ -59,7 +59,7 @@ class Feedback:
             check_number("clip_norm", self.clip_norm, "a norm above 0, or None")
 
     def rule(self, info: BucketInfo, rates: Rates) -> FoldRule:
-        """Returns the rule for a step's fold."""
+        """Returns the `FoldRule` of one step, with its learning rate and the companions' age."""
         # clip_norm bounds the sum over ranks; one rank's gradient gets less
         norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(info.size)
         return _fold_rule(decay=self.decay, clip_norm=norm, **self._rule_arguments(rates))
@@ -219,7 +219,7 @@ class Rule(Feedback):
     #: the smallest and the largest density that cost no accuracy, where these are known
     densities: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
-    def of(self, groups: Sequence[Mapping[str, Any]]) -> Rule:
+    def with_group_settings(self, groups: Sequence[Mapping[str, Any]]) -> Rule:
         """Returns the rule with those settings of PyTorch's optimizer that do not change between passes."""
         return self
 

@@ -131,4 +131,4 @@ def with_rule(recipe: Any, own: Any, kind: str, groups: Sequence[Mapping[str, An
     elif sparsifier.has_density and most < sparsifier.density < 1.0:
         told = "density %g with %s: GPTs and an LSTM trained better at %g, with fewer bytes"
         _log.info(told, sparsifier.density, kind, most)
-    return replace(recipe, sparsifier=sparsifier, feedback=given.of(groups))
+    return replace(recipe, sparsifier=sparsifier, feedback=given.with_group_settings(groups))

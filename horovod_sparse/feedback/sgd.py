@@ -50,7 +50,7 @@ class VelocityFeedback(Rule):
         nesterov = bool(self.nesterov)
         return {"momentum": self.momentum, "nesterov": nesterov, "masking": False, "rate": rates.rate}
 
-    def of(self, groups: Sequence[Mapping[str, Any]]) -> VelocityFeedback:
+    def with_group_settings(self, groups: Sequence[Mapping[str, Any]]) -> VelocityFeedback:
         own = {name: max(group[name] for group in groups) for name in ("momentum", "nesterov")}
         for name, value in own.items():
             if getattr(self, name) not in (None, value):

@@ -147,7 +147,7 @@ class TwoLevelBucket(Bucket):
         short = self.info.num_elements - shards[0].size  # up to the length of the longest
         self.accumulator.assign_arrays([np.append(one, np.zeros(short, one.dtype)) for one in shards])
 
-    def reduced(self, gradient: Any) -> Synchronization[Any]:
+    def reduce_within_host(self, gradient: Any) -> Synchronization[Any]:
         shard = yield ReduceScatter(self._summable(gradient, self.whole), level="host")
         return self._pad(shard, self.info.num_elements)
 

@@ -35,7 +35,7 @@ class Dense(Sparsifier):
         n = info.num_elements
         if isinstance(accumulator, WholeGradient):
             total = yield AllReduce(accumulator.allreduce_buffer(info.rank, info.size))
-            values, unhealthy, largest = accumulator.received(total, info.size)
+            values, unhealthy, largest = accumulator.decode_sum(total, info.size)
             nothing = np.zeros(info.size)  # is held back
             notes = Notes(unhealthy, nothing, nothing.astype(np.int64), nothing)
             return WholeSum(values, np.full(info.size, n), notes, largest), state

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse import collectives
-from horovod_sparse.carriers import as_alltoall, inbox, over_hosts
+from horovod_sparse.carriers import as_alltoall, inbox, run_over_hosts
 from horovod_sparse.collectives import Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError, UnsupportedError
 from horovod_sparse.tensorflow._horovod import hvd, is_elastic
@@ -181,7 +181,7 @@ def carry_out_together(
     """
     ranks = int(process_set.rank()), int(process_set.size())
     if topology is not None:
-        coroutine = over_hosts(coroutine, topology, ranks[0])
+        coroutine = run_over_hosts(coroutine, topology, ranks[0])
     look = construction_errors.watcher(process_set) if looks else None
 
     def execute(request: Request) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.arrays import GradientParts
-from horovod_sparse.carriers import over_hosts, rounds_over_hosts
+from horovod_sparse.carriers import rounds_over_hosts, run_over_hosts
 from horovod_sparse.collectives import AllGather, Request, Synchronization
 from horovod_sparse.errors import CollectiveMismatchError
 from horovod_sparse.kernels.host.scatter import apply_scaled_sums
@@ -200,7 +200,7 @@ class Part(common.BucketPart):
         """Returns a step's coroutine, which folds these gradients, and exchanges and sums the selections."""
         self.roll_back_unapplied()
         step = self.bucket.step(GradientParts(gradients), scale=self._scale)
-        return step if self._topology is None else over_hosts(step, self._topology, self._rank)
+        return step if self._topology is None else run_over_hosts(step, self._topology, self._rank)
 
     def apply(self, scale: float) -> tuple[list[np.ndarray], BucketReport]:
         """Ends the step: returns each variable's sum over ranks times `scale`, dense, and the report."""

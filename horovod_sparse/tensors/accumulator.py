@@ -55,9 +55,9 @@ def _load_triton_kernels() -> ModuleType:
     return triton_kernels
 
 
-def accumulating(dtype: Any) -> torch.dtype:
+def fold_dtype(dtype: Any) -> torch.dtype:
     """Returns the dtype of PyTorch in which gradients accumulate: float64 for float64, else float32."""
-    return torch.float64 if gradients.accumulating(dtype) is np.float64 else torch.float32
+    return torch.float64 if gradients.fold_dtype(dtype) is np.float64 else torch.float32
 
 
 class TorchAccumulator(Accumulator):
@@ -89,7 +89,7 @@ class TorchAccumulator(Accumulator):
         # with its number, as gradients say it
         place, expected = torch.empty(0, device=device).device, round(density * num_elements)
         bodies = kernels or kernels_for(place)
-        super().__init__(TensorKernels(layout, accumulating(dtype), place, expected, bodies), companions)
+        super().__init__(TensorKernels(layout, fold_dtype(dtype), place, expected, bodies), companions)
 
     @property
     def device(self) -> torch.device:

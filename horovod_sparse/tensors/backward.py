@@ -204,7 +204,7 @@ class GradientTraining(Training):
         """
         if not self.under_way:
             self._begin_step()
-            self.loss_scale.read_expected()
+            self.loss_scale.read_without_pass()
         idle_before = self.starter.idle_seconds
         edited = [name for part in self.parts for name in part.edited_names()]  # since they were taken
         try:
@@ -312,7 +312,7 @@ class GradientTraining(Training):
         return super().save(**more)
 
     def retire(self) -> None:
-        """Removes the hooks, and cancels a step in progress."""
+        """Removes the hooks and cancels a step; called when another training takes the parameters over."""
         self.is_retired = True
         _remove_hooks(self._handles)
         self._handles = []

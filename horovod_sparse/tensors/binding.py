@@ -50,7 +50,7 @@ def without_own(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, 
     }
 
 
-def unwrapped(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Any) -> Any:
     """Returns PyTorch's optimizer within a wrapper (of Accelerate, torchft or ZeRO)."""
     for name in ("optimizer", "optim"):
         inner = getattr(optimizer, name, None)
@@ -301,7 +301,7 @@ class Binding(Steps):
             self.ages.update(known | entry.get("ages", {}))
 
     def ensure_parts(self) -> None:
-        """Makes the first parts, and parts for parameters that were added since."""
+        """Makes the first parts, or parts for parameters added since; called before a step, save or load."""
         if not self.facts:
             facts = self.engine.facts({})
             self.begin(facts, self.settings.plan or self.plan_for_new(facts))

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.tensors.binding import Binding
-from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, inner_of
+from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, inner_module
 from horovod_sparse.training.training import Training
 
 #: marks a tensor with a dtype that NumPy lacks
@@ -23,7 +23,7 @@ _BITS = "horovod_sparse.bits"
 def save(
     directory: str | os.PathLike[str], training: Any, keep: int = 2, *, model: torch.nn.Module | None = None
 ) -> int:
-    """Saves a checkpoint of all ranks; all ranks call it together, between the same two steps.
+    """Saves a checkpoint of all ranks, which call it together between two steps; returns its step.
 
     A checkpoint is complete or is not there, whatever happens while it is written. It holds numbers, strings
     and arrays, nothing that is run or unpickled. With `model` it is all that `load` needs to go on bit for
@@ -92,7 +92,7 @@ def _make_entry(given: Any, training: Any, model: torch.nn.Module | None) -> dic
         states = {number: {"step": one["step"]} for number, one in states.items() if "step" in one}
     kept: dict[str, Any] = {"optimizer": {"state": states, "param_groups": own.get("param_groups", [])}}
     if model is not None:
-        kept["model"] = inner_of(model).state_dict()
+        kept["model"] = inner_module(model).state_dict()
     return dict(_to_arrays({**entry, "training": kept}))
 
 
@@ -103,7 +103,7 @@ def load(
     *,
     model: torch.nn.Module | None = None,
 ) -> int:
-    """Loads the newest checkpoint that is complete on all ranks; all ranks call it together.
+    """Loads the newest checkpoint that is complete on all ranks, which call it together; returns its step.
 
     At the number of ranks that saved it the training goes on bit for bit. At another one residuals are
     distributed so that their mean over ranks stays, and sparsifiers start anew; ranks need to see others'
@@ -136,7 +136,7 @@ def load(
         if optimizer is not None:
             check_groups(optimizer, kept.get("optimizer"))
         if model is not None:
-            _check_model(inner_of(model), kept.get("model"))
+            _check_model(inner_module(model), kept.get("model"))
 
     place = {"rank": training.rank, "size": training.size}
     loaded = "" if model is None else "the optimizer and a model"
@@ -144,7 +144,7 @@ def load(
     entry = training.engine.carry_out(together, training.topology, "checkpoint")
     kept = _saved_states(entry)
     if model is not None:
-        inner_of(model).load_state_dict(kept["model"])
+        inner_module(model).load_state_dict(kept["model"])
     entry = _to_tensors({key: value for key, value in entry.items() if key != "training"})
     if optimizer is not None:
         optimizer.load_state_dict({**kept["optimizer"], ENTRY: entry})

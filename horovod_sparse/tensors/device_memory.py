@@ -17,7 +17,7 @@ from horovod_sparse.errors import MessageError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.kernels.host.scatter import checked
 from horovod_sparse.sparsifiers import BucketInfo
-from horovod_sparse.tensors.accumulator import TorchAccumulator, accumulating, kernels_for
+from horovod_sparse.tensors.accumulator import TorchAccumulator, fold_dtype, kernels_for
 from horovod_sparse.tensors.gradients import GradientMemory
 from horovod_sparse.tensors.layout import unscaled
 from horovod_sparse.tensors.streams import CudaStreams, to_device, to_host
@@ -32,7 +32,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 class DeviceMemory(GradientMemory):
     summing: ClassVar[Mapping[str, Any]] = {
-        "summable": lambda gradient, whole: gradient.to(accumulating(whole.dtype)).reshape(-1),
+        "summable": lambda gradient, whole: gradient.to(fold_dtype(whole.dtype)).reshape(-1),
         "pad": lambda shard, count: torch.cat([shard, shard.new_zeros(count - shard.numel())]),
     }
 
@@ -84,7 +84,7 @@ class WholeTensor(WholeGradient):
 
     def allreduce_buffer(self, rank: int, size: int) -> torch.Tensor:
         n, given = self.num_elements, self._gradient.reshape(-1)
-        buffer = given.new_zeros(n + HEALTH_NUMBERS * size, dtype=accumulating(self.dtype))
+        buffer = given.new_zeros(n + HEALTH_NUMBERS * size, dtype=fold_dtype(self.dtype))
         own, health = buffer[:n], buffer[n:].view(HEALTH_NUMBERS, size)[:, rank]
         own.copy_(given)
         if self._carried is not None:
@@ -98,10 +98,10 @@ class WholeTensor(WholeGradient):
             health[place] = (position >> shift) % (1 << DIGIT_BITS)
         return buffer
 
-    def received(self, total: Any, size: int) -> tuple[torch.Tensor, dict[int, int], float]:
+    def decode_sum(self, total: Any, size: int) -> tuple[torch.Tensor, dict[int, int], float]:
         n = self.num_elements
         summed = torch.as_tensor(total)
-        values = summed[:n].to(accumulating(self.dtype))
+        values = summed[:n].to(fold_dtype(self.dtype))
         told = to_host(torch.cat([summed[n:].double(), torch.stack(values.aminmax()).double()]))
         return values, positions_by_rank(told[:-2], size), float(np.abs(told[-2:]).max())
 
@@ -118,7 +118,7 @@ def _has_no_repeats(indices: NDArray[np.int32]) -> bool:
 def apply_scaled_sum(
     dense: torch.Tensor, indices: Any, values: Any, scale: float, kernels: ModuleType | None = None
 ) -> int:
-    """Overwrites zeros on a device with ``scale * sum``; gives the same bits as the host's function.
+    """Overwrites a tensor of zeros with ``scale * sum``; returns how many different indices the sum has.
 
     No two threads add to one element.
     """

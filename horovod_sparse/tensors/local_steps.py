@@ -20,7 +20,7 @@ from horovod_sparse.collectives import shared_lines
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.plans import Plan, fixed_bytes
 from horovod_sparse.sparsifiers.dense import Dense
-from horovod_sparse.tensors.binding import unwrapped
+from horovod_sparse.tensors.binding import inner_optimizer
 from horovod_sparse.tensors.layout import ReplicatedTensor, local
 from horovod_sparse.tensors.models import ModelBuffers, checked_entry, parameters_of, roll_back_before_loading
 from horovod_sparse.tensors.moves import LocalBucket
@@ -370,7 +370,7 @@ class LocalBinding(Steps):
 
 def stepping_optimizer(optimizer: Any, module: Any) -> torch.optim.Optimizer:
     """Returns the optimizer whose `step` changes the parameters: the one within a wrapper, or within SAM."""
-    optimizer = unwrapped(getattr(optimizer, "base_optimizer", optimizer))
+    optimizer = inner_optimizer(getattr(optimizer, "base_optimizer", optimizer))
     others = "_allreduce_delay", "_horovod_sparse", "_synchronize_for_scaler"
     if not isinstance(optimizer, torch.optim.Optimizer) or any(hasattr(optimizer, one) for one in others):
         allowed = "one of PyTorch, without attach or DistributedOptimizer: torch.optim.AdamW(...)"

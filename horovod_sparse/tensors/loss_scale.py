@@ -76,12 +76,12 @@ class ScaleOfStep:
         self.scaler = scaled_by()
         self.value = 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
-    def expect(self, scaler: torch.amp.GradScaler | None) -> None:
+    def set_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """Sets the scaler (or None) whose scale counts if no backward pass runs before the next step."""
         self.scaler, self.value = scaler, 1.0
 
-    def read_expected(self) -> None:
-        """Reads the scale of the last scaler, or of `expect`'s: for a step without gradients on this rank."""
+    def read_without_pass(self) -> None:
+        """Reads the scale of `set_scaler`'s or the last scaler, for a step without gradients on this rank."""
         if self.scaler is not None:
             self.value = float(self.scaler.get_scale())
 

@@ -134,7 +134,7 @@ def _load_state_dict_pre_hook(module: torch.nn.Module, *_: Any) -> None:
 
 def trained_by(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns a model's parameters that the optimizer trains, by name; all of them without an optimizer."""
-    parameters = parameters_of(inner_of(model))
+    parameters = parameters_of(inner_module(model))
     if optimizer is None:
         return {_unwrapped_name(name): one for name, one in parameters}
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -159,7 +159,7 @@ def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return model.named_parameters()
 
 
-def inner_of(model: torch.nn.Module) -> torch.nn.Module:
+def inner_module(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the module within torch.compile's and DistributedDataParallel's wrappers."""
     inner: torch.nn.Module = getattr(model, "_orig_mod", model)
     return inner.module if isinstance(inner, DistributedDataParallel) else inner

@@ -42,7 +42,7 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _Any:
-        """Loads what few trainings use when somebody asks for it."""
+        """Imports `LocalSteps`, `save` and other names that few trainings use, at their first use."""
         modules = {
             "LocalSteps": "torch.steps",
             "OuterStep": "training.schedules",

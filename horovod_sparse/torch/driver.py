@@ -155,7 +155,7 @@ class HorovodDriver(Driver):
         ranks = self._topology.group(request.level, rank)
         if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
             return _start_reduce_scatter(request, name, self.process_set, ranks)
-        return carriers.Rounds(self.start_request, carriers.among(request, ranks, rank), name)
+        return carriers.Rounds(self.start_request, carriers.answer_among(request, ranks, rank), name)
 
     def forget_messages(self) -> None:
         if self.mpi is not None:

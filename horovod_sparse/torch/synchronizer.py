@@ -221,7 +221,7 @@ class Methods(torch.optim.Optimizer):
         is_due = synchronizer.for_scaler or not synchronizer.is_synchronized
         if self._should_synchronize and is_due:
             if not synchronizer.under_way:
-                synchronizer.loss_scale.expect(scaler)
+                synchronizer.loss_scale.set_scaler(scaler)
             self.synchronize()
             synchronizer.for_scaler = True
 
@@ -249,7 +249,7 @@ class Methods(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             if not synchronizer.under_way:
-                synchronizer.loss_scale.expect(None)
+                synchronizer.loss_scale.set_scaler(None)
             self.synchronize()
         synchronizer.is_synchronized = synchronizer.for_scaler = False
         if synchronizer.overflow is not None:

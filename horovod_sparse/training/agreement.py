@@ -258,12 +258,12 @@ class DriftCheck:
         """Makes ranks compare their models after the next step, for example after a load."""
         self.next_step = step + 1 if self.every else math.inf
 
-    def postpone(self, step: int) -> None:
+    def schedule_next(self, step: int) -> None:
         """Schedules the next comparison of models, by the step alone, so all ranks compare together."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
     def run(self, step: int, entries: Sequence[Replicated]) -> Synchronization[None]:
-        self.postpone(step)
+        self.schedule_next(step)
         if differing := (yield from differing_arrays(entries)):
             more = f"; {len(differing)} differ: {listed(list(differing))}" if len(differing) > 1 else ""
             raise DriftError(f"after step {step} {next(iter(differing.values()))}{more}")

@@ -88,7 +88,7 @@ class Starter(Protocol):
     together: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Starts a coroutine and returns at once; `name` is equal on all ranks."""
+        """Starts a coroutine and returns its task at once; `name` is equal on all ranks."""
 
     def wait(self, tasks: Sequence[Task]) -> None:
         """Waits for tasks; an error of a coroutine stays in its task."""
@@ -198,14 +198,14 @@ class Driver(Starter):
         self._failure: BaseException | None = None
 
     def start_request(self, request: Request, name: str) -> Handle:
-        """Starts a collective and returns at once; ranks match collectives by their names."""
+        """Starts a collective and returns its handle at once; ranks match collectives by their names."""
         raise NotImplementedError
 
     def forget_messages(self) -> None:
         """Drops messages in flight between pairs of ranks."""
 
     def start(self, name: str, coroutine: Synchronization[Any]) -> Task:
-        """Runs a coroutine up to its first collective, starts that, and returns at once.
+        """Runs a coroutine up to its first collective, starts that, and returns the task at once.
 
         After a failure that the next `wait` is to raise nothing is started: the task has ended with it.
         """

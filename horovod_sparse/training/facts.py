@@ -48,7 +48,7 @@ class RankFacts:
     averaged: tuple[np.ndarray, Any] | None = None
 
 
-def present_in(parts: Sequence[Any]) -> int:
+def present_bits(parts: Sequence[Any]) -> int:
     """Returns an integer in which bit i is 1 if parameter i has a gradient."""
     pairs = [(range(len(part.names)), set(part.absent)) for part in parts]
     here = [number not in absent for numbers, absent in pairs for number in numbers]

@@ -28,7 +28,7 @@ from horovod_sparse.training.engine import Starter, Task
 from horovod_sparse.training.parts import BucketPart, Parameters
 from horovod_sparse.wire import WireFormat, pack, unpack_sum
 
-#: most indices whose parameters `end_pass` remembers; a step ahead has n / 64 elements
+#: most indices whose parameters `remember_parameters` remembers; a step ahead has n / 64 elements
 _NUM_NOTED, _AHEAD = 4096, 64
 
 
@@ -101,11 +101,11 @@ class OwnMoves:
         report.facts.update(facts)
         self._report = report
 
-    def step_back(self) -> None:
+    def undo_step_ahead(self) -> None:
         """Undoes the step ahead in the parameters; the residual has kept its elements."""
         self._move(())
 
-    def end_pass(self) -> None:
+    def remember_parameters(self) -> None:
         """Called at a pass's end: remembers some parameters for `was_edited`."""
         if moves := [*self.moves, *self.ahead]:
             indices = moves[-1].indices
@@ -159,7 +159,7 @@ class OwnMoves:
         info = self._bucket.info
         return unpack_sum(message, 1, self._wire, info.num_elements, info.value_dtype)
 
-    def received(self, scale: float) -> SparseSum:
+    def received_sum(self, scale: float) -> SparseSum:
         """Returns the oldest exchange's sum, which has arrived; raises on all ranks if it overflows."""
         exchange = self.in_flight[0]
         total: SparseSum = exchange.task.value()
@@ -226,7 +226,7 @@ class OwnMoves:
             redone = ([(move.indices, move.values) for move in some] for some in (moves, ahead))
             self._move(*redone)
             if noted:
-                self.end_pass()
+                self.remember_parameters()
 
     def save(self, array: Callable[[np.ndarray], Any]) -> dict[str, Any]:
         """Returns moves and messages in flight, for a checkpoint."""
@@ -264,7 +264,7 @@ class JointMoves:
         report, bucket = self._part.fold(), self._part.bucket
         self.task = starter.start(name, bucket.synchronize(report, 1.0 / bucket.info.size))
 
-    def received(self, scale: float) -> SparseSum:
+    def received_sum(self, scale: float) -> SparseSum:
         """Returns the exchange's sum, which has arrived; raises its error on all ranks alike."""
         total: SparseSum = self.task.value()
         return total
@@ -280,7 +280,7 @@ class JointMoves:
         self.task = None
         self._part.abandon(drop=True)
 
-    def step_back(self) -> None:
+    def undo_step_ahead(self) -> None:
         """Does nothing: there is no step ahead."""
 
     def pending(self) -> list[tuple[Indices, Values]]:

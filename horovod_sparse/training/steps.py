@@ -28,7 +28,7 @@ from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
 from horovod_sparse.training.collective_errors import Outcome, worst
 from horovod_sparse.training.engine import Engine
-from horovod_sparse.training.facts import Averaged, RankFacts, mean_of_finite, present_in, read_facts
+from horovod_sparse.training.facts import Averaged, RankFacts, mean_of_finite, present_bits, read_facts
 from horovod_sparse.training.moves import JointMoves, OwnMoves
 from horovod_sparse.training.schedules import Schedule
 from horovod_sparse.training.settings import Settings
@@ -102,7 +102,7 @@ class Steps(Training):
                 )
             self._move_at_once(overflowed)
             for part in self.parts:
-                part.moves.end_pass()
+                part.moves.remember_parameters()
         else:
             self._begin_exchange()
             self._apply_exchanges(0)
@@ -154,7 +154,7 @@ class Steps(Training):
         facts = self._facts
         for part in self.parts:
             if part.now.weights[1]:  # the fold reads the parameters
-                part.moves.step_back()
+                part.moves.undo_step_ahead()
         reports = [] if overflowed else [part.fold() for part in self.parts]
         bad, first = int(overflowed), 0
         for part in self.parts if not bad else ():
@@ -171,10 +171,10 @@ class Steps(Training):
         if bad:
             facts.bad = facts.bad or bad
             for part in self.parts:
-                part.moves.step_back()
+                part.moves.undo_step_ahead()
                 part.bucket.skip()
         else:
-            facts.present |= present_in(self.parts)
+            facts.present |= present_bits(self.parts)
             before = facts.shrink or [1.0] * len(self.parts)
             facts.shrink = [old * part.now.shrink for old, part in zip(before, self.parts, strict=True)]
             facts.projections.append([part.bucket.accumulator.report.projection for part in self.parts])
@@ -187,7 +187,7 @@ class Steps(Training):
         facts, self._facts, self.taken = self._facts, RankFacts(), 0
         facts.finishing = finishing
         if not self.schedule.moves_at_once:
-            facts.present, facts.shrink = present_in(self.parts), [part.now.shrink for part in self.parts]
+            facts.present, facts.shrink = present_bits(self.parts), [part.now.shrink for part in self.parts]
         facts.shrink = facts.shrink or [1.0] * len(self.parts)
         # collectives in flight need different names
         name = f"pass{self._num_begun % (self.schedule.delay + 2)}"
@@ -205,7 +205,7 @@ class Steps(Training):
                 self._begin_exchange()
             self._apply_exchanges(0)
             for part in self.parts:
-                part.moves.step_back()
+                part.moves.undo_step_ahead()
 
     def _apply_exchanges(self, most_in_flight: int) -> bool:
         """Applies exchanges until at most so many are in flight; returns True if all ranks are finishing."""
@@ -232,7 +232,7 @@ class Steps(Training):
                 return True
             for part in self.parts if not failures else ():
                 try:
-                    totals.append(part.moves.received(scale))
+                    totals.append(part.moves.received_sum(scale))
                 except errors.HorovodSparseError as error:
                     failures.append(error)
             if failures := self.failures_of_all_shards(failures):
@@ -358,7 +358,7 @@ class Steps(Training):
             return
         self.agree()
         for part in self.parts:
-            part.moves.step_back()
+            part.moves.undo_step_ahead()
         while True:
             self._apply_exchanges(0)  # the next exchange then averages the final statistics
             self._begin_exchange(finishing=True)

@@ -44,7 +44,7 @@ def test_on_gloo_pairs_are_refused_and_nothing_else_is_chosen(monkeypatch):
 @pytest.mark.parametrize("kind", [AllReduce, ReduceScatter])
 def test_lengths_that_differ_are_an_error(kind):
     """NumPy would add one element to each of two."""
-    steps = [carriers.by_exchanges(kind(np.ones(length)), rank, 2) for rank, length in enumerate((2, 4))]
+    steps = [carriers.answer_by_exchanges(kind(np.ones(n)), rank, 2) for rank, n in enumerate((2, 4))]
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 sent 16 bytes .* has 8"):
         run_lockstep(steps)
 
@@ -58,7 +58,7 @@ def test_a_failing_transport_raises_in_result_alone(where):
     def begin(request, name):
         return Failing() if where != "start" else os.stat("no way")
 
-    handle = carriers.Rounds(begin, carriers.by_exchanges(Exchange({}, (1,)), 0, 2), "x")
+    handle = carriers.Rounds(begin, carriers.answer_by_exchanges(Exchange({}, (1,)), 0, 2), "x")
     assert handle.done()
     with pytest.raises(OSError):
         handle.result()
@@ -84,7 +84,7 @@ def test_sums_and_residuals_are_those_of_levels(case, topology):
         expected = levels.synchronize([one.copy() for one in drawn], 0.5)
         recorder = Recorder()
         steps = [
-            carriers.over_hosts(bucket.step(one.copy(), 0.5), topology, rank)
+            carriers.run_over_hosts(bucket.step(one.copy(), 0.5), topology, rank)
             for rank, (bucket, one) in enumerate(zip(pairs.buckets, drawn, strict=True))
         ]
         found = run_lockstep(steps, recorder)

@@ -178,11 +178,11 @@ def test_every_single_bit_counts(name: str) -> None:
 
 def test_ranks_that_join_later_compare_after_the_same_steps() -> None:
     survivor, newcomer = (DriftCheck(Settings(check_every=10)) for _ in range(2))
-    survivor.postpone(10)  # compared
+    survivor.schedule_next(10)  # compared
     for check in (survivor, newcomer):
         check.restart(17)  # Horovod has started again
         assert check.next_step == 18  # after the first step of these ranks
-        check.postpone(18)
+        check.schedule_next(18)
         assert check.next_step == 20
     assert DriftCheck(Settings(check_every=0)).next_step == float("inf")
 
