@@ -128,7 +128,7 @@ def _sum_as_one_message(requests: Mapping[int, Request]) -> Synchronization[dict
 
 
 def run_over_hosts(coroutine: Synchronization[Any], topology: Topology, rank: int) -> Synchronization[Any]:
-    """Runs a coroutine; makes messages between pairs of its requests within a host or across hosts."""
+    """Runs a coroutine; its requests within or across hosts are answered by messages between pairs."""
 
     def carry(request: Request) -> Synchronization[Any]:
         if request.level == "all":

@@ -184,7 +184,7 @@ class Accumulator:
         return self._maxima
 
     def _adopt_rounding_errors(self) -> None:
-        """Replaces the values by the rounding errors of `quantize`; `abandon` cannot undo it later."""
+        """Makes the rounding errors of `quantize` the values, at their next use; `abandon` cannot undo it."""
         if self._rest is not None:
             self._values[...] = self._rest
             self._rest = None

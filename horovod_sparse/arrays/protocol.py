@@ -156,7 +156,7 @@ class Kernels(Protocol):
         norm: Number,
         step: int,
     ) -> tuple[FoldReport, Number]:
-        """Makes the one pass over n elements: updates values and companion, and writes block maxima.
+        """Makes the one pass over n elements: updates values, companion and maxima; returns report and norm.
 
         `norm` is the sum of squares of the values before; returned is that after. A gradient or rule that
         does not fit is refused by an `ArgumentError`, and nothing is changed.
@@ -166,7 +166,7 @@ class Kernels(Protocol):
         """Returns a fold's report with `projection` set: the sum of signs times gradient at the samples."""
 
     def undo_fold(self, values: Memory, companion: Memory | None, gradient: Any, rule: FoldRule) -> None:
-        """Undoes `fold`, up to rounding."""
+        """Subtracts a folded gradient from values and companion again, up to rounding."""
 
     def assign(self, values: Memory, new: Any) -> None:
         """Replaces all n values; raises an `ArgumentError` if the new ones do not fit."""
@@ -224,7 +224,7 @@ class Kernels(Protocol):
         """Writes values at unique indices."""
 
     def add(self, values: Memory, where: Memory, olds: Memory, new: Memory) -> None:
-        """Adds `new` to the values `olds` at unique indices, but not where the sum is not finite."""
+        """Writes ``olds + new`` to the values at unique indices, but not where that is not finite."""
 
     def squares(self, values: Memory) -> Number:
         """Returns the sum of squares of n values."""

@@ -77,7 +77,7 @@ class WholeGradient(Accumulator):
         self._carried = values if values.any() else None
 
     def allreduce_buffer(self, rank: int, size: int) -> Any:
-        """Returns the array to sum over ranks: the gradient, then a column of numbers about each rank."""
+        """Returns the array to sum over ranks: gradient, then numbers that say where it has NaN or Inf."""
         n = self.num_elements
         buffer = np.empty(n + HEALTH_NUMBERS * size, self.dtype)
         own, health = buffer[:n], buffer[n:]

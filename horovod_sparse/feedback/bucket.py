@@ -138,7 +138,7 @@ class Bucket:
         scale: float | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> Synchronization[SparseSum]:
-        """Runs one step of this bucket: folds the gradient, then runs the sparsifier's coroutine.
+        """Runs one step of this bucket: folds the gradient, runs the sparsifier, returns the sum over ranks.
 
         With `mark_cancelled` this rank's message makes all ranks cancel the step. The sum is not divided; the
         caller multiplies it by `scale` (1 / P by default), which must not overflow. All ranks raise the same

@@ -16,7 +16,7 @@ from horovod_sparse.sparsifiers.base import BucketInfo
 
 
 class Rates(NamedTuple):
-    """The learning rate of one step, and the companions' age.
+    """Learning rate of one step, age of the companions, and ratio of a whole batch's step to a rank's.
 
     Attributes:
         rate: the optimizer's learning rate; 1 if the caller multiplies the sum by it.

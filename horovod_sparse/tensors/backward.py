@@ -151,7 +151,7 @@ class GradientTraining(Training):
                 self.starter.advance(_PATIENCE)
 
     def _count_gradient(self, parameter: torch.Tensor) -> bool:
-        """Counts a gradient of a parameter; returns True after the last backward pass of the step."""
+        """Counts a gradient; returns True if it is the parameter's last of the step's backward passes."""
         part, delays, gradient = self._part_of[parameter], self.delays, parameter.grad
         if delays[parameter] <= 0:
             raise AssertionError(
@@ -179,7 +179,7 @@ class GradientTraining(Training):
         return delays[parameter] == 0
 
     def _begin_step(self) -> None:
-        """Begins a step, before its first gradient."""
+        """Called before a step's first gradient: checks dtypes and devices, forgets the last step's error."""
         for part in self.parts:
             if any((one.dtype, one.device) != (part.kind, part.device) for one in part.given):
                 part.check_kinds()

@@ -121,7 +121,7 @@ class ReplicatedTensor:
     def dtype_and_shape(self) -> str:
         return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
 
-    def sums(self) -> NDArray[np.uint64]:
+    def checksums(self) -> NDArray[np.uint64]:
         return word_sums(self.read()) if self.tensor.device.type == "cpu" else device_word_sums(self._bytes())
 
     def read(self) -> NDArray[np.uint8]:

@@ -47,7 +47,7 @@ def _unexchanged_parameters_in(model: torch.nn.Module) -> list[tuple[str, torch.
 
 def _digest(tensor: torch.Tensor, by_version: bool) -> bytes:
     """Returns a tensor's version number, or a hash of its contents, to notice changes."""
-    sums = None if by_version else ReplicatedTensor("", local(tensor)).sums()
+    sums = None if by_version else ReplicatedTensor("", local(tensor)).checksums()
     return str(tensor._version).encode() if sums is None else sums.tobytes()
 
 
@@ -93,7 +93,7 @@ class LocalBinding(Steps):
         ]
 
     def plan_for_new(self, facts: Facts) -> Plan:
-        """Returns a plan with buckets of 32 MiB; without buckets if everything is sent."""
+        """Returns a plan with buckets of 32 MiB; with dense parameters alone if everything is sent."""
         parameters = [fact for fact, _ in facts.values()]
         if isinstance(self.recipe.sparsifier, Dense):
             return Plan((), tuple(fact.name for fact in parameters))

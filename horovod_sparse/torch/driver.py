@@ -203,7 +203,7 @@ def carry_out_together(
     meanwhile: Callable[[], None] | None = None,
     topology: Topology | None = None,
 ) -> Any:
-    """Runs a coroutine on all ranks until it ends; calls `meanwhile` during waits."""
+    """Runs a coroutine on all ranks, and returns its result; calls `meanwhile` again and again in waits."""
     driver = HorovodDriver(process_set, deadline_seconds, topology)
 
     def execute(request: Request) -> Any:

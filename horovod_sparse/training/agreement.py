@@ -211,7 +211,7 @@ class Replicated(Protocol):
     @property
     def dtype_and_shape(self) -> str: ...
 
-    def sums(self) -> NDArray[np.uint64]:
+    def checksums(self) -> NDArray[np.uint64]:
         """Returns the checksums (`word_sums`) of the array's bytes, computed where the array is."""
 
 
@@ -226,7 +226,7 @@ class ReplicatedArray:
     def dtype_and_shape(self) -> str:
         return f"{self.array.dtype.name}{list(self.array.shape)}"
 
-    def sums(self) -> NDArray[np.uint64]:
+    def checksums(self) -> NDArray[np.uint64]:
         return word_sums(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8))
 
 
@@ -271,7 +271,7 @@ class DriftCheck:
 
 def differing_arrays(entries: Sequence[Replicated]) -> Synchronization[dict[str, str]]:
     """Returns a text for each entry that differs between ranks: one collective, or two if one differs."""
-    digests = {entry.name: _digest(entry.dtype_and_shape.encode(), entry.sums()) for entry in entries}
+    digests = {entry.name: _digest(entry.dtype_and_shape.encode(), entry.checksums()) for entry in entries}
     total = _digest(*(f"{name}={digest};".encode() for name, digest in sorted(digests.items())))
     own = np.frombuffer(bytes.fromhex(total), np.int32)
     gathered = np.array((yield AllGather(own))).reshape(-1, own.size)

@@ -334,7 +334,7 @@ class StepPart(BucketPart):
         return self.parameters.fold_input(self.gradients, self.now.weights)
 
     def add_to(self, residuals: dict[str, Any], moved: Sequence[tuple[Indices, Values]]) -> None:
-        """Adds moves to copies of the residuals, which are dicts by parameter."""
+        """Adds moves to this part's entries of `residuals`, {parameter: array}; called when saving."""
         info = self.bucket.info
         total = np.zeros(info.num_elements, info.value_dtype)
         for indices, values in moved:

@@ -68,7 +68,7 @@ class Steps(Training):
         return {**super().declared(), **self.schedule.describe()}
 
     def agree(self) -> None:
-        """Makes all ranks agree on step, plan and states, after rolling back exchanges in flight."""
+        """Rolls back exchanges in flight, and makes ranks agree (`Training.agree`), after a start or load."""
         if self.is_agreed:
             return
         if self._to_resume is None:

@@ -302,7 +302,7 @@ class Training:
         load_entry(self, entry, self.share_of(entry))
 
     def share_of(self, entry: Mapping[str, Any]) -> float:
-        """Returns the factor for an entry's residuals at the present number of ranks."""
+        """Returns by what residuals of a loaded entry are multiplied at the present number of ranks."""
         # in elastic training a worker reloads its own entry, whatever the number of ranks was then
         if entry["size"] in self.sizes:
             return self.size / int(entry["size"])

@@ -162,7 +162,7 @@ class Passing:
 
     @property
     def max_tiles(self) -> int:
-        """The most tiles that the list may need, since the host does not know how many blocks pass."""
+        """An upper bound of the tiles to open: the host does not know how many blocks are in the list."""
         return num_programs(self.blocks.numel(), self.rows)
 
 
