@@ -15,7 +15,7 @@ from horovod_sparse.collectives import (
     Synchronization,
 )
 from horovod_sparse.errors import CollectiveMismatchError
-from horovod_sparse.simulation import Recorder, run_lockstep
+from horovod_sparse.simulation import run_lockstep
 
 
 def words(*numbers: int) -> np.ndarray:
@@ -70,23 +70,3 @@ def test_a_rank_that_fails_alone_is_the_cause() -> None:
     with pytest.raises(CollectiveMismatchError, match=r"rank 1 raised OSError\('disk full'\)") as caught:
         run_lockstep([asking(AllGather(words(0)), AllGather(words(0))), failing()])
     assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_the_recorder_counts_rounds_and_bytes() -> None:
-    recorder = Recorder()
-    requests = [
-        [AllGather(words(*range(rank))), AllReduce(np.zeros(8)), Broadcast(words(1, 2, 3), root=2)]
-        for rank in range(4)
-    ]
-    run_lockstep([asking(*mine) for mine in requests], recorder)
-    assert recorder.kinds == [AllGather, AllReduce, Broadcast]
-    assert recorder.bytes_sent == [[0, 4, 8, 12], [64] * 4, [0, 0, 12, 0]]
-    # P = 4: an allgather has 2 rounds and brings everyone else's 24 bytes less one's own; an allreduce of
-    # 64 bytes has 4 rounds and brings 2 * 3/4 * 64 = 96; a broadcast 2 rounds and 12 bytes, none to the root.
-    assert [[(cost.rounds, cost.bytes_received) for cost in costs] for costs in recorder.costs] == [
-        [(2, 24), (2, 20), (2, 16), (2, 12)],
-        [(4, 96.0)] * 4,
-        [(2, 12), (2, 12), (2, 0), (2, 12)],
-    ]
-    total = recorder.total(0)
-    assert (total.rounds, total.bytes_received) == (8, 132.0)

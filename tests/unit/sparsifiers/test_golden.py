@@ -22,6 +22,11 @@ from support.laws import Scenario, random_gradients, run
 
 RECORDED = Path(__file__).with_name("golden.json")
 SCENARIO = Scenario(4, 48, num_steps=5)
+FEEDBACKS = [
+    *("error(clip_norm=1.0)", "error(decay=0.9)", "momentum(momentum=0.5)", "none(clip_norm=1.0)"),
+    *("momentum(momentum=0.5,nesterov=true)", "momentum(momentum=0.5,masking=false,clip_norm=1.0)"),
+    *("adam(beta2=0.9)", "adam(beta2=0.9,whole_batch=false,clip_norm=1.0)", "rmsprop(beta2=0.9,eps=0.001)"),
+]
 #: beside the table: recipes as text, their numbers of ranks, elements and steps
 MORE: list[tuple[str, tuple[int, int, int]]] = [
     # SparDL with any number of ranks and teams, both ways between teams, every kind of residual
@@ -41,19 +46,7 @@ MORE: list[tuple[str, tuple[int, int, int]]] = [
     # TopkDSA with and without indices
     *((f"topk_dsa:density={k}", (size, 50 * size, 3)) for size, k in ((3, 0.02), (6, 0.4), (13, 0.1))),
     # every feedback, at the rates below; velocities that are masked where values leave for good
-    *(
-        (f"topk:density=0.1,feedback={feedback}", (3, 40, 8))
-        for feedback in (
-            *(
-                "error(clip_norm=1.0)",
-                "error(decay=0.9)",
-                "momentum(momentum=0.5)",
-            ),
-            *("momentum(momentum=0.5,nesterov=true)",),
-            *("momentum(momentum=0.5,masking=false,clip_norm=1.0)", "adam(beta2=0.9)", "none(clip_norm=1.0)"),
-            *("adam(beta2=0.9,whole_batch=false,clip_norm=1.0)", "rmsprop(beta2=0.9,eps=0.001)"),
-        )
-    ),
+    *((f"topk:density=0.1,feedback={feedback}", (3, 40, 8)) for feedback in FEEDBACKS),
     *(
         (f"{text},density=0.1,feedback=momentum(momentum=0.5,masking={masks})", (size, 60, 5))
         for text in (

@@ -17,7 +17,7 @@ from horovod_sparse.sparsifiers.dgc import DGC
 from horovod_sparse.sparsifiers.hard_threshold import HardThreshold
 from horovod_sparse.sparsifiers.randomk import RandomK, draw_positions
 from horovod_sparse.sparsifiers.schedule import Exponential, Stairs
-from horovod_sparse.thresholds import Sketch, ThresholdScaling, ThresholdState
+from horovod_sparse.thresholds import ThresholdScaling, ThresholdState
 from support import laws
 from support.cases import CASES, Case, case_id
 from support.gradients import layered
@@ -97,12 +97,6 @@ def test_every_set_is_as_likely(k: int) -> None:
     assert sum((drawn[one] - expected) ** 2 / expected for one in sets) < 27.9
 
 
-def holding(values: list[float]) -> HostAccumulator:
-    accumulator = HostAccumulator(len(values), "float64")
-    accumulator.assign(np.array(values))
-    return accumulator
-
-
 @pytest.mark.parametrize(
     ("count", "factor"),
     [
@@ -119,26 +113,6 @@ def holding(values: list[float]) -> HostAccumulator:
 def test_the_papers_scaling_of_thresholds_by_hand(count: int, factor: float) -> None:
     state = ThresholdScaling().steer(count, 1000, ThresholdState(threshold=2.0))
     assert state.threshold == pytest.approx(2.0 * factor, rel=1e-12)
-
-
-def test_the_sketchs_threshold_and_correction_by_hand() -> None:
-    accumulator = holding([0.5, -4.0, 3.0, -1.0, 2.0, 0.0])
-    assert Sketch().find(accumulator, 2, ThresholdState()).threshold == 3.0
-    # c = 1.5: order round(2 * 1.5) = 3
-    assert Sketch().find(accumulator, 2, ThresholdState(correction=1.5)).threshold == 2.0
-    # never below order 1 or above n
-    assert Sketch().find(accumulator, 2, ThresholdState(correction=1 / 16)).threshold == 4.0
-    assert Sketch().find(accumulator, 5, ThresholdState(correction=16.0)).threshold == 0.0
-    # twice k: c = 0.5 ** 0.5 = 0.70711; then half of k: c = 0.70711 * 2 ** 0.5 = 1
-    state = Sketch().steer(200, 100, ThresholdState())
-    assert state.correction == pytest.approx(0.5**0.5)
-    state = Sketch().steer(50, 100, state)
-    assert state.correction == pytest.approx(1.0)
-    # nothing selected says nothing
-    state = Sketch().steer(0, 100, state)
-    assert state.correction == pytest.approx(1.0)
-    # and c stays within [1 / limit, limit]
-    assert Sketch().steer(1, 1000, ThresholdState()).correction == 16.0
 
 
 class Sampled(HostAccumulator):

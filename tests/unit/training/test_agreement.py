@@ -8,22 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_sparse import __version__
 from horovod_sparse.errors import DriftError, StateMismatchError
-from horovod_sparse.feedback import parse_recipe
 from horovod_sparse.merging import ParameterFacts, Plan
 from horovod_sparse.simulation import Recorder, run_lockstep
 from horovod_sparse.tensors.layout import device_word_sums, replicated_arrays
 from horovod_sparse.topology import RANKS_VARIABLE, Placement, own_position
 from horovod_sparse.training.agreement import (
     COLUMNS,
-    PROTOCOL,
     DriftCheck,
     RankStatus,
     ReplicatedArray,
     agreed_status,
     compare,
-    declaration,
     differing_arrays,
     word_sums,
 )
@@ -87,17 +83,6 @@ def test_all_settings_that_differ_are_named_on_all_ranks() -> None:
         "op differs: ranks [0] have Average, ranks [1] Sum, ranks [2] not given; "
         "passes differs: ranks [0, 2] have 1, ranks [1] 2; "
     )
-
-
-def test_ranks_of_another_protocol_are_refused() -> None:
-    version = f"{__version__} (protocol {PROTOCOL})"
-    assert declaration(parse_recipe("topk"), "engine", op="Sum") == {
-        "compression": "topk:density=0.001",
-        "engine": "engine",
-        "HOROVOD_SPARSE_TRANSPORT": "auto",
-        "op": "Sum",
-        "version": version,
-    }
 
 
 def ranks_of(counts: list[int], rank: int, where: str) -> Placement:

@@ -4,10 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -312,40 +308,26 @@ def test_a_forged_manifest_is_refused_before_anything_is_made_of_it(tmp_path: Pa
     assert all(type(end) is CheckpointError for end in ends) and most < 2**22
 
 
-WRITER = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from tests.unit.training.test_checkpoint import save, Path
-print("ready", flush=True)
-for step in range(1, 100_000):
-    save(Path(sys.argv[1]), step, keep=2)
-"""
+def test_whenever_a_save_is_killed_the_last_complete_one_loads(tmp_path: Path, monkeypatch: Any) -> None:
+    """What lies on the disk before each call by which a save waits for it, renames or removes."""
+    root, found, step = tmp_path / "saved", list[tuple[Path, int]](), 0
 
+    def noting(call: Any) -> Any:
+        def noted(*given: Any, **how: Any) -> Any:
+            found.append((tmp_path / str(len(found)), step - 1))
+            shutil.copytree(root, found[-1][0])
+            return call(*given, **how)
 
-def test_killed_while_saving_the_last_complete_one_loads(tmp_path: Path) -> None:
-    draw, root = random.Random(1), Path(__file__).resolve().parents[3]
-    leftovers = loaded = moments = 0
-    command = [sys.executable, "-c", WRITER, str(tmp_path), str(root)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)})
-    assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
-    # a stopped writer is one killed at that moment, as far as the disk goes
-    while moments < 25 or (moments < 1000 and not (leftovers and loaded)):
-        moments += 1
-        time.sleep(draw.uniform(0.001, 0.02))
-        writer.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
-        frozen = tmp_path.with_name(tmp_path.name + "-frozen")
-        shutil.copytree(tmp_path, frozen)
-        writer.send_signal(signal.SIGCONT)
-        complete = [name for name in folders(frozen) if name.startswith("step-")]
-        leftovers += len(folders(frozen)) - len(complete)
-        loaded += bool(complete)
-        if complete:
-            for rank, entry in enumerate(load(frozen)):
-                assert_is(entry, rank, int(complete[-1][5:15]))
-        shutil.rmtree(frozen)
-    writer.kill()
-    writer.wait()
-    assert leftovers, "no moment was within a save: nothing was tried"
-    step = max(int(name[5:15]) for name in folders(tmp_path) if name.startswith("step-"))
-    assert_is(load(tmp_path)[1], 1, step)
+        return noted
+
+    with monkeypatch.context() as patch:
+        for where, name in ((checkpoint, "_fsync"), (os, "rename"), (shutil, "rmtree")):
+            patch.setattr(where, name, noting(getattr(where, name)))
+        for step in range(1, 5):
+            save(root, step)
+    for frozen, done in found:
+        newest = max((int(name[5:15]) for name in folders(frozen) if name.startswith("step-")), default=0)
+        assert newest in (done, done + 1)
+        for rank, entry in enumerate(load(frozen) if newest else []):
+            assert_is(entry, rank, newest)
+    assert sum(len(folders(frozen)) > 2 for frozen, _ in found) > 10, "with parts of another save"

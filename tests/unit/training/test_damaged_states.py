@@ -89,12 +89,6 @@ def test_a_damaged_entry_is_refused_by_name_or_loads_the_same(drawn: Any) -> Non
         assert path[:1] and path[0] in ("rank", "size", "step", "plan", "resized", "buckets")
 
 
-@pytest.mark.parametrize("found", [[], 3, "text", None, {}, {"format": True}])
-def test_what_is_no_entry_is_refused(found: Any) -> None:
-    with pytest.raises(StateMismatchError):
-        check_entry(found, None, "{}")
-
-
 def test_the_error_names_the_residual() -> None:
     entry = copy.deepcopy(ENTRIES["exdyna"])
     entry["residuals"]["w"][0] = np.inf

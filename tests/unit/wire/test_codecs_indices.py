@@ -72,14 +72,6 @@ def test_indices_are_decoded_as_they_were_encoded(name, selection):
     np.testing.assert_array_equal(out, indices)
 
 
-@quick
-@given(n=st.integers(1, LARGEST), count=st.integers(1, LARGEST))
-def test_low_bits_are_the_best(n, count):
-    count = min(count, n)
-    bits = [count * low + ((n - 1) >> low) for low in range(32)]
-    assert bits[low_bits(count, n)] == min(bits)
-
-
 @pytest.mark.parametrize("name", ALL)
 @quick
 @given(n=st.integers(1, LARGEST), count=st.integers(0, LARGEST), step=st.integers(1, 100_000))

@@ -91,6 +91,11 @@ def test_the_words_of_a_message_are_those_worked_out_by_hand():
     assert message.view(np.uint32).tolist() == [
         2**32 - 11, 3, 0, 0x40000000, 35, 0xBFC00000, 16 << 8 | 12, 0b011001, 0b100110, 0xC0003C00, 0x3800,
     ]  # fmt: skip
+    # 2bit, l = 1: lower bits 1, 0, 1, 1, upper parts 2, 3, 6, 7; magnitudes 2 (0x4000) and 10 (0x4120) as
+    # bfloat16, signs, and which of the two: 10 alone is above the mean
+    indices, values = np.array([5, 6, 13, 15], np.int32), np.array([1, -2, 3, -10], np.float32)
+    message = pack(indices, values, FoldReport(), WireFormat("2bit", "gaps"), 16)
+    assert message.view(np.uint32)[7:].tolist() == [0b1101, 0b10100010100, 0x41204000, 0b1010, 0b1000]
 
 
 @rows_by("format,dtype", FORMATS, DTYPES, ids=lambda item: f"{item.values}-{item.indices}")
