@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ __all__ = [
     "Engine",
     "Ledger",
     "Simulated",
-    "Training",
     "given",
     "hosts",
     "pytest_generate_tests",
@@ -36,50 +35,14 @@ RATE = 0.5
 Arrays = Mapping[str, np.ndarray]
 
 
-class Training(Protocol):
-    """Parameters, plain SGD, and what synchronizes their gradients to means over ranks.
-
-    Attributes:
-        telemetry: of the engine.
-        parts: the engine's own record of buckets and dense parameters.
-    """
-
-    telemetry: Any
-    parts: Sequence[Any]
-
-    def steps(self) -> set[int]:
-        """That the sparsifiers' states have counted."""
-
-    def step(self, gradients: Arrays) -> None:
-        """Backward, in the order of the gradients, and the optimizer's step. What fails raises the package's
-        error, and leaves no gradient behind. Of "scaler"s PyTorch's may be given besides."""
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """float64."""
-
-    def held(self) -> dict[str, np.ndarray]:
-        """What this rank holds back of every parameter, float64; nothing of dense ones."""
-
-    def change(self, name: str) -> None:
-        """Adds a little to one weight of this rank alone."""
-
-    def saved(self) -> Any:
-        """Weights and the engine's state."""
-
-    def load(self, saved: Any) -> None:
-        """The counterpart of `saved`."""
-
-    def load_state(self, saved: Any) -> None:
-        """Of what was saved the engine's state alone."""
-
-
 @dataclass(frozen=True)
 class Engine:
     """A way to train.
 
     Attributes:
         name: in reports.
-        train: a `Training` from a compression (text or recipe) and options; see `promises`.
+        train: a model of plain SGD that trains with a compression (text or recipe) and options; its methods
+            are those of `pytorch.TorchTraining`.
         has: of "saved" (states), "adopts" (the user's AdamW), "levels", "nonfinite" (policies), "drift",
             "absent" (gradients of some ranks), "members" (some of the ranks), "types", "device" (memory of
             one), "buckets" (in reach), "models" (that may differ, until ranks compare), "retries" (after an
@@ -93,7 +56,7 @@ class Engine:
     """
 
     name: str
-    train: Callable[..., Training]
+    train: Callable[..., Any]
     has: frozenset[str]
     rank: int
     size: int
@@ -110,7 +73,7 @@ def given(rank: int, step: int, shapes: Mapping[str, Sequence[int]] = SHAPES) ->
     return {name: dyadic(shape, rank, step, name) for name, shape in shapes.items()}
 
 
-def replicas_agree(engine: Engine, training: Training) -> bool:
+def replicas_agree(engine: Engine, training: Any) -> bool:
     own = {name: values.tobytes() for name, values in training.weights().items()}
     return all(theirs == own for theirs in engine.everyone(own))
 
@@ -126,7 +89,7 @@ class Simulated:
         self._weights = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
         self._clusters: dict[Any, SimulatedCluster] = {}
 
-    def step(self, training: Training, everyone: Sequence[Arrays]) -> None:
+    def step(self, training: Any, everyone: Sequence[Arrays]) -> None:
         """The same step here; compares weights after it. Buckets are known once there has been one."""
         if not self._clusters:
             for part in training.parts:
@@ -155,7 +118,7 @@ class Simulated:
                 else:  # an average by 3 rounds otherwise where each rank's share is rounded
                     np.testing.assert_allclose(found[name], self._weights[name], rtol=1e-5, atol=1e-5)
 
-    def check_held(self, training: Training, rank: int) -> None:
+    def check_held(self, training: Any, rank: int) -> None:
         held = training.held()
         for names, cluster in self._clusters.items():
             np.testing.assert_array_equal(flat(held, names), cluster.residuals()[rank])
@@ -176,7 +139,7 @@ class Ledger:
         for name, values in gradients.items():
             self.total[name] = self.total.get(name, 0.0) + np.asarray(values, np.float64)
 
-    def balance(self, training: Training, atol: float = 1e-4) -> None:
+    def balance(self, training: Any, atol: float = 1e-4) -> None:
         held, size = training.held(), self.engine.size
         both = self.engine.everyone([self.total, held])
         for name, weights in training.weights().items():

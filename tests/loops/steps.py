@@ -112,15 +112,12 @@ def gradients_that_are_never_cleared(on):
     cleared(on, lambda optimizer: None, lr=0.01)
 
 
-def scaled(on, count=5, clips=False, factor=lambda number: 1):
+def scaled(on, count=5, factor=lambda number: 1):
     model, optimizer = on.both(net_of())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for number, (inputs, targets) in enumerate(on.batches(count)):
         optimizer.zero_grad()
         scaler.scale(mse_loss(model(inputs), targets) * factor(number)).backward()
-        if clips:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
         scaler.step(optimizer)
         scaler.update()
 
@@ -128,11 +125,6 @@ def scaled(on, count=5, clips=False, factor=lambda number: 1):
 @loop(conserves=False)
 def loss_scaler(on):
     scaled(on)
-
-
-@loop(conserves=False)
-def loss_scaler_that_clips(on):
-    scaled(on, clips=True)
 
 
 @loop(conserves=False, reference="DDP")
@@ -237,17 +229,6 @@ def gradients_by_hand(on):
 
 
 @loop()
-def copies_of_the_model(on):
-    net = net_of()
-    model, optimizer = on.both(net)
-    for batch in on.batches():
-        backward(model, batch)
-        optimizer.step()
-        if on.front != "FSDP2":
-            copy.deepcopy(net)(batch[0])
-
-
-@loop()
 def two_optimizers_in_turn(on):
     model = on.model(net_of())
     for kind in (torch.optim.SGD, torch.optim.SGD):
@@ -255,14 +236,3 @@ def two_optimizers_in_turn(on):
         for batch in on.batches(3):
             backward(model, batch)
             optimizer.step()
-
-
-@loop(without=("Horovod",))
-def attached_again_with_the_same_optimizer(on):
-    model = on.model(net_of())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        on.optimizer(model, optimizer)
-    for batch in on.batches():
-        backward(model, batch)
-        optimizer.step()

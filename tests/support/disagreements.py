@@ -293,7 +293,7 @@ for _name, _value, _ways, _kinds in [
     ("backward_passes_per_step", 2, GRADIENTS, 1)]:
     row(f"{_name}={_value}", f"{_name}|plan", _ways, _HVD if _kinds else ("ddp", "horovod"),
         options={_name: _value})
-for _name, _value in {"CHECK_EVERY": "2", "DEADLINE_SECONDS": "2", "TRANSPORT": "pairs",
+for _name, _value in {"CHECK_EVERY": "nonsense", "DEADLINE_SECONDS": "2", "TRANSPORT": "pairs",
                       "TENSOR_SELECTION": "cost", "RANKS_PER_HOST": "1"}.items():
     row(f"{_name}={_value}", f"(?i){_name}", _ALL, variables={f"HOROVOD_SPARSE_{_name}": _value})
 row("another protocol", "protocol", protocol=99)

@@ -3,7 +3,6 @@
 import numpy as np
 from hypothesis import strategies as st
 
-FLOATS = (np.float32, np.float64)
 SIZES = st.one_of(
     st.integers(0, 200),
     st.sampled_from([1023, 1024, 4095, 4096, 4097, 8191, 8225, 10_000]),

@@ -19,16 +19,11 @@ def share(rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     return images[mine], labels[mine]
 
 
-def make_model(seed: int = 1, dtype=None):
+def make_model(seed: int = 1):
     """With the same values everywhere, unless the ranks give different seeds."""
     rng = np.random.default_rng(seed)
-    model = keras.Sequential(
-        [
-            keras.layers.Input((8,)),
-            keras.layers.Dense(16, activation="relu", dtype=dtype),
-            keras.layers.Dense(3, dtype=dtype),
-        ]
-    )
+    layers = [keras.layers.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
     for variable in model.trainable_weights:
         variable.assign(rng.normal(size=variable.shape, scale=0.3))
     return model
@@ -57,20 +52,18 @@ def flat(model) -> np.ndarray:
     return np.concatenate([np.asarray(variable).reshape(-1) for variable in model.get_weights()])
 
 
-def trained_densely(optimizer, rank: int, size: int, *, epochs=2, op=stock.Average, ranks=None):
+def trained_densely(optimizer, rank: int, size: int, *, epochs=2, op=stock.Average):
     """What `fit` must come to: a loop with Horovod's allreduce of every gradient, and a plain optimizer."""
     model, loss, (images, labels) = make_model(), loss_of(), share(rank, size)
-    process_set = ranks or stock.global_process_set
     for _ in range(epochs):
         for start in range(0, len(labels), BATCH_SIZE):
             chosen = slice(start, start + BATCH_SIZE)
             with tf.GradientTape() as tape:
                 value = loss(labels[chosen], model(images[chosen], training=True))
             gradients = tape.gradient(value, model.trainable_weights)
-            if process_set.included():
-                gradients = [
-                    stock.allreduce(gradient, op=op, name=f"reference.{i}", process_set=process_set)
-                    for i, gradient in enumerate(gradients)
-                ]
+            gradients = [
+                stock.allreduce(gradient, op=op, name=f"reference.{i}")
+                for i, gradient in enumerate(gradients)
+            ]
             optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
     return model
