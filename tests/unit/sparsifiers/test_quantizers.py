@@ -54,7 +54,7 @@ def test_the_words_of_a_message_are_those_worked_out_by_hand() -> None:
     # minus the length, n = 4, health 0, norm 2, step 35, projection -1.5, the tag: n above 128 + 3 levels;
     # the unit 3 / 3; then of 3, -2, 0 and 1, the first in the lowest bit, signs, lower bits and upper bits
     code, report = Quantization(levels=3), FoldReport(carried_square_norm=4.0, step=35, projection=-1.5)
-    message = blank(code, 4, np.float32, report)
+    message = blank_message(code, 4, np.float32, report)
     encode(np.array([3, -2, 0, 1], np.float32), code, 0, message[HEADER:])
     header = [2**32 - 11, 4, 0, 0x40000000, 35, 0xBFC00000, 4 << 8 | 131]
     assert message.view(np.uint32).tolist() == [*header, 0x3F800000, 0b0010, 0b1001, 0b0011]
