@@ -121,7 +121,7 @@ class FoldRule:
         if not np.isfinite(factors[0]):
             raise ArgumentError("decay", self.decay, f"a number that {dtype.name} can hold")
         if self.moment is not None and not (np.isfinite(factors).all() and factors[4:].any()):
-            allowed = f"a finite lr, and an eps above 0, also after rounding to {dtype.name}"
+            allowed = f"a finite rate, and an eps or a floor above 0, also in {dtype.name}"
             raise ArgumentError("rate, eps", (self.rate, self.eps), allowed)
         return factors
 

@@ -125,7 +125,7 @@ def _make_gradient_synchronizer(
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, one in trained_by(None, model).items():
             if one.requires_grad and id(one) not in given:  # nobody would exchange its gradients
-                raise ArgumentError("optimizer", f"one without {name}", "one that trains all parameters")
+                raise ArgumentError("optimizer", f"one without {name}", "one of all the model's parameters")
     group = group_of(model, wrappers, replicas)
     if isinstance(model, DistributedDataParallel):
         if model.mixed_precision is not None:

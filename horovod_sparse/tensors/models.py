@@ -92,7 +92,7 @@ def check_groups(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     if numbers != own:
         raise StateMismatchError(
-            f"the saved state has groups of {numbers or 'no'} parameters, the optimizer has groups of {own}"
+            f"the saved param_groups have {numbers or 'no'} parameters each, those of the optimizer {own}"
         )
     if lacking:
         kind = type(optimizer).__name__
