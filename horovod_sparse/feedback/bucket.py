@@ -274,7 +274,7 @@ class Bucket:
         self._undo_step()
         if drop and self._gradient is not None:
             self.accumulator.drop(self._gradient)
-            self._gradient = None
+        self._gradient = None
         self._restore_absent()
 
     def _undo_step(self) -> None:

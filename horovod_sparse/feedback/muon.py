@@ -67,7 +67,7 @@ class Matrices:
 
     def undo_advance(self, momentum: Any, gradient: Any) -> None:
         """Reverts `advance` up to rounding, when a step is cancelled."""
-        if self._last:
+        if self._last:  # without momentum the next `advance` overwrites it
             finite = gradient.isfinite().all()
             momentum.copy_(momentum.lerp(gradient, 1.0 - 1.0 / self._last).where(finite, momentum))
 

@@ -1,7 +1,7 @@
 """Hooks that make an optimizer's `step()` run a pass of `Steps` instead of its own update.
 
 Nothing happens in the backward pass. The optimizer keeps its class, its schedules and its hooks. Its own
-update does nothing, since parameters have no `.grad` during its step; they get it back afterwards.
+update does nothing, since a copy of it without parameters makes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,8 +31,6 @@ _log = logging.getLogger("horovod_sparse")
 RESIDUAL = "horovod_sparse_residual"
 #: key of `Progress.leans`: how similar ranks' gradients are
 LEANS = "horovod_sparse_leans"
-#: attributes that a loss scaler sets at an optimizer for its step
-_BY_SCALER = "found_inf", "grad_scale"
 _MOMENTS = frozenset(rule.moment for rule in RULES)
 
 
@@ -48,6 +45,11 @@ def without_own(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, 
     return {
         key: {name: one for name, one in state.items() if name not in own} for key, state in states.items()
     }
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    gradient = parameter.grad
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -77,14 +79,10 @@ class Binding(Steps):
     ) -> None:
         self.optimizer, self._kind = optimizer, kind_of(optimizer)
         self._rule = cast(Rule, recipe.feedback)
-        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         #: number of gradients that each parameter has had, by name
         self.ages: dict[str, int] = {}
         #: by parameter: states loaded into the optimizer, until the parts are made
         self._loaded: dict[torch.Tensor, Mapping[str, Any]] = {}
-        self._loss_scale = 1.0
-        #: found_inf and grad_scale, as a loss scaler set them at the optimizer for this step
-        self._scaler_found: tuple[Any, ...] = (None, None)
         super().__init__(engine, recipe, settings, schedule, averaged)
         former = getattr(optimizer, "_horovod_sparse", None)
         # the optimizer may have a state already: loaded, or from steps of plain PyTorch
@@ -134,49 +132,31 @@ class Binding(Steps):
         return (one for group in self.optimizer.param_groups for one in group["params"])
 
     @torch._disable_dynamo
-    def _step_pre_hook(self, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Hook before `optimizer.step`: replaces its closure by one that moves the gradients away."""
-        given = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-        others = {name: one for name, one in named.items() if name != "closure"}
-        return (arguments[0], partial(self._take_gradients, given)), others
-
-    @torch._disable_dynamo
-    def _take_gradients(self, closure: Callable[[], Any] | None) -> Any:
-        """Calls the user's closure and returns its loss; moves gradients from `.grad` to `_gradients`."""
-        loss = None if closure is None else closure()
-        # read here, since other pre-hooks may change gradients until now
-        self._scaler_found = tuple(getattr(self.optimizer, name, None) for name in _BY_SCALER)
-        self.is_scaled = self._scaler_found[0] is not None
-        if self.is_scaled:  # some of PyTorch's optimizers reject them without gradients
-            self.optimizer.found_inf = self.optimizer.grad_scale = None
-        self._gradients = {one: one.grad for one in self._trained_parameters()}
-        for one in self._gradients:
-            one.grad = None
-        return loss
+    def _step_pre_hook(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Hook before `optimizer.step`: lets a copy without parameters step, which only runs the closure."""
+        idle = object.__new__(type(optimizer))
+        idle.__dict__ = {**vars(optimizer), "param_groups": []}
+        return (idle, *arguments[1:]), named
 
     @torch._disable_dynamo
     @torch.no_grad()
     def _step_post_hook(self, optimizer: Any, arguments: Any, named: Any) -> None:
-        found, scale = self._scaler_found
+        # a loss scaler sets these attributes for its step
+        found, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        self.is_scaled = found is not None
         try:
-            if self.is_scaled:
-                optimizer.found_inf, optimizer.grad_scale = found, scale
-            self._loss_scale = 1.0 if scale is None else float(scale)
             self.ensure_parts()
             self.agree()  # agreeing may replace the parts
-            self._set_gradients()
+            self._set_gradients(_dense_gradient, 1.0 if scale is None else float(scale))
             self.pass_(overflowed=found is not None and bool(found))
         finally:
-            for one, gradient in self._gradients.items():
-                one.grad = gradient
-            self._gradients = {}
             for part in self.parts:
                 part.release()
 
     def finish(self) -> None:
         if not self.facts:  # this rank had no batch
             self.ensure_parts()
-        self._set_gradients()  # without gradients this rank sends nothing more
+        self._set_gradients(lambda parameter: None)  # without gradients this rank sends nothing more
         super().finish()
 
     # the optimizer's own state
@@ -310,23 +290,21 @@ class Binding(Steps):
             self.settle()  # an exchange in flight does not include new parameters
             self.join_new_parameters()
 
-    def _set_gradients(self) -> None:
+    def _set_gradients(
+        self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], loss_scale: float = 1.0
+    ) -> None:
         """Sets each part's gradients and `OwnStep` (learning rate, weight decay) for this pass."""
         for part in self.parts:
             settings, age = self.optimizer.param_groups[part.group], part.bucket.progress.age
             now = self._rule.own_step(self._kind, settings, age)
             own, beside = now.weights
-            now = dataclasses.replace(now, weights=(own / self._loss_scale, beside))
-            part.set_gradients(now, map(self._gradient_of, part.given))
+            now = dataclasses.replace(now, weights=(own / loss_scale, beside))
+            part.set_gradients(now, map(gradient_of, part.given))
 
     def make_parts(
         self, specs: Sequence[PartSpec], facts: Facts, ranks: RankAndSize, topology: Topology | None
     ) -> list[StepBucket]:
         return [StepBucket(spec, facts, ranks, self.schedule.moves_at_once, self.ages) for spec in specs]
-
-    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        gradient = self._gradients.get(parameter)
-        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def replicated_arrays(self) -> Sequence[Any]:
         parameters = {name: one for name, (_, one) in self.facts.items()}

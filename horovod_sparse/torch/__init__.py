@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 # first: it says how to get Horovod where the next line would only say that there is none
-from horovod_sparse.torch import _horovod as _horovod
+from horovod_sparse.torch import driver as driver
 
 # isort: split
 from horovod.torch import *  # noqa: F403

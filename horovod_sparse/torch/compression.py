@@ -9,8 +9,7 @@ import torch
 from horovod_sparse.errors import UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.tensors.layout import dtype_name
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.driver import construction_errors
+from horovod_sparse.torch.driver import construction_errors, hvd
 from horovod_sparse.training import compression as common
 
 

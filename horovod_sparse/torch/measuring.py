@@ -18,9 +18,8 @@ from horovod_sparse.planning.profile import Profile
 from horovod_sparse.tensors.layout import dtype_name
 from horovod_sparse.tensors.measuring import bucket_memory
 from horovod_sparse.topology import ClusterFacts
-from horovod_sparse.torch._horovod import hvd
 from horovod_sparse.torch.compression import Compression, SparseCompressor
-from horovod_sparse.torch.driver import carry_out_together, construction_errors
+from horovod_sparse.torch.driver import carry_out_together, construction_errors, hvd
 from horovod_sparse.training.agreement import compare
 
 

@@ -14,9 +14,14 @@ from horovod_sparse.checks import check_number
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.telemetry import Telemetry
-from horovod_sparse.torch._horovod import HorovodOptimizer, claim_for_horovod, hvd, pass_new_optimizers_to
 from horovod_sparse.torch.compression import Compression, SparseCompressor
-from horovod_sparse.torch.driver import construction_errors
+from horovod_sparse.torch.driver import (
+    HorovodOptimizer,
+    claim_for_horovod,
+    construction_errors,
+    hvd,
+    pass_new_optimizers_to,
+)
 from horovod_sparse.torch.synchronizer import Methods, clip_gradients
 from horovod_sparse.training.collective_errors import raise_if_second_binding
 from horovod_sparse.training.compression import check_compression, check_momentum

@@ -14,8 +14,7 @@ from horovod_sparse.plans import Plan, make_plan
 from horovod_sparse.tensors.binding import Binding, without_own
 from horovod_sparse.tensors.local_steps import LocalBinding, stepping_optimizer
 from horovod_sparse.tensors.models import ENTRY, checked_entry, claim, trained_by
-from horovod_sparse.torch._horovod import hvd
-from horovod_sparse.torch.driver import HorovodEngine, construction_errors
+from horovod_sparse.torch.driver import HorovodEngine, construction_errors, hvd
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.schedules import LocalOptions, LocalSchedule, Schedule
 from horovod_sparse.training.settings import Settings

@@ -19,8 +19,7 @@ from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.tensors.backward import GradientTraining
 from horovod_sparse.tensors.models import ENTRY, check_groups, checked_entry, claim
 from horovod_sparse.topology import ClusterFacts
-from horovod_sparse.torch._horovod import HorovodOptimizer, hvd
-from horovod_sparse.torch.driver import HorovodEngine, raise_explained
+from horovod_sparse.torch.driver import HorovodEngine, HorovodOptimizer, hvd, raise_explained
 from horovod_sparse.training.collective_errors import raise_together
 from horovod_sparse.training.engine import Facts
 from horovod_sparse.training.settings import Settings

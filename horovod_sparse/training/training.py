@@ -102,9 +102,8 @@ class Training:
         """Step of the agreement in which a front end may raise, if ranks cannot take the same plan."""
         yield from ()
 
-    def failures_of_all_shards(self, failures: list[BaseException]) -> list[BaseException]:
-        """Returns this rank's failures; a sharded training adds those of ranks with other shards."""
-        return failures
+    #: returns this rank's failures; a sharded training adds those of ranks with other shards
+    failures_of_all_shards: Any = staticmethod(list)
 
     def _connect_parts(self, parts: Sequence[Any]) -> None:
         """Called with new parts: a front end registers hooks, or adds them to the optimizer's state."""

@@ -37,7 +37,7 @@ def worker(folder: Path, steps: int) -> None:
     import torch
 
     import horovod_sparse.torch as hvd
-    from horovod_sparse.torch._horovod import present_start
+    from horovod_sparse.torch.driver import present_start
 
     torch.set_num_threads(1)
     hvd.init()

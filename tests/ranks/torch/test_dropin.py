@@ -7,7 +7,7 @@ import torch
 
 from horovod_sparse.errors import NonFiniteSumError, UnsupportedError
 from horovod_sparse.torch import Compression
-from horovod_sparse.torch._horovod import present_start
+from horovod_sparse.torch.driver import present_start
 from support.linear import LinearModel, dyadic, same_on_all_ranks
 from support.optimizers import wrapped
 

@@ -10,7 +10,7 @@ import torch
 hvd = pytest.importorskip("horovod_sparse.torch")
 
 from horovod_sparse.errors import DeadlineError, UnsupportedError  # noqa: E402
-from horovod_sparse.torch._horovod import tensor_holding  # noqa: E402
+from horovod_sparse.torch.driver import tensor_holding  # noqa: E402
 from horovod_sparse.training.deadline import Deadline  # noqa: E402
 from support.linear import LinearModel, dyadic  # noqa: E402
 from support.optimizers import make, train_step, wrapped  # noqa: E402

@@ -314,12 +314,26 @@ def test_groups_have_settings_of_their_own_and_schedules_change_them() -> None:
 def test_a_pass_keeps_no_gradient() -> None:
     for schedule in ({}, {"delay": 1}):
         net = net_of()
-        optimizer = OPTIM.AdamW(net.parameters())
+        optimizer: Any = OPTIM.AdamW(net.parameters())
         hvd.DistributedOptimizer(optimizer, compression="best:density=0.1", **schedule)
         trained(net, optimizer, 2)
         kept = [weakref.ref(one.grad) for one in net.parameters()]
         optimizer.zero_grad()
         assert not any(one() is not None for one in kept)
+        optimizer.finish()
+        assert not any(part.bucket._gradient for part in optimizer._synchronizer.parts)
+
+
+def test_a_step_that_is_interrupted_leaves_the_gradients() -> None:
+    net = net_of()
+    optimizer: Any = OPTIM.AdamW(net.parameters())
+    hvd.DistributedOptimizer(optimizer, compression="best:density=0.1")
+    net(torch.ones(1, 9)).sum().backward()
+    before = [one.grad for one in net.parameters()]
+    optimizer._optimizer_step_code = lambda: 1 / 0  # which PyTorch calls after its own update
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert all(one.grad is gradient for one, gradient in zip(net.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "schedule"), [(OPTIM.AdamW, {}), (OPTIM.SGD, {"delay": 1})])
