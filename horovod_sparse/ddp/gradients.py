@@ -130,7 +130,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
     def _begin_pass(self, first: torch.Tensor) -> None:
-        """Called with the first gradient of a backward pass whose gradients are exchanged."""
+        """Begins a step with a pass's first gradient; raises if the last sums were discarded unused."""
         self.watch_pass(first)
         if self.under_way:
             return

@@ -192,7 +192,7 @@ class LocalBinding(Steps):
 
     def _begin_exchange(self, *, finishing: bool = False) -> None:
         self._adopt_loaded_parameters()
-        self._refuse_unexchanged()
+        self._raise_if_unexchanged()
         self._apply_exchanges(0)
         taken, self._flying = self.taken, 0
         try:
@@ -202,7 +202,7 @@ class LocalBinding(Steps):
             self.taken = taken
             raise
 
-    def _refuse_unexchanged(self) -> None:
+    def _raise_if_unexchanged(self) -> None:
         """Raises if parameters were trained here that no exchange contains."""
         known = {id(parameter) for _, parameter in self.facts.values()}
         if new := [list(one.shape) for one in self._trained_parameters() if id(one) not in known]:

@@ -197,7 +197,7 @@ def _replace_methods(optimizer: Any) -> None:
 
 
 def _adopt_if_sparse(optimizer: Any) -> bool:
-    """Called with each optimizer that Horovod makes: adopts it, or returns False without a sparsifier."""
+    """Called with each optimizer that Horovod makes; False if it has no sparsifier, so stays Horovod's."""
     if sparse := isinstance(optimizer._compression, SparseCompressor):
         _replace_methods(optimizer)
     return sparse

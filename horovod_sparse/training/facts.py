@@ -21,7 +21,7 @@ class Averaged(Protocol):
         """Returns all numbers as one float64 array, of the same length on all ranks."""
 
     def move(self, sent: np.ndarray, mean: np.ndarray) -> None:
-        """Adds the difference between mean and sent numbers, so that changes made meanwhile stay."""
+        """Adds mean minus `sent` to the present numbers, so that changes made since `read` stay."""
 
 
 def mean_of_finite(own: np.ndarray) -> Synchronization[np.ndarray]:

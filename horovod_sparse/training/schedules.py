@@ -21,7 +21,7 @@ COMBINES = "ranks", "senders"
 
 @dataclass(frozen=True)
 class Schedule:
-    """`every`: passes from one exchange to the next; `delay`: exchanges until a mean is applied."""
+    """Says when ranks exchange, every `every` passes, and apply a mean, `delay` exchanges later."""
 
     every: int = 1
     delay: int = 0

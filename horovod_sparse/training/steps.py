@@ -130,7 +130,7 @@ class Steps(Training):
         self._num_begun += 1
 
     def _read_rank_facts(self, facts: RankFacts) -> tuple[list[dict[float, list[int]]], bool]:
-        """Returns weight decay by part (`read_facts`), and if all ranks finish; raises if numbers differ."""
+        """Returns weight decay by part, and if all ranks finish; raises if ranks are at other exchanges."""
         numbers, *of_ranks = zip(*facts.task.value(), strict=True)
         self.check_same_exchange(numbers)
         return read_facts(self.parts, *of_ranks)

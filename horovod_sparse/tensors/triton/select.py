@@ -184,7 +184,7 @@ def _select(
     stop: int,
     k: int,
 ) -> Tensor:
-    """Returns the indices of elements above `floor` (with `exact` the k largest), after their count."""
+    """Returns the count, then the indices, of elements that reach `floor`; with `exact` of the k largest."""
     tiles, bits, device = passing.max_tiles, values.view(int_type(values.dtype)), values.device
     counts = torch.empty(tiles, dtype=torch.int64, device=device)
     out = torch.empty(k + 1, dtype=torch.int32, device=device)
