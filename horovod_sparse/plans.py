@@ -30,13 +30,13 @@ class ParameterFacts:
     num_elements: int
     #: of its gradient: "float32", "float64", "float16" or "bfloat16"
     dtype: str = "float32"
-    #: as the framework writes it
+    #: its device, as the framework writes it
     device: str = "cpu"
     #: number of the optimizer's parameter group; groups may differ in their learning rate
     group: int = 0
-    #: what a rule asks for, 1 for a parameter that is sent whole; 0 where no rule holds
+    #: density by `ParameterRules`: 1 for a parameter that is sent whole, 0 if no rule matches
     density: float = 0.0
-    #: where it is known; ranks compare it
+    #: its shape, which ranks compare; empty if unknown
     shape: tuple[int, ...] = ()
 
     @property

@@ -19,11 +19,11 @@ class ThresholdState:
     threshold: float = field(default=0.0, metadata=LOCAL)
     #: c of the sketch rule; the searched order is c * k
     correction: float = 1.0
-    #: part of the last union in the window this rank searches next; negative where it is unknown
+    #: share of the last union that lies in this rank's next window; negative if unknown
     share: float = field(default=-1.0, metadata=LOCAL)
-    #: elements by which unions were longer than wanted, in all, where few are wanted
+    #: with a small k: elements that all steps so far sent above k, together
     ahead: int = 0
-    #: steps in which, for that reason, nobody was to send anything; their turns are not used up
+    #: steps in which, since `ahead` is large, no rank sends anything; their turns are not used up
     paused: int = 0
 
 
@@ -62,9 +62,9 @@ class ThresholdScaling:
         return replace(state, threshold=state.threshold * factor)
 
 
-#: elements in a window at which its share of the last union tells as much as chance hides
+#: elements in a window from which its share of the last union says more than chance does
 _CHANCE = 10
-#: below so many elements the union is counted: rounding every rank's part of it to whole ones is felt
+#: k below which `ahead` corrects k, since rounding each rank's share to whole elements then matters
 _FEW = 32
 
 

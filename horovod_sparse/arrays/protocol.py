@@ -59,10 +59,10 @@ class FoldRule:
         clip_norm: if given, above 0: a gradient whose finite elements have a larger L2 norm is scaled
             down to it.
         moment: if given, in (0, 1), and instead of momentum: how much of the second moment lasts.
-        rate: of what is normalized, or of what momentum makes of the gradient.
+        rate: factor of the normalized gradient, or of what momentum adds.
         eps: added to the root of the moment; it or `floor` is above 0.
         floor: added to the moment, within the root.
-        count: gradients that the moment is made of, this one included; inf leaves its bias in it.
+        count: number of gradients in the moment, this one included; inf for no bias correction.
 
     Raises:
         ArgumentError: something is outside what is allowed.

@@ -29,7 +29,7 @@ _log = logging.getLogger("horovod_sparse")
 
 #: seconds until the log says which ranks are missing, and between checks
 _QUIET_SECONDS, _LOOK_SECONDS = 5.0, 0.05
-_ABSENT = "have not come to their first step: all ranks call attach, or make LocalSteps, and train"
+_ABSENT = "have not begun their first step: all ranks call attach, or make LocalSteps, and train"
 
 #: by a group's name: number of models at their first step
 _begun: Counter[str] = Counter()

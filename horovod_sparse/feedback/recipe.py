@@ -161,7 +161,7 @@ class ParameterRules:
         missed = [one for one in patterns if not any(fnmatchcase(name, one) for name in known)]
         if missed:
             _log.warning(
-                "no parameter has a name like %s; names are %s",
+                "patterns in dense= or densities= match no parameter: %s; names are %s",
                 ", ".join(map(repr, missed)),
                 ", ".join(known[:8]) + (", ..." if len(known) > 8 else ""),
             )

@@ -167,7 +167,7 @@ class TwoLevelBucket(Bucket):
         failure: HorovodSparseError | None = None
         try:
             sum_, overflow = yield from at_level(self._sum_over_ranks(report, scale), "across")
-        except HorovodSparseError as error:  # of all ranks of this column; the others wait for what is next
+        except HorovodSparseError as error:  # raised in this column alone: others need this rank's message
             failure, overflow = error, None
             nothing = np.empty(0, np.int32), np.empty(0, self.whole.value_dtype)
             sum_ = SparseSum(*nothing, np.zeros(self.topology.num_hosts, np.int64))

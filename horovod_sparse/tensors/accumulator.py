@@ -86,7 +86,7 @@ class TorchAccumulator(Accumulator):
     ) -> None:
         check_density("density", density, "a number in (0, 1]")
         layout = Layout(int(num_elements), plain_kernels.device_block_size(density))
-        # with its number, as gradients say it
+        # "cuda" becomes "cuda:0", as in the gradients' device
         place, expected = torch.empty(0, device=device).device, round(density * num_elements)
         bodies = kernels or kernels_for(place)
         super().__init__(TensorKernels(layout, fold_dtype(dtype), place, expected, bodies), companions)

@@ -27,7 +27,7 @@ _SCOPE = "horovod_sparse.waiting"
 _ANSWER_SECONDS = 2.0
 #: writes a value under scope and key, or reads it; None if there is no value or no store
 Store: TypeAlias = Callable[..., "bytes | None"]
-#: as Horovod's own threads ask it
+#: opens the store's address without a proxy, as Horovod's own threads do
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -35,7 +35,7 @@ Facts: TypeAlias = Mapping[str, tuple[ParameterFacts, Any]]
 
 @dataclass(frozen=True)
 class PartSpec:
-    #: of the bucket; equal on all ranks and in all steps
+    #: name of the part's collectives; equal on all ranks and in all steps
     label: str
     names: tuple[str, ...]
     #: sparsifier and feedback of this part

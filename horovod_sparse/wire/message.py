@@ -246,7 +246,7 @@ def pack(
         raise ArgumentError("values", f"shape {values.shape}", f"as many values as indices, {indices.shape}")
     at = sections(format, count, num_elements, dtype)
     buffer = empty_message(at.length, count, report, at.tag)
-    if at.tag is None:  # as they are
+    if at.tag is None:  # a plain message
         buffer[at.header : at.indices] = indices
         if values is not None:
             buffer[at.indices : at.values].view(values.dtype)[:] = values
@@ -317,7 +317,7 @@ def unpack_sum(
         here = slice(begin, begin + count)
         body = words[start + at.header : start + at.indices]
         rest = words[start + at.indices : start + at.values]
-        if at.tag is None:  # as they are
+        if at.tag is None:  # a plain message
             indices[here] = body.view(np.int32)
             sound = find_outside(indices[here], num_elements) < 0
             if values is not None:
