@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from horovod_sparse.arrays.protocol import FoldRule
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host.scatter import narrow, native_bits, wide
+from horovod_sparse.kernels.host.scatter import narrow, native_bits, widen
 
 Array = NDArray[Any]
 
 #: elements from which an array is read in place, where its start and end are at hand of whole blocks
 _LARGE = 1 << 16
-#: elements that are widened for a norm at a time: they stay in the cache between their uses
+#: elements that are widen for a norm at a time: they stay in the cache between their uses
 _WIDENED = 1 << 16
 
 
@@ -70,7 +70,7 @@ class GradientParts:
             >>> GradientParts([np.array([0x3F80], np.uint16)]).joined(np.dtype(np.float32))
             array([1.], dtype=float32)
         """
-        arrays = [wide(array).astype(dtype, copy=False) for array in self._flat]
+        arrays = [widen(array).astype(dtype, copy=False) for array in self._flat]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
@@ -141,9 +141,9 @@ class WeightedParts(GradientParts):
 
     def pieces(self, size: int, block: int = 1) -> Iterator[tuple[int, Array]]:
         for start, (one, other, (own, beside)) in self._pairs(size, block, self._weights):
-            total = wide(one)
+            total = widen(one)
             total = total * total.dtype.type(own)
-            yield start, total if other is None else total + wide(other) * total.dtype.type(beside)
+            yield start, total if other is None else total + widen(other) * total.dtype.type(beside)
 
     def pairs(
         self, dtype: np.dtype[Any], block: int, clip_norm: float | None = None
@@ -199,7 +199,7 @@ def scaled(pieces: Iterable[tuple[int, Array]], factor: float) -> Iterator[tuple
     for start, piece in pieces:
         for first in range(0, piece.size, _WIDENED):
             chunk = piece[first : first + _WIDENED]
-            large = wide(chunk)
+            large = widen(chunk)
             yield start + first, narrow(large * large.dtype.type(factor), chunk.dtype)
 
 
@@ -260,4 +260,4 @@ def _subtract_folded(values: Any, step: Any, library: Any) -> None:
 def _chunks(gradient: GradientParts) -> Iterator[Array]:
     for _, piece in gradient.pieces(_WIDENED):
         for start in range(0, piece.size, _WIDENED):
-            yield wide(piece[start : start + _WIDENED])
+            yield widen(piece[start : start + _WIDENED])

@@ -113,7 +113,7 @@ class Candidates:
         if (known := self.kth(k)) is None:
             return None
         out, found = np.empty(k + LANES, np.int32), np.empty(k + LANES, self._bits)
-        kth.keep(self._places, self._words, self._count[0], known[0], k - known[1], out, found)
+        kth.copy_largest(self._places, self._words, self._count[0], known[0], k - known[1], out, found)
         self.set_next_bound(k, known[0])
         return out[:k], found[:k].view(self._dtype)
 
@@ -142,7 +142,7 @@ class HostKernels(Kernels):
     """Kernels for NumPy arrays, compiled by numba; sums of squares are floats."""
 
     # Kernels themselves: a call of every step takes no detour.
-    take: Callable[..., Array] = staticmethod(scatter.taken)
+    take: Callable[..., Array] = staticmethod(scatter.taken_at)
     put: Callable[..., None] = staticmethod(scatter.put_at)
     zero: Callable[..., None] = staticmethod(scatter.zero_at)
     largest_of_each: Callable[..., tuple[Indices, Array]] = staticmethod(select.largest_of_each)
@@ -220,7 +220,7 @@ class HostKernels(Kernels):
     def undo_fold(self, values: Array, companion: Array | None, gradient: Any, rule: FoldRule) -> None:
         factors = rule.factors(self.dtype)
         for start, piece in self._clipped(self._checked_gradient(gradient), rule):
-            stop, step = start + piece.size, scatter.wide(piece).astype(self.dtype)
+            stop, step = start + piece.size, scatter.widen(piece).astype(self.dtype)
             held = None if companion is None else companion[start:stop]
             gradients.undo_fold(values[start:stop], held, step, rule, factors)
 
@@ -245,7 +245,7 @@ class HostKernels(Kernels):
         indices = select.largest(values, maxima, k, start, stop, self.layout)
         if not whole:
             return indices, None
-        found = scatter.taken(values, indices)
+        found = scatter.taken_at(values, indices)
         self._candidates.set_next_bound(k, np.abs(found).min().view(maxima.dtype))
         return indices, found
 
@@ -269,7 +269,7 @@ class HostKernels(Kernels):
         return np.abs(values[offset::stride])
 
     def from_host(self, values: Any) -> Array:
-        return scatter.compiled_for(values, self.dtype)
+        return scatter.kernel_array(values, self.dtype)
 
     def view(self, values: Array) -> Values:
         return values.view()

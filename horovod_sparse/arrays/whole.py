@@ -12,7 +12,7 @@ from horovod_sparse.arrays.accumulator import Accumulator
 from horovod_sparse.arrays.gradients import GradientParts, fold_dtype
 from horovod_sparse.arrays.protocol import FoldReport, FoldRule, Values
 from horovod_sparse.errors import ArgumentError
-from horovod_sparse.kernels.host.scatter import wide
+from horovod_sparse.kernels.host.scatter import widen
 
 #: elements that are copied and looked at while they are in the cache
 _CHUNK = 1 << 16
@@ -98,7 +98,7 @@ class WholeGradient(Accumulator):
                 part = piece[begin : begin + _CHUNK]
                 at = start + begin
                 values = own[at : at + part.size]
-                values[:] = wide(part)
+                values[:] = widen(part)
                 if self._carried is not None:
                     values += self._carried[at : at + part.size]
                 if first < 0:

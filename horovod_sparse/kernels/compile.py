@@ -28,8 +28,8 @@ _QUIET_SECONDS, _MOST_SECONDS = 5.0, 60.0
 _PAUSE_SECONDS = 0.05
 
 _depth = 0
-#: locks of this process, and those whose wait it has logged
-_held: set[int] = set()
+#: locks that this process holds, and files whose lock it has logged to wait for
+_locks: set[int] = set()
 _logged: set[str] = set()
 
 
@@ -42,13 +42,13 @@ def kernel(function: Callable[..., Any]) -> Any:
     else, its cache is not used: nobody reads code there that others may write.
     """
     if numba.config.DISABLE_JIT:
-        return _refuse
+        return _raise_without_jit
     dispatcher = _dispatcher(function)
     compile_one = dispatcher.compile
     folder = getattr(getattr(dispatcher, "_cache", None), "cache_path", None)
     cache_file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(cache_file, "_source_stamp"):
-        cache_file._source_stamp = _stamp(function)
+        cache_file._source_stamp = _stamps_of_files(function)
 
     def compile_in_turn(signature: Any) -> Any:
         with _cache_lock(folder):
@@ -59,7 +59,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def _dispatcher(function: Callable[..., Any]) -> Any:
-    """Returns numba's dispatcher; its cache is the user's own folder where the package is another user's."""
+    """Returns numba's dispatcher, with a cache in the user's own folder if the package is another user's."""
     given = numba.config.CACHE_DIR
     if not given and hasattr(os, "getuid") and os.stat(__file__).st_uid != os.getuid():
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -70,18 +70,18 @@ def _dispatcher(function: Callable[..., Any]) -> Any:
         numba.config.CACHE_DIR = given
 
 
-def _refuse(*_arguments: Any) -> Any:
+def _raise_without_jit(*_arguments: Any) -> Any:
     raise UnsupportedError("NUMBA_DISABLE_JIT is set, but host kernels must be compiled: unset it")
 
 
-def _stamp(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
-    """Returns name, size and time of change of all kernel files that a function uses, for the cache's key."""
+def _stamps_of_files(function: Callable[..., Any]) -> tuple[tuple[str, int, int], ...]:
+    """Returns name, size and time of change of the kernel files that a function uses: the cache's key."""
     files: dict[str, tuple[int, int]] = {}
-    _visit(function.__globals__, files)
+    _collect_files(function.__globals__, files)
     return tuple((name, *facts) for name, facts in sorted(files.items()))
 
 
-def _visit(scope: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
+def _collect_files(scope: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
     name = scope["__name__"]
     if name in files:
         return
@@ -91,7 +91,7 @@ def _visit(scope: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
     for value in list(scope.values()):
         used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
         if isinstance(used, str) and used.startswith(package) and used in sys.modules:
-            _visit(vars(sys.modules[used]), files)
+            _collect_files(vars(sys.modules[used]), files)
 
 
 @contextlib.contextmanager
@@ -100,28 +100,28 @@ def _cache_lock(folder: str | None) -> Iterator[None]:
     global _depth
     # numba's own lock first, which its threads may already hold when they come here.
     with global_compiler_lock:
-        lock = _lock(folder) if _depth == 0 else None
+        lock = _acquire_lock(folder) if _depth == 0 else None
         _depth += 1
         try:
             yield
         finally:
             _depth -= 1
             if lock is not None:
-                _held.discard(lock)
+                _locks.discard(lock)
                 os.close(lock)
 
 
 def _close_inherited_locks() -> None:
-    """Closes locks in a forked child (a DataLoader's worker), which would otherwise hold them for ever."""
-    while _held:
-        os.close(_held.pop())
+    """Closes inherited locks in a forked child (a DataLoader's worker), which would hold them for ever."""
+    while _locks:
+        os.close(_locks.pop())
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
-def _lock(folder: str | None) -> int | None:
+def _acquire_lock(folder: str | None) -> int | None:
     if fcntl is None or folder is None:
         return None
     path = os.path.join(folder, "kernels.lock")
@@ -134,7 +134,7 @@ def _lock(folder: str | None) -> int | None:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _held.add(descriptor)
+            _locks.add(descriptor)
             return descriptor
         except BlockingIOError:
             waited = time.monotonic() - began

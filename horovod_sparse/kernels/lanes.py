@@ -1,4 +1,4 @@
-"""Sixteen numbers at once: explicit vectors for numba; which lanes pass; and the same for single numbers.
+"""Explicit vectors of sixteen numbers for numba, with operations on vectors, masks and single numbers.
 
 Left to itself LLVM does not vectorize a loop that adds, stores, clears and takes block maxima at the
 same time, so the kernels say what they mean: `Lanes` is an LLVM vector of 16 elements, which becomes
@@ -37,8 +37,8 @@ class _LanesModel(models.PrimitiveModel):
         super().__init__(manager, lanes, ir.VectorType(element, LANES))
 
 
-def spread(scalar: Any, count: int = LANES) -> Any:
-    """Returns an LLVM constant vector whose `count` lanes hold one constant (with count 0 a scalar)."""
+def constant(scalar: Any, count: int = LANES) -> Any:
+    """Returns an LLVM constant as a vector of `count` equal lanes, or with count 0 unchanged."""
     return ir.Constant(ir.VectorType(scalar.type, count), [scalar.constant] * count) if count else scalar
 
 
@@ -50,7 +50,7 @@ def widen_half(builder: Any, raw: Any, kind: Any, count: int = LANES) -> Any:
     """
 
     def word(value: int) -> Any:
-        return spread(ir.Constant(ir.IntType(32), value), count)
+        return constant(ir.Constant(ir.IntType(32), value), count)
 
     def shaped(scalar: Any) -> Any:
         return ir.VectorType(scalar, count) if count else scalar
@@ -63,7 +63,7 @@ def widen_half(builder: Any, raw: Any, kind: Any, count: int = LANES) -> Any:
     normal = builder.add(moved, word(112 << 23))
     # A subnormal half is its fraction times 2**-24: put the fraction below 2**-14, take 2**-14 off again.
     tiny = builder.bitcast(builder.add(moved, word(113 << 23)), shaped(ir.FloatType()))
-    offset = spread(ir.Constant(ir.FloatType(), 2.0**-14), count)
+    offset = constant(ir.Constant(ir.FloatType(), 2.0**-14), count)
     subnormal = builder.bitcast(builder.fsub(tiny, offset), shaped(ir.IntType(32)))
     special = builder.or_(moved, word(0x7F800000))
     finite = builder.select(builder.icmp_unsigned("<", size, word(0x0400)), subnormal, normal)
@@ -124,7 +124,7 @@ def stream(typingctx: Any, array: Any, index: Any, lanes: Any) -> Any:
 
 
 def emitting(typed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function of a builder and argument values that emits LLVM code, as a numba intrinsic.
+    """Decorates a function that emits LLVM code for values, as a numba intrinsic whose types `typed` gives.
 
     `typed` gives the signature, from numba's types of the arguments.
     """
@@ -154,8 +154,8 @@ def broadcast(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
 
 
-def bits_in(builder: Any, value: Any) -> Any:
-    """Emits the bits of a float (or vector of floats) as integers; integers stay as they are."""
+def bits_of_float(builder: Any, value: Any) -> Any:
+    """Emits a bitcast of a float (or vector of floats) to integers; integers stay as they are."""
     lanes = isinstance(value.type, ir.VectorType)
     kind = value.type.element if lanes else value.type
     if isinstance(kind, ir.IntType):
@@ -164,16 +164,16 @@ def bits_in(builder: Any, value: Any) -> Any:
     return builder.bitcast(value, ir.VectorType(word, LANES) if lanes else word)
 
 
-def size_in(builder: Any, value: Any) -> Any:
+def magnitude_of_float(builder: Any, value: Any) -> Any:
     """Emits a float's bits with the sign bit cleared."""
-    bits = bits_in(builder, value)
+    bits = bits_of_float(builder, value)
     lanes = isinstance(bits.type, ir.VectorType)
     word = bits.type.element if lanes else bits.type
-    return builder.and_(bits, spread(ir.Constant(word, (1 << (word.width - 1)) - 1), LANES if lanes else 0))
+    return builder.and_(bits, constant(ir.Constant(word, (1 << (word.width - 1)) - 1), LANES if lanes else 0))
 
 
-def called(builder: Any, name: str, args: list[Any], result: Any = None, **options: Any) -> Any:
-    """Emits a call of an LLVM intrinsic, whose result has the first argument's type by default."""
+def call_llvm(builder: Any, name: str, args: list[Any], result: Any = None, **options: Any) -> Any:
+    """Emits a call of an LLVM intrinsic; its result has the first argument's type by default."""
     kind = ir.FunctionType(args[0].type if result is None else result, [one.type for one in args])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, args, **options)
@@ -193,50 +193,50 @@ def zeros_like(builder: Any, lanes: Any) -> Any:
 
 @alike
 def add(builder: Any, left: Any, right: Any) -> Any:
-    """left + right, of floats."""
+    """Returns left + right, of floats (lane by lane)."""
     return builder.fadd(left, right)
 
 
 @alike
 def multiply(builder: Any, left: Any, right: Any) -> Any:
-    """left * right, of floats."""
+    """Returns left * right, of floats (lane by lane)."""
     return builder.fmul(left, right)
 
 
 @alike
 def divide(builder: Any, left: Any, right: Any) -> Any:
-    """left / right, of floats."""
+    """Returns left / right, of floats (lane by lane)."""
     return builder.fdiv(left, right)
 
 
 @alike
-def larger(builder: Any, left: Any, right: Any) -> Any:
+def lane_maximum(builder: Any, left: Any, right: Any) -> Any:
     """Returns the maximum of two vectors, lane by lane, as unsigned integers."""
     return builder.select(builder.icmp_unsigned(">", left, right), left, right)
 
 
 @alike
-def root(builder: Any, lanes: Any) -> Any:
+def square_root(builder: Any, lanes: Any) -> Any:
     """Returns the square roots, correctly rounded."""
     width = 64 if isinstance(lanes.type.element, ir.DoubleType) else 32
-    return called(builder, f"llvm.sqrt.v{LANES}f{width}", [lanes])
+    return call_llvm(builder, f"llvm.sqrt.v{LANES}f{width}", [lanes])
 
 
 @emitting(lambda lanes: lanes.element(lanes))
-def top_of(builder: Any, lanes: Any) -> Any:
+def largest_lane(builder: Any, lanes: Any) -> Any:
     """Returns the largest of a vector's lanes, as unsigned integers."""
     element = lanes.type.element
-    return called(builder, f"llvm.vector.reduce.umax.v{LANES}i{element.width}", [lanes], element)
+    return call_llvm(builder, f"llvm.vector.reduce.umax.v{LANES}i{element.width}", [lanes], element)
 
 
 @emitting(types.float64)
-def sum_of(builder: Any, lanes: Any) -> Any:
+def lane_sum(builder: Any, lanes: Any) -> Any:
     """Returns the sum of a vector's lanes, as float64."""
     double, vector = ir.DoubleType(), lanes
     if not isinstance(lanes.type.element, ir.DoubleType):
         vector = builder.fpext(lanes, ir.VectorType(double, LANES))
     given, name = [ir.Constant(double, 0.0), vector], f"llvm.vector.reduce.fadd.v{LANES}f64"
-    return called(builder, name, given, double, fastmath=("reassoc",))
+    return call_llvm(builder, name, given, double, fastmath=("reassoc",))
 
 
 @intrinsic
@@ -271,24 +271,24 @@ def read(typingctx: Any, array: Any, index: Any) -> Any:
 @emitting(lambda number: _bits_type(number)(number))
 def raw_bits(builder: Any, number: Any) -> Any:
     """Returns the bits of a float (or vector of floats) as unsigned integers."""
-    return bits_in(builder, number)
+    return bits_of_float(builder, number)
 
 
 @emitting(lambda number: _bits_type(number)(number))
 def magnitude(builder: Any, number: Any) -> Any:
-    """Returns the bits without the sign: as unsigned integers they order like magnitudes, NaN on top."""
-    return size_in(builder, number)
+    """Returns a float's bits without the sign: integers that order like magnitudes, NaN on top."""
+    return magnitude_of_float(builder, number)
 
 
 @alike
 def infinity(builder: Any, bits: Any) -> Any:
-    """Returns the magnitude bits of infinity, in the argument's type (uint32 or uint64)."""
+    """Returns the bits of infinity in the type of `bits` (uint32 or uint64)."""
     return ir.Constant(bits.type, 0x7FF0000000000000 if bits.type.width == 64 else 0x7F800000)
 
 
 @emitting(lambda bits, shift, mask: types.int64(bits, types.int64, types.int64))
 def digit(builder: Any, bits: Any, shift: Any, mask: Any) -> Any:
-    """(bits >> shift) & mask as int64."""
+    """Returns (bits >> shift) & mask as int64: a digit of a radix select."""
     value = builder.zext(bits, ir.IntType(64)) if bits.type.width < 64 else bits
     return builder.and_(builder.lshr(value, shift), mask)
 
@@ -301,7 +301,7 @@ def as_key(builder: Any, like: Any, number: Any) -> Any:
 
 @alike
 def successor(builder: Any, bits: Any) -> Any:
-    """bits + 1 in the same type."""
+    """Returns bits + 1 in the same type."""
     return builder.add(bits, ir.Constant(bits.type, 1))
 
 

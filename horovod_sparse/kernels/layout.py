@@ -1,4 +1,4 @@
-"""Block geometry and the types that go together."""
+"""How an accumulator is divided into blocks, and the integers that hold its magnitudes."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def bits_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def bits_of(threshold: float, dtype: Any) -> Any:
-    """Returns the magnitude bits of the smallest number of a dtype that is >= threshold and above 0."""
+    """Returns the bits of the smallest number of a dtype that is >= threshold and above 0."""
     if threshold != threshold:
-        raise ArgumentError("threshold", threshold, "a number")
+        raise ArgumentError("threshold", threshold, "a threshold that is a number, not NaN")
     dtype = np.dtype(dtype)
     with np.errstate(over="ignore"):
         nearest = dtype.type(max(threshold, 0.0))

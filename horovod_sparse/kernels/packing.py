@@ -19,7 +19,7 @@ from horovod_sparse.kernels.compile import kernel
 from horovod_sparse.kernels.lanes import count_bits, first_bit, lane_of, without_first_bit
 
 
-def _packs() -> bool:
+def _has_avx512() -> bool:
     """True if kernels may use AVX-512: the machine has it, and numba's settings allow it."""
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         return False
@@ -29,12 +29,12 @@ def _packs() -> bool:
         return False
 
 
-PACKS = _packs()
+PACKS = _has_avx512()
 
 
 @intrinsic
 def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> Any:
-    """Writes the lanes whose mask bit is set, side by side from index on; overwrites `LANES` elements."""
+    """Writes the lanes whose mask bit is set side by side, from index on; needs room for `LANES` elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -52,7 +52,7 @@ def _pack_at(typingctx: Any, array: Any, index: Any, lanes: Any, mask: Any) -> A
             shifted = builder.lshr(args[3], ir.Constant(ir.IntType(64), first))
             some = builder.trunc(shifted, ir.IntType(width))
             given = [part, ir.Constant(part_type, None), builder.bitcast(some, bit_type)]
-            packed = v.called(builder, name, given)
+            packed = v.call_llvm(builder, name, given)
             pointer = builder.bitcast(builder.gep(data, [place]), part_type.as_pointer())
             builder.store(packed, pointer, align=lanes.element.bitwidth // 8)
             place = builder.add(place, builder.zext(builder.ctpop(some), ir.IntType(64)))

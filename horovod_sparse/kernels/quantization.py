@@ -47,11 +47,11 @@ class Quantization:
 
     @property
     def code_bits(self) -> int:
-        """Returns the number of bits of an element."""
+        """Returns the number of bits of an element's code."""
         return 1 + self.levels.bit_length()
 
     def length_of_group(self, num_elements: int) -> int:
-        """Returns the number of elements of a group; without groups all n are one."""
+        """Returns the number of elements of a group: all n without groups."""
         return self.group or max(1, num_elements)
 
     def num_units(self, num_elements: int) -> int:
@@ -100,7 +100,7 @@ def signed(number: int) -> int:
 
 
 def windows(num_elements: int, length: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yields windows [start, stop) that cover n elements: whole groups of `length`, or parts of a group."""
+    """Yields windows [start, stop) of about `chunk` elements: whole groups of `length`, or parts of one."""
     several = max(1, chunk // length) * length
     for first in range(0, num_elements, several):
         last = min(first + several, num_elements)
@@ -109,7 +109,7 @@ def windows(num_elements: int, length: int, chunk: int) -> Iterator[tuple[int, i
 
 
 def spread(by_group: Array, start: int, stop: int, length: int) -> Array:
-    """Returns the element of `by_group` that belongs to each element's group in a window."""
+    """Returns for each element of a window the value of its group (of `length` elements) in `by_group`."""
     own = by_group[start // length : -(-stop // length)]
     if own.size == 1:
         return own
@@ -117,7 +117,7 @@ def spread(by_group: Array, start: int, stop: int, length: int) -> Array:
 
 
 def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
-    """Returns each group's largest magnitude, or with signs alone the mean of all.
+    """Returns each group's largest magnitude, or with signs alone its mean magnitude.
 
     A mean has 24 significant bits: no order of sums changes it.
     """
@@ -145,7 +145,7 @@ def _norms(values: Array, code: Quantization) -> NDArray[np.float64]:
 
 @np.errstate(all="ignore")
 def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
-    """Writes all values' codes to `words`, and returns the rounding errors."""
+    """Writes units and codes of all values to `words`, and returns the rounding errors."""
     n, length, at = values.size, code.length_of_group(values.size), code.unit_words(values.size, values.dtype)
     rest, codes = np.empty_like(values), words[at:].view(np.uint32).reshape(-1, code.code_bits)
     largest = float(np.finfo(values.dtype).max)
@@ -179,7 +179,7 @@ def encode(values: Array, code: Quantization, key: int, words: NDArray[np.int32]
 
 @np.errstate(all="ignore")
 def decode_sum(messages: NDArray[np.int32], code: Quantization, out: Array) -> NDArray[Any]:
-    """Decodes all ranks' messages [P, words], and adds them up in `out`, in rank order; returns all units."""
+    """Writes the sum of all ranks' messages [P, words], in rank order, to `out`; returns all units."""
     n, length, at = out.size, code.length_of_group(out.size), code.unit_words(out.size, out.dtype)
     units = np.ascontiguousarray(messages[:, :at]).view(out.dtype)
     codes = messages[:, at:].view(np.uint32).reshape(len(messages), -1, code.code_bits)

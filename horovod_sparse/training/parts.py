@@ -60,7 +60,7 @@ class Parameters:
 
     def take(self, indices: Indices) -> list[Any]:
         """Returns the values at ascending, unique indices, in the parameters' own dtype."""
-        return [scatter.taken(array, where) for array, _, where in self._by_parameter(indices)]
+        return [scatter.taken_at(array, where) for array, _, where in self._by_parameter(indices)]
 
     def replace(
         self,
@@ -83,13 +83,13 @@ class Parameters:
         ]
         if total is None or not total.whole:
             given = None if total is None else (total.indices, scaled(total, scale))
-            replaced = sparse_vectors.replace(placed, undone, given, again)
+            replaced = sparse_vectors.replace_moves(placed, undone, given, again)
         else:
-            sparse_vectors.replace(placed, undone)
+            sparse_vectors.replace_moves(placed, undone)
             values, plain = scaled(total, scale), [(array, start, 1.0) for array, start, _ in placed]
             for (array, *_), span in zip(placed, self.spans, strict=True):
                 array -= values[slice(*span)]
-            replaced = len(values), sparse_vectors.replace(plain, again=again)[1]
+            replaced = len(values), sparse_vectors.replace_moves(plain, again=again)[1]
         self.after_write()
         return replaced
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from horovod_sparse.arrays import Indices, Values
 from horovod_sparse.errors import ArgumentError
 from horovod_sparse.kernels.host import sparse_vectors as kernels
-from horovod_sparse.kernels.host.scatter import find_outside, narrow, wide
+from horovod_sparse.kernels.host.scatter import find_outside, narrow, widen
 from horovod_sparse.kernels.quantization import spread
 
 Words: TypeAlias = NDArray[np.uint32]
@@ -149,7 +149,7 @@ class Floats:
         words.view(self._dtype)[: values.size] = narrow(values.astype(wider, copy=False), self._dtype)
 
     def decode(self, words: Words, out: Values) -> None:
-        out[:] = wide(words.view(self._dtype)[: out.size])  # float64 may begin in the middle of eight bytes
+        out[:] = widen(words.view(self._dtype)[: out.size])  # float64 may begin in the middle of eight bytes
 
 
 #: the largest finite bfloat16

@@ -41,7 +41,7 @@ def squares_of(values, start, stop):  # type: ignore[no-untyped-def]
 def _fold_slowly(  # type: ignore[no-untyped-def]
     values, velocity, moment, gradient, more, weights, start, stop, factors, report
 ):
-    """Folds [start, stop) one by one, with elements that are not finite as 0. Returns the maximum."""
+    """Folds [start, stop) one by one, NaN and Inf as 0; returns the largest magnitude bits."""
     top = as_key(magnitude(values[start]), 0)
     for i in range(start, stop):
         old, step, wrong = values[i], read(gradient, i), False
@@ -83,7 +83,7 @@ def _fold_slowly(  # type: ignore[no-untyped-def]
 def fold_piece(  # type: ignore[no-untyped-def]
     values, velocity, moment, gradient, more, weights, maxima, block, factors, report, noted
 ):
-    """Folds a gradient: values = decay * values + gradient (by velocity or moment); updates block maxima.
+    """Folds a gradient into the residual `values` (by a velocity or moment), and stores block maxima.
 
     With a moment, moment = factors[1] * moment + factors[2] * gradient^2, and the step is
     factors[3] * gradient / (sqrt(moment + factors[5]) + factors[4]).
@@ -158,14 +158,14 @@ def fold_piece(  # type: ignore[no-untyped-def]
                 if moment is not None:
                     ua = v.add(v.multiply(lasting, v.load(moment, i)), v.multiply(fresh, v.multiply(a, a)))
                     ub = v.add(v.multiply(lasting, v.load(moment, j)), v.multiply(fresh, v.multiply(b, b)))
-                    a = v.divide(v.multiply(rate, a), v.add(v.root(v.add(ua, floor)), eps))
-                    b = v.divide(v.multiply(rate, b), v.add(v.root(v.add(ub, floor)), eps))
+                    a = v.divide(v.multiply(rate, a), v.add(v.square_root(v.add(ua, floor)), eps))
+                    b = v.divide(v.multiply(rate, b), v.add(v.square_root(v.add(ub, floor)), eps))
                 a = v.add(v.multiply(decay, v.load(values, i)), a)
                 b = v.add(v.multiply(decay, v.load(values, j)), b)
-                high = v.larger(v.magnitude(a), v.magnitude(b))
+                high = v.lane_maximum(v.magnitude(a), v.magnitude(b))
                 highest = high
                 if moment is not None:
-                    highest = v.larger(high, v.larger(v.magnitude(ua), v.magnitude(ub)))
+                    highest = v.lane_maximum(high, v.lane_maximum(v.magnitude(ua), v.magnitude(ub)))
                 if mask_at_least(highest, limits) != 0:
                     end = i + GRANULE
                     high = v.splat(
@@ -184,16 +184,16 @@ def fold_piece(  # type: ignore[no-untyped-def]
                         v.store(moment, i, ua)
                         v.store(moment, j, ub)
                     squares = v.add(squares, v.add(v.multiply(a, a), v.multiply(b, b)))
-                tops = v.larger(tops, high)
+                tops = v.lane_maximum(tops, high)
                 if noting:  # without a branch by what is found, which would stop the reading of what comes
                     mask = mask_at_least(v.magnitude(a), bounds)
                     at = append(raw_bits(a), mask, base + i, places, words, at)
                     mask = mask_at_least(v.magnitude(b), bounds)
                     at = append(raw_bits(b), mask, base + j, places, words, at)
-            top = v.top_of(tops)
+            top = v.largest_lane(tops)
             maxima[start // block] = top
             tile_top = max(tile_top, top)
-        total = v.sum_of(squares)
+        total = v.lane_sum(squares)
         if tile_top > as_key(limit, 0) and (slow or not 1e-30 < total < math.inf):
             total = squares_of(values, tile, tile_stop)
         report[2] += total
@@ -218,9 +218,9 @@ def maximum(values, start, stop):  # type: ignore[no-untyped-def]
     tops = v.magnitude(v.splat(values[start]))
     i = start
     while i + v.LANES <= stop:
-        tops = v.larger(tops, v.magnitude(v.load(values, i)))
+        tops = v.lane_maximum(tops, v.magnitude(v.load(values, i)))
         i += v.LANES
-    top = v.top_of(tops)
+    top = v.largest_lane(tops)
     while i < stop:
         top = max(top, magnitude(values[i]))
         i += 1

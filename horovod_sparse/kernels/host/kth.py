@@ -91,8 +91,8 @@ def kth_of_values(values, k, num_bits, start, stop):  # type: ignore[no-untyped-
 
 
 @kernel
-def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-def]
-    """Writes the keys of values[start:stop] in [low, high] to `keys`; counts these and the larger ones."""
+def keys_between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-def]
+    """Writes keys in [low, high] of values[start:stop] to `keys`; returns how many are above, and these."""
     lows, highs = v.splat(low), v.splat(high)
     above, count = 0, 0
     i = start
@@ -116,52 +116,52 @@ def between(values, low, high, start, stop, keys):  # type: ignore[no-untyped-de
 
 
 @kernel
-def raise_bound(bound, k, places, words, count):  # type: ignore[no-untyped-def]
-    """Raises the bound to the k-th largest candidate, drops those below, and returns how many remain."""
+def raise_bound(bound, k, indices, bits, count):  # type: ignore[no-untyped-def]
+    """Raises the bound to the k-th largest candidate, drops candidates below, and returns how many remain."""
     if not 0 < k <= count:
         return count
-    num_bits = 8 * words.itemsize - 1
-    smallest, _ = kth_of(words[:count], k, num_bits)
+    num_bits = 8 * bits.itemsize - 1
+    smallest, _ = kth_of(bits[:count], k, num_bits)
     bound[0] = v.digit(smallest, 0, (1 << num_bits) - 1)
-    v.store(words, count, v.splat(v.as_key(smallest, 0)))
+    v.store(bits, count, v.splat(v.as_key(smallest, 0)))
     bounds, kept = v.splat(bound[0]), 0
     for i in range(0, count, v.LANES):  # in place: what is overwritten was read before
-        lanes, where = v.load(words, i), v.load(places, i)
+        lanes, where = v.load(bits, i), v.load(indices, i)
         mask = v.mask_at_least(v.magnitude(lanes), bounds)
-        append_keys(where, mask, places, kept)
-        kept = append_keys(lanes, mask, words, kept)
+        append_keys(where, mask, indices, kept)
+        kept = append_keys(lanes, mask, bits, kept)
     return kept
 
 
 @kernel
-def kth_above(words, count, k, bound, num_bits, width):  # type: ignore[no-untyped-def]
-    """Returns the k-th largest of `count` magnitudes, all at least `bound`, and how many are larger."""
+def kth_above(bits, count, k, bound, num_bits, width):  # type: ignore[no-untyped-def]
+    """Returns the k-th largest of `count` candidates, none below `bound`, and how many are larger."""
     counts = np.zeros((1 << _DIGIT, _WAYS), np.uint32)
     mask, most = (1 << num_bits) - 1, (1 << _DIGIT) - 1
     low = v.digit(bound, 0, mask)
     for i in range(count):
-        counts[min((v.digit(words[i], 0, mask) - low) >> width, most), i % _WAYS] += 1
+        counts[min((v.digit(bits[i], 0, mask) - low) >> width, most), i % _WAYS] += 1
     chosen, above = _pick_bin(counts, k)
     size = 0
     for way in range(_WAYS):
         size += counts[chosen, way]
     low += chosen << width
     high = mask if chosen == most else low + (1 << width) - 1
-    keys = np.empty(size + v.LANES, words.dtype)
-    _, size = between(words, v.as_key(words[0], low), v.as_key(words[0], high), 0, count, keys)
+    keys = np.empty(size + v.LANES, bits.dtype)
+    _, size = keys_between(bits, v.as_key(bits[0], low), v.as_key(bits[0], high), 0, count, keys)
     smallest, more = kth_of(keys[:size], k - above, num_bits)
     return smallest, above + more
 
 
 @kernel
-def keep(places, words, count, smallest, ties, out, found):  # type: ignore[no-untyped-def]
-    """Copies the candidates above `smallest`, and the first `ties` equal to it, to `out` and `found`.
+def copy_largest(indices, bits, count, smallest, ties, out, found):  # type: ignore[no-untyped-def]
+    """Copies candidates above `smallest`, and the first `ties` equal to it: to `out` and `found`.
 
-    `out` and `found` may be `places` and `words` themselves: what is overwritten was read before.
+    `out` and `found` may be `indices` and `bits` themselves: what is overwritten was read before.
     """
     limits, kept, i = v.splat(smallest), 0, 0
     while i + v.LANES <= count:
-        lanes, where = v.load(words, i), v.load(places, i)
+        lanes, where = v.load(bits, i), v.load(indices, i)
         sizes = v.magnitude(lanes)
         mask = v.mask_at_least(sizes, limits)
         equal = mask & v.mask_at_least(limits, sizes)
@@ -175,9 +175,9 @@ def keep(places, words, count, smallest, ties, out, found):  # type: ignore[no-u
         kept = append_keys(lanes, mask, found, kept)
         i += v.LANES
     while i < count:
-        tie = v.magnitude(words[i]) == smallest
-        if v.magnitude(words[i]) > smallest or (tie and ties > 0):
-            out[kept], found[kept] = places[i], words[i]
+        tie = v.magnitude(bits[i]) == smallest
+        if v.magnitude(bits[i]) > smallest or (tie and ties > 0):
+            out[kept], found[kept] = indices[i], bits[i]
             ties -= tie
             kept += 1
         i += 1

@@ -71,7 +71,7 @@ def add_at(values, indices, new):  # type: ignore[no-untyped-def]
 
 @kernel
 def fill_tile(tile, indices, values, at, stops, start, stop):  # type: ignore[no-untyped-def]
-    """Adds sparse runs' values to the tile [start, stop); returns how many elements had no value yet.
+    """Adds sparse runs' values to the tile [start, stop); returns how many of its elements had none before.
 
     A sum that comes out as +0.0 is stored as -0.0, which is the same number and tells that it was touched:
     the count stays right where values cancel.
@@ -167,14 +167,14 @@ def find_outside(indices: NDArray[np.int32], num_elements: int) -> int:
 
 
 def checked(indices: Any, num_elements: int, *, keep: bool = False) -> NDArray[np.int32]:
-    """Returns the indices as contiguous int32, or raises if one is outside [0, num_elements)."""
+    """Returns the indices as contiguous int32; raises if one is outside [0, num_elements)."""
     given = np.asarray(indices)
     if given.dtype != np.int32:
         if given.size and given.dtype.kind not in "iu":
-            raise MessageError(f"indices are {given.dtype.name}, not integers")
+            raise MessageError(f"a message's indices are {given.dtype.name}, must be integers")
         if given.size and (given.min() < 0 or given.max() >= num_elements):
             raise _outside_error(given, int(np.argmax((given < 0) | (given >= num_elements))), num_elements)
-    ready = compiled_for(given, np.int32)
+    ready = kernel_array(given, np.int32)
     if (position := find_outside(ready, num_elements)) >= 0:
         raise _outside_error(ready, position, num_elements)
     return ready.copy() if keep else ready
@@ -187,15 +187,15 @@ def _outside_error(indices: Array, position: int, num_elements: int) -> MessageE
     )
 
 
-def compiled_for(array: Any, kind: Any) -> Array:
-    """Returns the array, copied if it is not one-dimensional, of dtype `kind`, aligned and writeable."""
+def kernel_array(array: Any, kind: Any) -> Array:
+    """Returns the array as kernels take it: flat, of dtype `kind`, aligned, writeable; copied if need be."""
     if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == kind and array.flags.carray:
         return array  # at once: NumPy takes longer to find that out than a kernel for a small bucket
     return np.require(np.asarray(array).reshape(-1), kind, ["C", "A", "W"])
 
 
-def taken(values: Array, indices: Array) -> Array:
-    """Returns values[indices] as a new array; the indices have been `checked`."""
+def taken_at(values: Array, indices: Array) -> Array:
+    """Returns values[indices] as a new array, for indices that are `checked`."""
     out = np.empty(indices.size, values.dtype)
     take_at(values, indices, out)
     return out
@@ -214,7 +214,7 @@ def native_bits(array: Array) -> Array:
     raise ArgumentError("dtype", array.dtype.name, known)
 
 
-def wide(chunk: Array) -> Array:
+def widen(chunk: Array) -> Array:
     """Converts an array of `native_bits` to float32; float32 and float64 stay as they are."""
     if chunk.dtype == np.uint16:
         bits: Array = (chunk.astype(np.uint32) << 16).view(np.float32)
@@ -242,17 +242,17 @@ def _flat(dense: Array) -> Array:
     return native_bits(dense)
 
 
-def matched(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
-    """Checks indices and values, and returns them in the dtypes that a sum into an array of `kind` needs."""
+def checked_pair(kind: np.dtype[Any], num_elements: int, indices: Any, values: Any) -> tuple[Array, Array]:
+    """Returns a sum's indices and values as kernels take them for arrays of `kind`; raises if they differ."""
     where = checked(indices, num_elements)
-    new = compiled_for(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
+    new = kernel_array(values, np.dtype(np.float64 if kind == np.float64 else np.float32))
     if new.size != where.size:
         raise MessageError(f"{where.size} indices came with {new.size} values")
     return where, new
 
 
 def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: float) -> int:
-    """Overwrites an array with ``scale * sum``, 0 where the sum has no element; returns the sum's size.
+    """Overwrites an array with ``scale * sum``, 0 elsewhere; returns how many different indices the sum has.
 
     Sums are scaled, not summands, as Horovod does it: what cancels is 0, and where all ranks hold the
     same value an average is that value. Half types are summed and scaled in float32, rounded once.
@@ -263,36 +263,36 @@ def apply_scaled_sum(dense: Array, indices: Array | None, values: Array, scale: 
 
 def apply_scaled_sums(
     arrays: Sequence[Array],
-    places: Sequence[tuple[int, int]],
+    spans: Sequence[tuple[int, int]],
     indices: Array | None,
     values: Array,
     scale: float,
 ) -> int:
-    """Does what `apply_scaled_sum` does for a bucket of several arrays, each at its [start, stop)."""
+    """Does what `apply_scaled_sum` does, for a bucket's arrays, each with its [start, stop) in the bucket."""
     flats = [_flat(array) for array in arrays]
-    kind, num_elements = flats[0].dtype, places[-1][1]
+    kind, num_elements = flats[0].dtype, spans[-1][1]
     if indices is None:
         if len(values) != num_elements:
             raise MessageError(f"a dense sum has {len(values)} values, the bucket {num_elements} elements")
-        pairs = zip(flats, places, strict=True)
+        pairs = zip(flats, spans, strict=True)
         return sum(_overwrite(flat, values[start:stop], scale) for flat, (start, stop) in pairs)
-    where, new = matched(kind, num_elements, indices, values)
+    where, new = checked_pair(kind, num_elements, indices, values)
     if kind.kind != "f":
-        return _apply_half_sums(arrays, places, where, new if scale == 1.0 else new * new.dtype.type(scale))
-    where, new, at, stops = runs_of(where, new)
+        return _write_half_types(arrays, spans, where, new if scale == 1.0 else new * new.dtype.type(scale))
+    where, new, at, stops = split_runs(where, new)
     tile, num_union = aligned_tile(kind), 0
-    for flat, (start, _) in zip(flats, places, strict=True):
+    for flat, (start, _) in zip(flats, spans, strict=True):
         head, past_caches = -flat.ctypes.data % _LINE // kind.itemsize, flat.nbytes >= _LARGE
         runs = where, new, at, stops, kind.type(scale), tile, head, past_caches, start
         num_union += int(write_runs(flat, *runs))
     return num_union
 
 
-def _apply_half_sums(
-    arrays: Sequence[Array], places: Sequence[tuple[int, int]], where: Array, new: Array
+def _write_half_types(
+    arrays: Sequence[Array], spans: Sequence[tuple[int, int]], indices: Array, values: Array
 ) -> int:
-    where, totals, _ = sum_duplicates(where, new)
-    for array, (start, stop) in zip(arrays, places, strict=True):
+    where, totals, _ = sum_duplicates(indices, values)
+    for array, (start, stop) in zip(arrays, spans, strict=True):
         flat, here = native_bits(array), slice(*np.searchsorted(where, (start, stop)))
         # past the caches where it is large: half the time of an ordinary loop
         ctypes.memset(array.ctypes.data, 0, array.nbytes)
@@ -301,13 +301,13 @@ def _apply_half_sums(
 
 
 def sum_duplicates(indices: Array, values: Array) -> tuple[Array, Array, Array]:
-    """Returns the different indices, ascending, the sum of each one's values, and how many it had.
+    """Returns the different indices, ascending, with the sum and the number of the values at each.
 
     Example:
         >>> sum_duplicates(np.array([3, 0, 3], np.int32), np.array([1.0, 2.0, 4.0]))
         (array([0, 3], dtype=int32), array([2., 5.]), array([1., 2.]))
     """
-    where, new, at, stops = runs_of(compiled_for(indices, np.int32), compiled_for(values, values.dtype))
+    where, new, at, stops = split_runs(kernel_array(indices, np.int32), kernel_array(values, values.dtype))
     room, bits = where.size + v.LANES, bits_dtype(new.dtype)
     found, totals, numbers = np.empty(room, np.int32), np.empty(room, bits), np.empty(room, bits)
     tiles = aligned_tile(new.dtype), aligned_tile(new.dtype)
@@ -321,13 +321,13 @@ def aligned_tile(dtype: np.dtype[Any]) -> Array:
     return room[-room.ctypes.data % _LINE // dtype.itemsize :][:TILE]
 
 
-def runs_of(where: Array, new: Array) -> tuple[Array, Array, Array, Array]:
-    """Splits indices where they descend (sorts them first if too often); returns them, starts and stops."""
-    stops = np.append(np.flatnonzero(where[1:] < where[:-1]) + 1, where.size)
+def split_runs(indices: Array, values: Array) -> tuple[Array, Array, Array, Array]:
+    """Splits a sum where indices descend (sorts if too often); returns indices, values, starts and stops."""
+    stops = np.append(np.flatnonzero(indices[1:] < indices[:-1]) + 1, indices.size)
     if stops.size > _MOST_RUNS:
-        order = np.argsort(where, kind="stable")
-        where, new, stops = where[order], new[order], stops[-1:]
-    return where, new, np.append(0, stops[:-1]), stops
+        order = np.argsort(indices, kind="stable")
+        indices, values, stops = indices[order], values[order], stops[-1:]
+    return indices, values, np.append(0, stops[:-1]), stops
 
 
 def _overwrite(flat: Array, values: Array, scale: float) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.kernels import lanes as v
 from horovod_sparse.kernels.compile import kernel
-from horovod_sparse.kernels.host.kth import between, keep, kth_of, kth_of_values
+from horovod_sparse.kernels.host.kth import copy_largest, keys_between, kth_of, kth_of_values
 from horovod_sparse.kernels.layout import Layout, bits_dtype
 from horovod_sparse.kernels.packing import append, append_positions
 
@@ -32,8 +32,8 @@ _FURTHER = 1024
 
 
 @kernel
-def _open(values, start, stop, threshold, indices, keys, count):  # type: ignore[no-untyped-def]
-    """Appends the elements of values[start:stop] with magnitude bits >= threshold to indices and keys."""
+def _scan(values, start, stop, threshold, indices, keys, count):  # type: ignore[no-untyped-def]
+    """Appends elements of values[start:stop] with magnitude bits >= threshold; returns the new count."""
     thresholds = v.splat(threshold)
     i = start
     while i + v.LANES <= stop:
@@ -79,19 +79,19 @@ def _prefetch_blocks(values, block, passing, size):  # type: ignore[no-untyped-d
 
 @kernel
 def _keep_largest(indices, keys, count, k, num_bits):  # type: ignore[no-untyped-def]
-    """Keeps the k largest of `count` candidates (of equal ones the first); returns the smallest's key."""
+    """Moves the k largest of `count` elements to the front (of equal ones the first); returns the k-th."""
     smallest, larger = kth_of(keys[:count], k, num_bits)
-    keep(indices, keys, count, smallest, k - larger, indices, keys)
+    copy_largest(indices, keys, count, smallest, k - larger, indices, keys)
     return smallest
 
 
 @kernel
 def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices, keys):  # type: ignore[no-untyped-def]
-    """Lists the elements of [start, stop) with magnitude bits >= threshold: all, or with k > 0 the k largest.
+    """Lists elements of [start, stop) with magnitude bits >= threshold: all, or with k > 0 the k largest.
 
-    With k > 0 the buffers are a stream: when they are full, the k largest so far stay and the smallest of
-    those raises the threshold. An equal magnitude further on has a higher index and loses its tie, so only
-    larger ones pass, and the result is exact.
+    Returns how many, and where it stopped: before `stop` if the buffers are full. With k > 0, when they are
+    full, the k largest so far stay, and the smallest of these raises the threshold. A later equal magnitude
+    has a higher index and loses its tie, so only larger ones pass, and the result is exact.
     """
     n = values.size
     capacity = indices.size
@@ -103,7 +103,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
     head = min(first * block, stop)
     if head - start > capacity:
         return count, start
-    count = _open(values, start, head, threshold, indices, keys, count)
+    count = _scan(values, start, head, threshold, indices, keys, count)
     group = first
     while group < last:
         group_stop = min(group + _GROUP, last)
@@ -123,7 +123,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
                     return count, j * block
                 threshold = v.successor(_keep_largest(indices, keys, count, k, num_bits))
                 count = k
-            count = _open(values, j * block, min(j * block + block, n), threshold, indices, keys, count)
+            count = _scan(values, j * block, min(j * block + block, n), threshold, indices, keys, count)
         group = group_stop
     tail = max(head, last * block)
     if tail < stop:
@@ -132,7 +132,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
                 return count, tail
             threshold = v.successor(_keep_largest(indices, keys, count, k, num_bits))
             count = k
-        count = _open(values, tail, stop, threshold, indices, keys, count)
+        count = _scan(values, tail, stop, threshold, indices, keys, count)
     if k > 0 and count > k:
         _keep_largest(indices, keys, count, k, num_bits)
         count = k
@@ -141,7 +141,7 @@ def collect(values, maxima, block, threshold, start, stop, k, num_bits, indices,
 
 @kernel
 def select_exactly(values, maxima, block, smallest, ties, start, stop, k, indices):  # type: ignore[no-untyped-def]
-    """Writes indices of elements above `smallest`, and of the first `ties` equal to it; returns how many."""
+    """Writes the indices of elements above `smallest`, and the first `ties` equal to it; returns how many."""
     count = 0
     capacity = indices.size
     thresholds = v.splat(smallest)
@@ -192,8 +192,8 @@ def _kth_of_few(keys, count, k, low):  # type: ignore[no-untyped-def]
     """Returns a key >= `low` that exactly k of `count` keys reach, or the k-th largest, by bisection."""
     tops = v.load(keys, 0)
     for i in range(v.LANES, count, v.LANES):
-        tops = v.larger(tops, v.load(keys, i))
-    high = np.int64(v.top_of(tops))
+        tops = v.lane_maximum(tops, v.load(keys, i))
+    high = np.int64(v.largest_lane(tops))
     while low < high:
         middle = low + (high - low + 1) // 2
         reached = _num_at_least(keys, count, middle)
@@ -205,7 +205,7 @@ def _kth_of_few(keys, count, k, low):  # type: ignore[no-untyped-def]
 
 @kernel
 def _list_at_least(values, start, stop, threshold, indices, keys):  # type: ignore[no-untyped-def]
-    """Lists indices and keys of the elements of [start, stop) with magnitude bits >= threshold."""
+    """Does what `_scan` does from count 0, with prefetching: for whole chunks."""
     count, thresholds, i = 0, v.splat(threshold), start
     while i + v.LANES <= stop:
         v.prefetch(values, i + _FURTHER)
@@ -214,7 +214,7 @@ def _list_at_least(values, start, stop, threshold, indices, keys):  # type: igno
         i += v.LANES
     for j in range(count):
         keys[j] = v.magnitude(values[indices[j]])
-    return _open(values, i, stop, threshold, indices, keys, count)
+    return _scan(values, i, stop, threshold, indices, keys, count)
 
 
 @kernel
@@ -239,7 +239,7 @@ def _select_of_each(values, chunk, quotas, step, exponent, keys, indices, out, f
         v.store(keys, count, v.splat(v.as_key(keys[0], 0)))
         smallest = _kth_of_few(keys, count, k, guess)
         larger = _num_at_least(keys, count, smallest + 1)
-        keep(indices, keys, count, v.as_key(keys[0], smallest), k - larger, indices, keys)
+        copy_largest(indices, keys, count, v.as_key(keys[0], smallest), k - larger, indices, keys)
         for i in range(k):
             out[at + i] = indices[i]
             found[at + i] = values[indices[i]]
@@ -262,7 +262,7 @@ def _num_key_bits(values: Array) -> int:
 def _largest_and_keys(
     values: Array, maxima: Array, layout: Layout, k: int, start: int, stop: int
 ) -> tuple[Indices, Array]:
-    """Returns indices and keys of a window's k largest elements; elements that are 0 are left out."""
+    """Returns indices and keys of a window's k largest elements; fewer than k if the others are 0."""
     whole = stop - start == values.size
     first, last = (0, maxima.size) if whole else layout.whole_blocks(start, stop)
     bits, num_bits = maxima.dtype.type, _num_key_bits(values)
@@ -297,7 +297,7 @@ def _kth_bits(values: Array, maxima: Array, k: int, start: int, stop: int) -> tu
     low = kth_of(sampled, below, num_bits)[0] if below <= sampled.size else 0
     high = kth_of(sampled, above, num_bits)[0] if above >= 1 else np.iinfo(bits).max
     buffer = np.empty(min(size, max(size // 32, 8192)) + v.LANES, maxima.dtype)
-    larger, count = between(values, bits(low), bits(high), start, stop, buffer)
+    larger, count = keys_between(values, bits(low), bits(high), start, stop, buffer)
     if count >= 0 and larger < k <= larger + count:
         smallest, more = kth_of(buffer[:count], k - larger, num_bits)
         return bits(smallest), larger + more

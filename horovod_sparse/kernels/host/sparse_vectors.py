@@ -1,4 +1,4 @@
-"""Sparse vectors, as ascending indices with a value each: written as bits, and moved by."""
+"""Sparse vectors (ascending indices with a value each): encoded as bits, and applied to parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def encode_gaps(indices, low_bits, low_words, words):  # type: ignore[no-untyped
 
 @kernel
 def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: ignore[no-untyped-def]
-    """Decodes what `encode_gaps` wrote; returns False if the words are no such code."""
+    """Decodes `count` indices that `encode_gaps` wrote into `out`; returns False if the words are damaged."""
     ones = 0
     for at in range(low_words, words.size):
         ones += count_bits(np.int64(read(words, at)))
@@ -83,12 +83,12 @@ def decode_gaps(words, count, low_bits, low_words, num_elements, out):  # type: 
 
 @kernel
 def _replace(values, first, undone, factors, whole, sums, tile, again, kept):  # type: ignore[no-untyped-def]
-    """Writes old values back, multiplies by a factor, subtracts a sum over ranks, then sparse vectors.
+    """Carries out `replace_moves` for one array; returns at how many indices there was a sum.
 
     `undone`, `sums` and `again` are indices, values, and where each run of them begins and stops; indices
     count from the start of a bucket, in which the array begins at `first`. `whole` says to read all elements,
-    which is faster than the places of many sums; a factor needs it. `kept` becomes what stood there before
-    each new move. Returns at how many places there was a sum.
+    which is faster than reading scattered ones; a factor needs it. `kept` gets the values that stood there
+    before each new move.
     """
     (back, olds, back_at, back_stops), (more, steps, more_at, more_stops) = undone, again
     where, totals, at, stops = sums
@@ -141,8 +141,8 @@ def _replace(values, first, undone, factors, whole, sums, tile, again, kept):  #
 
 def _joined(vectors: Sequence[Vector], dtype: Any) -> tuple[Array, Array, Array, Array]:
     """Concatenates vectors; returns all indices and values, and where each vector starts and stops."""
-    indices = [scatter.compiled_for(one, np.int32) for one, _ in vectors] or [np.empty(0, np.int32)]
-    values = [scatter.compiled_for(one, dtype) for _, one in vectors] or [np.empty(0, dtype)]
+    indices = [scatter.kernel_array(one, np.int32) for one, _ in vectors] or [np.empty(0, np.int32)]
+    values = [scatter.kernel_array(one, dtype) for _, one in vectors] or [np.empty(0, dtype)]
     stops = np.cumsum([one.size for one in indices])
     joined = (
         (indices[0], values[0]) if len(indices) == 1 else (np.concatenate(indices), np.concatenate(values))
@@ -150,33 +150,33 @@ def _joined(vectors: Sequence[Vector], dtype: Any) -> tuple[Array, Array, Array,
     return *joined, np.append(0, stops[:-1]), stops
 
 
-def replace(
+def replace_moves(
     arrays: Sequence[tuple[Array, int, float]],
     undone: Sequence[Vector] = (),
     total: Vector | None = None,
     again: Sequence[Vector] = (),
 ) -> tuple[int, list[Array]]:
-    """Writes old values back, multiplies by a factor, subtracts a sum over ranks, then sparse vectors.
+    """Replaces moves by their mean: undoes moves, applies a factor and a sum over ranks, and moves again.
 
     Args:
         arrays: float32 or float64; each with its start in the bucket, and a factor for all its elements.
-        undone: old values that are put back before, in this order.
-        total: subtracted after the factor; places may repeat, and ascend by rank.
-        again: subtracted after that, in this order.
+        undone: old values that are written back first, in this order.
+        total: subtracted after the factor; indices may repeat, and ascend by rank.
+        again: moves that are subtracted after that, in this order.
 
     Returns:
-        At how many places there was a sum, and what stood at those of `again` before each.
+        At how many indices there was a sum, and the values before each move of `again`.
 
     Example:
-        >>> array, one = np.array([1.0, 2.0, 4.0]), np.array([1], np.int32)
+        >>> array, one, twice = np.array([1.0, 2.0, 4.0]), np.array([1], np.int32), np.array([1, 1], np.int32)
         >>> put, add = [(one, np.array([8.0]))], [(one, np.array([0.5]))]
-        >>> replace([(array, 0, 0.5)], put, (np.array([1, 1], np.int32), np.ones(2)), add), array.tolist()
+        >>> replace_moves([(array, 0, 0.5)], put, (twice, np.ones(2)), add), array.tolist()
         ((1, [array([2.])]), [0.5, 1.5, 2.0])
     """
     dtype, num_elements = arrays[0][0].dtype, sum(array.size for array, *_ in arrays)
     back, more = _joined(undone, dtype), _joined(again, dtype)
     where, new = _joined([] if total is None else [total], dtype)[:2]
-    sums = scatter.runs_of(scatter.checked(where, num_elements), new)
+    sums = scatter.split_runs(scatter.checked(where, num_elements), new)
     tile, kept, num_union = scatter.aligned_tile(dtype)[:_TILE], np.empty(more[0].size, dtype), 0
     crowded = where.size * _SPARSE > num_elements
     for array, first, factor in arrays:
