@@ -131,7 +131,7 @@ class ToyTraining(Training):
         self.agree()
         if self.step >= self.drift.next_step:
             entries = [ReplicatedArray(*one) for one in self.engine.parameters.items()]
-            self.engine.carry_out(self.drift.run(self.step, entries), None)
+            self.engine.carry_out(self.drift.compare(self.step, entries), None)
         for part in self.parts:
             part.start(gradients, self.engine.execute)
         verdict = self.policy.judge(self._errors())

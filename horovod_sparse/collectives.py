@@ -111,12 +111,12 @@ COLLECTIVES: dict[type[Request], str] = {
 Synchronization: TypeAlias = Generator[Request, Any, Result]
 
 
-def shared_lines(value: Any) -> Synchronization[list[Any]]:
+def gather_values(value: Any) -> Synchronization[list[Any]]:
     """Gathers a value of each rank, which may be anything that JSON can hold; returns all, in rank order.
 
     Example:
         >>> from horovod_sparse.simulation import run_lockstep
-        >>> print(*run_lockstep([shared_lines({"rank": rank}) for rank in range(2)])[0])
+        >>> print(*run_lockstep([gather_values({"rank": rank}) for rank in range(2)])[0])
         {'rank': 0} {'rank': 1}
     """
     line = json.dumps(value).encode()

@@ -334,7 +334,7 @@ class Accumulator:
         """
         self._adopt_rounding_errors()
         self._rest = self._kernels.quantize(self._values, code, key, words)
-        self._norm = self._kernels.squares(self._rest)
+        self._norm = self._kernels.sum_of_squares(self._rest)
 
     def abandon(self) -> None:
         """Undoes removals and other changes since the last fold, bit for bit; the fold itself stays."""
@@ -387,6 +387,6 @@ class Accumulator:
 
     def _recompute_norm(self) -> None:
         """Recomputes the norm and empties the journal; called after all values were replaced."""
-        self._norm = self._norm_at_fold = self._kernels.squares(self._values)
+        self._norm = self._norm_at_fold = self._kernels.sum_of_squares(self._values)
         self._maxima_known = False
         self._journal.forget()

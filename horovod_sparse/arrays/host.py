@@ -280,7 +280,7 @@ class HostKernels(Kernels):
         new = new if finite.all() else np.where(finite, new, new.dtype.type(0))
         scatter.add_at(values, where, new)
 
-    def squares(self, values: Array) -> float:
+    def sum_of_squares(self, values: Array) -> float:
         # by parts that BLAS adds up in one thread and in cache, each exact enough: twice as fast
         total = 0.0
         with np.errstate(over="ignore"):
@@ -293,8 +293,8 @@ class HostKernels(Kernels):
         return total
 
     def updated_norm(self, norm: float, old: Array, new: Array | None = None) -> float:
-        left = max(0.0, norm - self.squares(old))
-        return left if new is None else left + self.squares(new)
+        left = max(0.0, norm - self.sum_of_squares(old))
+        return left if new is None else left + self.sum_of_squares(new)
 
     def quantize(self, values: Array, code: Quantization, key: int, words: NDArray[np.int32]) -> Array:
         return encode(values, code, key, words)

@@ -226,7 +226,7 @@ class Kernels(Protocol):
     def add(self, values: Memory, where: Memory, olds: Memory, new: Memory) -> None:
         """Writes ``olds + new`` to the values at unique indices, but not where that is not finite."""
 
-    def squares(self, values: Memory) -> Number:
+    def sum_of_squares(self, values: Memory) -> Number:
         """Returns the sum of squares of n values."""
 
     def number(self, value: float) -> Number:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from horovod_sparse.cli.launch import FRAMEWORKS, bindings, launcher, start, usable_framework
-from horovod_sparse.collectives import shared_lines
+from horovod_sparse.collectives import gather_values
 from horovod_sparse.errors import HorovodMissingError
 from horovod_sparse.training.settings import TRANSPORT_VARIABLE
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
                 facts |= {"size": launch.placement.size, "controller": launch.controller}
                 if launch.framework == "torch":
                     facts["threads"] = int(importlib.import_module("torch").get_num_threads())
-                rank, everyone = launch.placement.rank, launch.carry_out(shared_lines(facts))
+                rank, everyone = launch.placement.rank, launch.carry_out(gather_values(facts))
             finally:
                 launch.end()
         else:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils.weak import TensorWeakRef
 
-from horovod_sparse.collectives import shared_lines
+from horovod_sparse.collectives import gather_values
 from horovod_sparse.ddp.distributed_engine import DistributedEngine
 from horovod_sparse.ddp.steps import OverGroup, raise_within_join, skip_first_dense_sum
 from horovod_sparse.errors import UnsupportedError
@@ -232,7 +232,7 @@ class GradientSynchronizer(OverGroup, GradientTraining):  # type: ignore[misc]
     def _wait_for_failures(self) -> list[BaseException]:
         if not self._tells or not self.parts:
             return super()._wait_for_failures()
-        present = self.starter.start("present", shared_lines(hex(present_bits(self.parts))))
+        present = self.starter.start("present", gather_values(hex(present_bits(self.parts))))
         failures = super()._wait_for_failures()
         self.starter.wait([present])
         somewhere = functools.reduce(operator.or_, (int(bits, 16) for bits in present.value()))

@@ -113,13 +113,13 @@ class Bucket:
         """The slice [start, stop) of the bucket whose residual this rank keeps: with one level, all of it."""
         return 0, self.info.num_elements
 
-    def spread(self, values: np.ndarray) -> np.ndarray:
+    def spread_shard(self, values: np.ndarray) -> np.ndarray:
         """Returns a read-only array [n] with the values of this rank's shard, and zeros elsewhere."""
         return values
 
     def whole_arrays(self) -> tuple[np.ndarray, ...]:
         """Returns residual and companions as read-only arrays [n], zeros outside of this rank's shard."""
-        return tuple(map(self.spread, self.accumulator.host_arrays()))
+        return tuple(map(self.spread_shard, self.accumulator.host_arrays()))
 
     def load(self, arrays: Sequence[np.ndarray]) -> None:
         """Replaces residual and companions by arrays [n]; with two levels by this rank's slice of them."""
@@ -244,10 +244,10 @@ class Bucket:
             raise errors.EditedGradientError(name, dict.fromkeys(edited, "see its own error for names"))
         if marks:
             raise errors.NonFiniteGradientError(
-                name, {rank: self.member_at(at) for rank, at in marks.items()}
+                name, {rank: self.parameter_at(at) for rank, at in marks.items()}
             )
         if overflow is not None:
-            raise errors.NonFiniteSumError(name, {}, self.member_at(overflow))
+            raise errors.NonFiniteSumError(name, {}, self.parameter_at(overflow))
 
     def _run_sparsifier(self, report: BucketStep) -> Synchronization[tuple[SparseSum, SparsifierState]]:
         """Runs the sparsifier's coroutine, and counts its bytes and the time between its collectives."""
@@ -299,7 +299,7 @@ class Bucket:
         self.accumulator.accept()
         self._restore_absent()
 
-    def member_at(self, position: int) -> str:
+    def parameter_at(self, position: int) -> str:
         """Returns the name of the parameter to which an element of the bucket belongs."""
         for name, (start, stop) in self.members.items():
             if start <= position < stop:

@@ -62,17 +62,17 @@ class Matrices:
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._group, self._last = group, float(group["momentum"])
 
-    def advance(self, momentum: Any, gradient: Any) -> None:
+    def update_momentum(self, momentum: Any, gradient: Any) -> None:
         momentum.lerp_(gradient.where(gradient.isfinite().all(), momentum), 1.0 - self._last)
 
-    def undo_advance(self, momentum: Any, gradient: Any) -> None:
-        """Reverts `advance` up to rounding, when a step is cancelled."""
-        if self._last:  # without momentum the next `advance` overwrites it
+    def undo_momentum(self, momentum: Any, gradient: Any) -> None:
+        """Reverts `update_momentum` up to rounding, when a step is cancelled."""
+        if self._last:  # without momentum the next `update_momentum` overwrites it
             finite = gradient.isfinite().all()
             momentum.copy_(momentum.lerp(gradient, 1.0 - 1.0 / self._last).where(finite, momentum))
 
     def step(self, momentum: Any, gradient: Any) -> Any:
-        """Returns a matrix's step, from the momentum after `advance`; NaN or Inf if the gradient has one."""
+        """Returns a matrix's step, after `update_momentum`; NaN or Inf if the gradient has one."""
         update = gradient.lerp(momentum, self._last) if self._group["nesterov"] else momentum
         update = update.where(gradient.isfinite().all(), gradient)
         made = orthogonal(update, self._group["ns_coefficients"], self._group["ns_steps"], self._group["eps"])

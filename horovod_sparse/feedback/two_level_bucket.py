@@ -126,7 +126,7 @@ class TwoLevelBucket(Bucket):
     def shard(self) -> tuple[int, int]:
         return rank_part(self.whole.num_elements, self.local, self.topology.per_host)
 
-    def spread(self, values: np.ndarray) -> np.ndarray:
+    def spread_shard(self, values: np.ndarray) -> np.ndarray:
         start, stop = self.shard
         whole = np.zeros(self.whole.num_elements, values.dtype)
         whole[start:stop] = values[: stop - start]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.collectives import Synchronization, gather_values
 from horovod_sparse.errors import ProfileMismatchError
 from horovod_sparse.planning.profile import Profile
 
@@ -97,7 +97,7 @@ def mean_times(own: BackwardTimes | None) -> Synchronization[BackwardTimes]:
     of them times ``median over steps of (max over ranks / mean over ranks)`` of a whole step.
     """
     line = own and [own.forward_seconds, list(own.backward_seconds.items()), own.step_seconds]
-    measured = [item for item in (yield from shared_lines(line)) if item is not None]
+    measured = [item for item in (yield from gather_values(line)) if item is not None]
     if not measured:
         raise ProfileMismatchError("no rank has had a gradient: the loss depends on none of the parameters")
     forward, rows, totals = zip(*measured, strict=True)

@@ -86,4 +86,4 @@ class SimulatedCluster:
 
     def residuals(self) -> list[np.ndarray]:
         """Returns copies of the residuals of all ranks, [n] each."""
-        return [bucket.spread(bucket.accumulator.values()).copy() for bucket in self.buckets]
+        return [bucket.spread_shard(bucket.accumulator.values()).copy() for bucket in self.buckets]

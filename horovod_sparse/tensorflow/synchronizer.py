@@ -95,7 +95,7 @@ class GradientSynchronizer(VariablesTraining):
                 for part in self.parts:
                     part.roll_back_unapplied()
                 super().agree()
-                self._drift_checks.restart()
+                self._drift_checks.compare_next()
 
     @tf.autograph.experimental.do_not_convert
     def synchronize(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
@@ -273,15 +273,15 @@ class DriftChecks:
         check = self._checks.get(names)
         if check is None:
             check = DriftCheck(self._training.settings)
-            check.restart(self._training.step)
+            check.compare_next(self._training.step)
             self._checks[names] = check
         alone = self._training.size == 1 and not is_elastic()
         return None if alone or not check.every else check
 
-    def restart(self) -> None:
+    def compare_next(self) -> None:
         """Schedules the next comparisons; called after ranks have agreed on a step."""
         for check in self._checks.values():
-            check.restart(self._training.step)
+            check.compare_next(self._training.step)
 
     def compare_when_due(
         self, due: tf.Tensor, check: DriftCheck, variables: Sequence[Any], also_equal: Sequence[Any]
@@ -293,7 +293,7 @@ class DriftChecks:
 
         def compare(*arrays: np.ndarray) -> np.ndarray:
             entries = [ReplicatedArray(*one) for one in zip(named, arrays, strict=True)]
-            check_them = check.run(self._training.step - 1, entries)
+            check_them = check.compare(self._training.step - 1, entries)
             engine = self._training.engine
             try:
                 carry_out_together(

@@ -248,7 +248,7 @@ class TensorKernels(Kernels):
     def add(self, values: Tensor, where: Tensor, olds: Tensor, new: Tensor) -> None:
         self._bodies.add(values, where, torch.where(torch.isfinite(olds + new), new, 0.0))
 
-    def squares(self, values: Tensor) -> Tensor:
+    def sum_of_squares(self, values: Tensor) -> Tensor:
         return torch.linalg.vector_norm(values, dtype=torch.float64).square().view(1)
 
     def number(self, value: float) -> Tensor:
@@ -258,8 +258,8 @@ class TensorKernels(Kernels):
         return float(to_host(number)[0])
 
     def updated_norm(self, norm: Tensor, old: Tensor, new: Tensor | None = None) -> Tensor:
-        left = (norm - self.squares(old)).clamp_(min=0.0)
-        return left if new is None else left + self.squares(new)
+        left = (norm - self.sum_of_squares(old)).clamp_(min=0.0)
+        return left if new is None else left + self.sum_of_squares(new)
 
     def quantize(self, values: Tensor, code: Quantization, key: int, words: NDArray[np.int32]) -> Tensor:
         written, rest = plain_kernels.encode(values, code, key)

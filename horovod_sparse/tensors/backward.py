@@ -105,7 +105,7 @@ class GradientTraining(Training):
         if self.drift.every:
             parameters = {name: one for name, (_, one) in self.facts.items()}
             entries = layout.replicated_arrays(parameters, self.optimizer) if self.size > 1 else ()
-            self._carry_out(self.drift.run(self.step, entries))
+            self._carry_out(self.drift.compare(self.step, entries))
 
     def cancel_collectives(self, *, alike: bool) -> None:
         """Cancels a step's collectives in flight; `alike`: all ranks cancel it after the same rounds."""
@@ -182,7 +182,7 @@ class GradientTraining(Training):
         """Called before a step's first gradient: checks dtypes and devices, forgets the last step's error."""
         for part in self.parts:
             if any((one.dtype, one.device) != (part.kind, part.device) for one in part.given):
-                part.check_kinds()
+                part.check_dtypes_and_devices()
         self.under_way, self.is_synchronized, self.overflow, self.skipped = True, False, None, None
 
     def _start_part(self, part: GradientBucket, *, mark_cancelled: bool = False) -> None:

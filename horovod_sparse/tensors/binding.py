@@ -241,7 +241,7 @@ class Binding(Steps):
             self.ages.update(zip(part.names, ages, strict=True))
             leans = next((one[LEANS].tolist() for one in states if LEANS in one), (0.0, 0.0))
             names = RESIDUAL, self._rule.moment
-            filled = part.blank()
+            filled = part.zero_arrays()
             for name, into in zip(names, filled, strict=False):
                 for number, state in enumerate(states):
                     if name in state:

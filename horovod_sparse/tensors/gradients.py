@@ -217,7 +217,7 @@ class GradientBucket(ParameterBucket):
             name += " without " + ", ".join(self.names[number] for number in self.absent)
         self.task = driver.start(name, step)
 
-    def check_kinds(self) -> None:
+    def check_dtypes_and_devices(self) -> None:
         """Raises if a parameter's dtype or device is not its bucket's."""
         for name, one in zip(self.names, self.given, strict=True):
             if (one.dtype, one.device) != (self.kind, self.device):
@@ -228,7 +228,7 @@ class GradientBucket(ParameterBucket):
 
     def take_gradients(self) -> None:
         """Records the gradients to exchange, which must not change until the exchange is done."""
-        self.check_kinds()
+        self.check_dtypes_and_devices()
         gradients = [parameter.grad for parameter in self.given]
         self.absent = self.unused = [
             number

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from horovod_sparse.collectives import shared_lines
+from horovod_sparse.collectives import gather_values
 from horovod_sparse.errors import ArgumentError, StateMismatchError, UnsupportedError
 from horovod_sparse.plans import Plan, fixed_bytes
 from horovod_sparse.sparsifiers.dense import Dense
@@ -174,7 +174,7 @@ class LocalBinding(Steps):
         Training.agree(self)
         if self.size > 1:
             try:
-                self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
+                self._carry_out(self.drift.compare(self.step, self.replicated_arrays()))
             except BaseException:
                 self.step = before
                 raise
@@ -229,7 +229,7 @@ class LocalBinding(Steps):
 
     def _send_rank_facts(self, facts: Any, name: str) -> None:
         told = [self.step, facts.finishing, self._replaced, self._buffers.read().size]
-        facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
+        facts.task = self.starter.start(f"{name}.facts", gather_values(told))
         self._num_begun, self._replaced = self._num_begun + 1, False
 
     def _read_rank_facts(self, facts: Any) -> tuple[list[dict[float, list[int]]], bool]:
@@ -253,7 +253,7 @@ class LocalBinding(Steps):
     def _apply_exchanges(self, most_in_flight: int) -> bool:
         all_finishing = super()._apply_exchanges(most_in_flight)
         if self.step >= self.drift.next_step:
-            self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
+            self._carry_out(self.drift.compare(self.step, self.replicated_arrays()))
         return all_finishing
 
     @torch.no_grad()
@@ -315,7 +315,7 @@ class LocalBinding(Steps):
             part.restart(part.bucket.progress)
             part.moves.take_as_common()
         self.taken, self._replaced = 0, True
-        self.drift.restart(self.step)
+        self.drift.compare_next(self.step)
         self._remember_unexchanged()
 
     def state_dict(self) -> dict[str, Any]:

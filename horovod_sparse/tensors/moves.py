@@ -170,7 +170,7 @@ class StepBucket(ParameterBucket, StepPart):
         if self.now.matrices is None:
             return super().prepare_fold()
         for momentum, gradient in self._momenta_and_gradients():
-            self.now.matrices.advance(momentum, gradient)
+            self.now.matrices.update_momentum(momentum, gradient)
         if self.memory is not HOST:
             return torch.cat(list(self._flat_steps()))
         return GradientParts(list(map(host_view, self._flat_steps())))
@@ -220,7 +220,7 @@ class StepBucket(ParameterBucket, StepPart):
             for moment, before in self._young:
                 moment.copy_(before)
             for momentum, gradient in self._momenta_and_gradients() if self.now.matrices else ():
-                self.now.matrices.undo_advance(momentum, gradient)
+                self.now.matrices.undo_momentum(momentum, gradient)
         for number in self._counted:
             self.ages[self.names[number]] -= 1
         self._counted = []

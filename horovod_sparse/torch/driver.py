@@ -271,7 +271,7 @@ class HorovodDriver(Driver):
         self._connected_under, self.mpi, reasons = since, None, [own]
         if hvd.mpi_enabled():
             name = "horovod_sparse.transport"
-            reasons = carry_out_together(collectives.shared_lines(own), self.process_set, name)
+            reasons = carry_out_together(collectives.gather_values(own), self.process_set, name)
         told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if told:
             self.transport = f"Horovod's all-to-all ({own if set(reasons) == {own} else told[0]})"

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import __version__
-from horovod_sparse.collectives import AllGather, Synchronization, shared_lines
+from horovod_sparse.collectives import AllGather, Synchronization, gather_values
 from horovod_sparse.errors import DriftError, StateMismatchError
 from horovod_sparse.plans import ParameterFacts, Plan
 from horovod_sparse.training.collective_errors import listed
@@ -64,7 +64,7 @@ def compare(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ())
     Every rank calls it first: with different arguments, ranks would later wait for each other's collectives
     for ever, or add up unrelated elements.
     """
-    everyone = yield from shared_lines({**given, **describe_parameters(parameters)})
+    everyone = yield from gather_values({**given, **describe_parameters(parameters)})
     if differing := differences(everyone, "not given"):
         more = f"; so do {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         advice = " (what is trained, too)" if any(name.startswith(_TRAINED) for name in differing) else ""
@@ -109,7 +109,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     """Compares all ranks' steps, plans and states, and returns from where all continue."""
     plan = status.plan.to_dict()
     digest = _digest(json.dumps(plan, sort_keys=True).encode())
-    ranks = yield from shared_lines({**vars(status), "plan": digest})
+    ranks = yield from gather_values({**vars(status), "plan": digest})
 
     def by_rank(name: str) -> list[Any]:
         return [one[name] for one in ranks]
@@ -129,7 +129,7 @@ def agreed_status(status: RankStatus) -> Synchronization[AgreedStatus]:
     agreed = AgreedStatus(bool(reason), furthest, status.plan, reason, ranks[0]["label"])
     if not reason:
         return replace(agreed, has_foreign_shards=any(by_rank("has_foreign_shards")))
-    plans = yield from shared_lines(plan)
+    plans = yield from gather_values(plan)
     return replace(agreed, plan=Plan.from_dict(plans[steps.index(furthest)]), has_foreign_shards=True)
 
 
@@ -163,7 +163,7 @@ def describe_parameters(parameters: Sequence[ParameterFacts]) -> dict[str, str]:
 def plan_of_first_rank(plan: Plan, parameters: Sequence[ParameterFacts]) -> Synchronization[Plan]:
     """Returns rank 0's plan on all ranks; raises if ranks have different parameters."""
     yield from compare({}, parameters)
-    return Plan.from_dict((yield from shared_lines(plan.to_dict()))[0])
+    return Plan.from_dict((yield from gather_values(plan.to_dict()))[0])
 
 
 #: how often each name was taken, counted at the first communication, which all ranks have in common: a rank
@@ -188,7 +188,7 @@ def common_names(
 ) -> Synchronization[tuple[str, dict[str, str]]]:
     """Returns rank 0's label, and a mapping of this rank's parameter names to rank 0's."""
     own = [(item.name, item.num_elements, item.dtype) for item in parameters]
-    everyone = yield from shared_lines([label, own])
+    everyone = yield from gather_values([label, own])
     common_label, first = everyone[0]
     names = [name for name, *_ in own]
     theirs = [name for name, *_ in first]
@@ -252,9 +252,9 @@ class DriftCheck:
         self.every = settings.check_every or 0
         #: the step after which all ranks compare; inf for never
         self.next_step = math.inf
-        self.restart(0)
+        self.compare_next(0)
 
-    def restart(self, step: int) -> None:
+    def compare_next(self, step: int) -> None:
         """Makes ranks compare their models after the next step, for example after a load."""
         self.next_step = step + 1 if self.every else math.inf
 
@@ -262,7 +262,7 @@ class DriftCheck:
         """Schedules the next comparison of models, by the step alone, so all ranks compare together."""
         self.next_step = (step // self.every + 1) * self.every if self.every else math.inf
 
-    def run(self, step: int, entries: Sequence[Replicated]) -> Synchronization[None]:
+    def compare(self, step: int, entries: Sequence[Replicated]) -> Synchronization[None]:
         self.schedule_next(step)
         if differing := (yield from differing_arrays(entries)):
             more = f"; {len(differing)} differ: {listed(list(differing))}" if len(differing) > 1 else ""
@@ -277,7 +277,7 @@ def differing_arrays(entries: Sequence[Replicated]) -> Synchronization[dict[str,
     gathered = np.array((yield AllGather(own))).reshape(-1, own.size)
     if (gathered == gathered[0]).all():
         return {}
-    return differences((yield from shared_lines(digests)), "nothing")
+    return differences((yield from gather_values(digests)), "nothing")
 
 
 def _digest(*parts: Any) -> str:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod_sparse import checks
-from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.collectives import Synchronization, gather_values
 from horovod_sparse.errors import ArgumentError, CheckpointError, HorovodSparseError, StateMismatchError
 from horovod_sparse.training.agreement import compare
 from horovod_sparse.training.collective_errors import raise_together
@@ -72,7 +72,7 @@ def save_together(
         return (root := root_of(directory)), _was_saved_by_others(root, owner, world_rank), entry()
 
     root, foreign, made = yield from call_on_all(prepare, f"save to {directory}")
-    ranks, strangers = zip(*(yield from shared_lines([world_rank, foreign])), strict=True)
+    ranks, strangers = zip(*(yield from gather_values([world_rank, foreign])), strict=True)
     if all(strangers):
         raise CheckpointError(f"{root} holds checkpoints of other ranks than {list(ranks)}. {ONE_EACH}")
     equal = json.dumps([made["recipe"], made["plan"], sorted(made.get("training", ()))], sort_keys=True)
@@ -103,7 +103,7 @@ def load_together(
 def has_checkpoint(directory: str | os.PathLike[str]) -> Synchronization[bool]:
     """True on all ranks if any rank sees a complete checkpoint."""
     found = yield from call_on_all(lambda: complete_checkpoints(root_of(directory)), f"look into {directory}")
-    return any((yield from shared_lines(bool(found))))
+    return any((yield from gather_values(bool(found))))
 
 
 def _was_saved_by_others(root: Path, owner: Any, world_rank: int) -> bool:
@@ -142,7 +142,7 @@ def write_checkpoint(
         return root, attempt + (step <= last)  # the training went back
 
     root, attempt = yield from call_on_all(begin, "make the directory")
-    everyone = yield from shared_lines([step, digest, attempt, uuid.uuid4().hex])
+    everyone = yield from gather_values([step, digest, attempt, uuid.uuid4().hex])
     steps, digests, attempts, tokens = zip(*everyone, strict=True)
     if len(set(steps)) > 1 or len(set(digests)) > 1:
         raise StateMismatchError(
@@ -193,7 +193,7 @@ def read_checkpoint(
     """Reads this rank's entry of a checkpoint (the newest); joins entries saved by more or fewer ranks."""
     found = yield from call_on_all(lambda: read_manifests(root_of(directory)), f"look into {directory}")
     root = root_of(directory)
-    everyone = yield from shared_lines(
+    everyone = yield from gather_values(
         {name: [manifest.get("save"), fault] for name, (manifest, fault) in found.items()}
     )
     name = _choose_newest(everyone, step, root)

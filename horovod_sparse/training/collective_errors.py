@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from horovod_sparse import errors
-from horovod_sparse.collectives import AllReduce, Synchronization, shared_lines
+from horovod_sparse.collectives import AllReduce, Synchronization, gather_values
 from horovod_sparse.errors import EditedGradientError, HorovodSparseError, NonFiniteGradientError
 from horovod_sparse.telemetry import Telemetry
 from horovod_sparse.training.deadline import Store, launcher_store, set_horovod_stall_limit
@@ -38,7 +38,7 @@ _TEXT_ALONE = ("CheckpointError", "ProfileMismatchError", "StateMismatchError", 
 
 def raise_together(failure: Exception | None) -> Synchronization[None]:
     """Raises on every rank if one has a `failure`, else returns; all ranks run it, by one collective."""
-    everyone = yield from shared_lines(None if failure is None else [type(failure).__name__, str(failure)])
+    everyone = yield from gather_values(None if failure is None else [type(failure).__name__, str(failure)])
     if failure is not None:
         raise failure
     for rank, told in enumerate(everyone):
@@ -69,7 +69,7 @@ def worst_of_all(failure: BaseException | None) -> Synchronization[BaseException
         placed = (NonFiniteGradientError, EditedGradientError)
         place = [failure.bucket, list(failure.where.items())] if isinstance(failure, placed) else None
         told = [type(failure).__name__, str(failure), place]
-    everyone = yield from shared_lines(told)
+    everyone = yield from gather_values(told)
     failures = [error_of_rank(rank, *one) for rank, one in enumerate(everyone) if one is not None]
     found = worst(failures)
     return failure if type(failure) is type(found) else found

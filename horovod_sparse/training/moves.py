@@ -333,7 +333,7 @@ class StepPart(BucketPart):
         """Returns the gradients in a form that the accumulator can fold."""
         return self.parameters.fold_input(self.gradients, self.now.weights)
 
-    def add_to(self, residuals: dict[str, Any], moved: Sequence[tuple[Indices, Values]]) -> None:
+    def add_moves_to(self, residuals: dict[str, Any], moved: Sequence[tuple[Indices, Values]]) -> None:
         """Adds moves to this part's entries of `residuals`, {parameter: array}; called when saving."""
         info = self.bucket.info
         total = np.zeros(info.num_elements, info.value_dtype)

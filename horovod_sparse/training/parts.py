@@ -157,14 +157,14 @@ class BucketPart:
             shard = memory(shard_of(info, topology), recipe)
             self.bucket = TwoLevelBucket(info, recipe, shard, members, topology, **summing)
 
-    def blank(self) -> list[np.ndarray]:
+    def zero_arrays(self) -> list[np.ndarray]:
         """Returns arrays of n zeros: one for the residual, and one for each companion."""
         count, info = 1 + self.bucket.recipe.feedback.num_companions, self.bucket.whole
         return [np.zeros(info.num_elements, info.value_dtype) for _ in range(count)]
 
     def restart(self, progress: Progress | None = None) -> None:
         """Sets residual and companions to 0, and resets the sparsifier's state to the step of `progress`."""
-        self.bucket.load(self.blank())
+        self.bucket.load(self.zero_arrays())
         self.bucket.restart(progress)
 
     def abandon(self, *, drop: bool = False) -> None:
@@ -245,7 +245,7 @@ def _arrays_of_part(
     part: BucketPart, arrays: Sequence[Mapping[str, Any]], progress: Mapping[str, Progress]
 ) -> list[np.ndarray]:
     """Returns a part's residual and companions, [n] each, from dicts by parameter."""
-    filled = part.blank()
+    filled = part.zero_arrays()
     for by_name, into in zip(arrays, filled, strict=False):
         for number, (name, span) in enumerate(zip(part.names, part.spans, strict=True)):
             if name in by_name:
@@ -278,13 +278,13 @@ def progress_of(names: Iterable[str], known: Mapping[str, Progress]) -> Progress
     return dataclasses.replace(found[0] if found else Progress(), step=step, since=step - age)
 
 
-def resumed(own: Progress, step: int) -> Progress:
+def progress_after_agreement(own: Progress, step: int) -> Progress:
     """Returns a bucket's progress after an agreement: at the step from which all ranks continue.
 
     Companions hold this rank's gradients, and keep their age: those of a new worker have age 0.
 
     Example:
-        >>> [resumed(own, 7).age for own in (Progress(), Progress(5))]
+        >>> [progress_after_agreement(own, 7).age for own in (Progress(), Progress(5))]
         [0, 5]
     """
     return dataclasses.replace(own, step=step, since=step - own.age, leans=(0.0, 0.0))

@@ -196,7 +196,7 @@ def load_entry(training: Any, entry: Mapping[str, Any], factor: float) -> None:
         _log.warning(words, "; ".join(changed) or "other buckets or hosts")
 
 
-def share_factor(old_rank: int, old_size: int, size: int) -> float:
+def residual_factor(old_rank: int, old_size: int, size: int) -> float:
     """Returns by what an old rank's residual is multiplied at a new number of ranks, so that the mean stays.
 
     Of P old ranks and Q new ones, old rank o belongs to new rank o mod Q if Q < P, and to all new ranks
@@ -236,7 +236,7 @@ def joined(entries: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[s
     old_size = entries[0]["size"]
     if old_size == size:
         return dict(entries[0])
-    shares = [(entry, share_factor(entry["rank"], old_size, size)) for entry in entries]
+    shares = [(entry, residual_factor(entry["rank"], old_size, size)) for entry in entries]
     adds_up = FEEDBACKS.get(entries[0]["feedback"], Feedback).adds_up
     averaged = shares if adds_up else [(entry, 1.0 / len(entries)) for entry in entries]
     passes = {}

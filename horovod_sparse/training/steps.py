@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse import errors
-from horovod_sparse.collectives import shared_lines
+from horovod_sparse.collectives import gather_values
 from horovod_sparse.feedback import Recipe
 from horovod_sparse.plans import Plan
 from horovod_sparse.telemetry import BucketReport
@@ -111,7 +111,7 @@ class Steps(Training):
     def _check_drift_when_due(self) -> None:
         if self.step >= self.drift.next_step:
             with self.common():
-                self._carry_out(self.drift.run(self.step, self.replicated_arrays()))
+                self._carry_out(self.drift.compare(self.step, self.replicated_arrays()))
 
     def replicated_arrays(self) -> Sequence[Any]:
         """Returns the arrays that have to be equal on all ranks, which a drift check compares."""
@@ -122,7 +122,7 @@ class Steps(Training):
         # exchanges applied and in flight: if one rank alone has cancelled one, its number differs
         number = self.step + len(self._in_flight)
         told = number, facts.bad, facts.finishing, hex(facts.present), facts.shrink, facts.projections
-        facts.task = self.starter.start(f"{name}.facts", shared_lines(told))
+        facts.task = self.starter.start(f"{name}.facts", gather_values(told))
         if self._averaged is not None:
             own = self._averaged.read() if facts.averaged is None else facts.averaged[0]
             if own.size:
@@ -276,7 +276,7 @@ class Steps(Training):
         if self.hidden is not None:
             saved = super().save(**more)
             for part, moved in zip(self.parts, self.hidden, strict=True):
-                part.add_to(saved["residuals"], moved)
+                part.add_moves_to(saved["residuals"], moved)
             return saved
         if self._to_resume is not None:
             more["passes"] = self._to_resume
@@ -302,7 +302,7 @@ class Steps(Training):
                     f"by that one, not by {self.plan}, or save after finish()"
                 )
             if entry["size"] != self.size:
-                passes = {**passes, "shares": [[self.share_of(entry), passes["moves"]]]}
+                passes = {**passes, "shares": [[self.factor_for(entry), passes["moves"]]]}
         self.roll_back()
         super().load(entry)
         self._to_resume = passes

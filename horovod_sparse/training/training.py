@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_sparse.collectives import Synchronization, shared_lines
+from horovod_sparse.collectives import Synchronization, gather_values
 from horovod_sparse.errors import StateMismatchError
 from horovod_sparse.feedback import Progress, Recipe
 from horovod_sparse.plans import ParameterFacts, Plan, fixed_bytes
@@ -24,12 +24,12 @@ from horovod_sparse.training.parts import (
     assign_residuals,
     dense_groups,
     gather_shards,
+    progress_after_agreement,
     rescaled,
     residuals_by_parameter,
-    resumed,
 )
 from horovod_sparse.training.settings import Settings
-from horovod_sparse.training.state import check_shapes, load_entry, saved_entry, share_factor, topology_of
+from horovod_sparse.training.state import check_shapes, load_entry, residual_factor, saved_entry, topology_of
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -223,7 +223,7 @@ class Training:
             self._carry_out(gather_shards(self.parts, *self.residuals_and_progress()))
         self._whole_residuals, self._agreed_under = None, under
         self.engine.begin(self)
-        self.drift.restart(self.step)
+        self.drift.compare_next(self.step)
 
     def _carry_out(self, coroutine: Synchronization[Any]) -> Any:
         return self.engine.carry_out(coroutine, self.topology)
@@ -238,7 +238,7 @@ class Training:
         yield from self._compare_plans()
         if self.settings.levels == "host":
             before, position = self.topology, own_position(self.engine.placement())
-            self.topology = Topology.of((yield from shared_lines(position))) if self.size > 1 else None
+            self.topology = Topology.of((yield from gather_values(position))) if self.size > 1 else None
             # a rank whose number has changed has parts for its old number: then all ranks reset their states
             if self.topology != before and self.made_for == self.rank_and_size:
                 self.replan(self.plan)
@@ -263,7 +263,7 @@ class Training:
             words = "sparsifier states are reset at step %d, residuals are kept: %s"
             _log.warning(words, start.step, start.reason)
         arrays, known = self.residuals_and_progress()
-        progress = {name: resumed(one, start.step) for name, one in known.items()}
+        progress = {name: progress_after_agreement(one, start.step) for name, one in known.items()}
         self.build(start.plan)
         self.load_residuals(rescaled(arrays, self.size / old_size, self.recipe.feedback), progress)
 
@@ -298,14 +298,14 @@ class Training:
             return
         if not set(Plan.from_dict(entry["plan"]).names()) <= set(self.facts):
             self.join_new_parameters()
-        load_entry(self, entry, self.share_of(entry))
+        load_entry(self, entry, self.factor_for(entry))
 
-    def share_of(self, entry: Mapping[str, Any]) -> float:
+    def factor_for(self, entry: Mapping[str, Any]) -> float:
         """Returns by what residuals of a loaded entry are multiplied at the present number of ranks."""
         # in elastic training a worker reloads its own entry, whatever the number of ranks was then
         if entry["size"] in self.sizes:
             return self.size / int(entry["size"])
-        return share_factor(entry["rank"], entry["size"], self.size)
+        return residual_factor(entry["rank"], entry["size"], self.size)
 
 
 def _advice_if_compiled(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.collectives import shared_lines
+from horovod_sparse.collectives import gather_values
 from horovod_sparse.errors import ArgumentError, UnsupportedError
 from horovod_sparse.feedback import RULES, Progress, Recipe
 from horovod_sparse.feedback.rules import with_rule
@@ -158,7 +158,7 @@ class KerasOwnSteps(Steps):
         self.ensure_parts()
         self.agree()  # agreeing may replace the parts
         if scaled:
-            bad = shared_lines(any(not np.isfinite(one).all() for one in gradients.values()))
+            bad = gather_values(any(not np.isfinite(one).all() for one in gradients.values()))
             given = self.process_set, f"{self.label}.finite"
             if any(carry_out_together(bad, *given, watch=self.engine.watch)):
                 return [np.bool_(True), *values]

@@ -12,7 +12,7 @@ from horovod_sparse.simulation import SimulatedCluster
 from horovod_sparse.sparsifiers.topk import TopK
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
-from horovod_sparse.training.parts import progress_of, resumed
+from horovod_sparse.training.parts import progress_after_agreement, progress_of
 from horovod_sparse.training.state import redistributed
 from support.cases import REPRESENTATIVES, Case, case_id
 from support.gradients import DTYPES, as_gradient, gaussian, wide
@@ -102,7 +102,7 @@ def test_steps_are_as_long_as_of_the_whole_batch(shared: float) -> None:
     (bucket, *_), known = cluster.buckets, cluster.buckets[0].progress
     assert known.leans[1] < 1.3 * before[1], "one bad batch does not rule"
     assert from_plain(Progress(), to_plain(known)) == known
-    assert resumed(known, count + 1).leans == (0.0, 0.0)
+    assert progress_after_agreement(known, count + 1).leans == (0.0, 0.0)
     for value in (1.0, np.nan):
         gradients[0, 3, 5] = value
         cluster.synchronize(list(gradients[0].copy()), 0.1, keep_errors=True)
@@ -154,8 +154,8 @@ def test_where_other_ranks_share_hosts_moments_start_anew() -> None:
 def test_a_moment_is_as_old_as_the_steps_that_it_is_made_of() -> None:
     """Zeros that passed for a moment of many steps would make steps of 1 / sqrt(1 - beta2) times the rate."""
     old, young = Progress(1000), Progress(1000, since=990)
-    worker = resumed(Progress(), 1000)
+    worker = progress_after_agreement(Progress(), 1000)
     assert (worker.step, worker.age) == (1000, 0)
-    assert resumed(Progress(7), 1000).age == 7
+    assert progress_after_agreement(Progress(7), 1000).age == 7
     assert progress_of(["a", "b"], {"a": old, "b": young}).age == 10
     assert progress_of(["c"], {"a": old}).age == 0

@@ -14,7 +14,7 @@ from horovod_sparse.sparsifiers import BucketInfo
 from horovod_sparse.sparsifiers.micro import MiCRO
 from horovod_sparse.topology import Topology
 from horovod_sparse.training.encoding import from_plain, to_plain
-from horovod_sparse.training.parts import resumed
+from horovod_sparse.training.parts import progress_after_agreement
 from horovod_sparse.training.state import redistributed
 from support import laws
 from support.cases import CASES, Case, case_id
@@ -146,7 +146,7 @@ def test_states_that_start_anew_in_the_middle_agree_and_lose_nothing(case: Case,
         for mine, theirs in zip(fresh.accumulator.companions, old.accumulator.companions, strict=True):
             mine[:] = 0.0 if rank == 1 else theirs
         own = replace(old.progress, step=0 if rank == 1 else old.progress.step)
-        fresh.restart(resumed(own, old.progress.step))
+        fresh.restart(progress_after_agreement(own, old.progress.step))
     residuals = [residual for rank, residual in enumerate(before.cluster.residuals()) if rank != 1]
     held = np.sum(residuals, axis=0, dtype=np.float64)
     history = run(case.recipe, scenario, random_gradients(scenario, dyadic, seed=2), cluster=cluster)

@@ -27,7 +27,7 @@ def members(num_elements: int) -> dict[str, tuple[int, int]]:
     return {"conv.weight": (0, 40), "conv.bias": (40, 50), "head.weight": (50, num_elements)}
 
 
-def member_at(position: int) -> str:
+def parameter_at(position: int) -> str:
     return next(name for name, (start, stop) in members(1000).items() if start <= position < stop)
 
 
@@ -54,7 +54,7 @@ def test_every_rank_names_the_parameter_that_is_not_finite(case: Case, dtype: st
         gradients[_SICK_STEP, rank, positions] = value
     history = run_with_members(case, scenario, gradients)
 
-    wanted = {rank: member_at(min(positions)) for rank, positions in sick.items()}
+    wanted = {rank: parameter_at(min(positions)) for rank, positions in sick.items()}
     for result in history.steps[_SICK_STEP].results:
         assert isinstance(result, NonFiniteGradientError)
         assert result.where == wanted
@@ -159,7 +159,7 @@ def test_every_rank_of_every_host_names_the_parameter_that_is_not_finite(case: C
     history = run_with_members(case, scenario, gradients)
     for result in history.steps[_SICK_STEP].results:
         assert isinstance(result, NonFiniteGradientError)
-        assert result.where == dict.fromkeys((2, 3), member_at(position)), (
+        assert result.where == dict.fromkeys((2, 3), parameter_at(position)), (
             "the ranks of the host whose sum is not finite"
         )
         assert "one of ranks 2, 3 of a host: " in str(result), "which of them nobody has seen"

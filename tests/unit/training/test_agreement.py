@@ -131,7 +131,7 @@ def entries_of(held: dict[str, np.ndarray]) -> list[ReplicatedArray]:
 
 
 def checked(everyone: list[dict[str, np.ndarray]]) -> list[Any]:
-    runs = [DriftCheck(Settings(check_every=10)).run(20, entries_of(held)) for held in everyone]
+    runs = [DriftCheck(Settings(check_every=10)).compare(20, entries_of(held)) for held in everyone]
     return run_lockstep(runs, keep_errors=True)
 
 
@@ -165,7 +165,7 @@ def test_ranks_that_join_later_compare_after_the_same_steps() -> None:
     survivor, newcomer = (DriftCheck(Settings(check_every=10)) for _ in range(2))
     survivor.schedule_next(10)  # compared
     for check in (survivor, newcomer):
-        check.restart(17)  # Horovod has started again
+        check.compare_next(17)  # Horovod has started again
         assert check.next_step == 18  # after the first step of these ranks
         check.schedule_next(18)
         assert check.next_step == 20

@@ -69,8 +69,8 @@ def test_residuals_survive_another_plan_and_another_number_of_ranks(how: Recipe)
     entries[0]["buckets"][0]["leans"] = alike = 0.5, 1.0
     same_size, alone, fresh = (ArrayEngine(how, TWO, (0, size)) for size in (2, 1, 1))
     state.load_entry(same_size, entries[0], 1.0)
-    state.load_entry(alone, entries[0], state.share_factor(0, 2, 1))
-    state.load_entry(fresh, state.redistributed(entries, 0, 1), state.share_factor(0, 1, 1))
+    state.load_entry(alone, entries[0], state.residual_factor(0, 2, 1))
+    state.load_entry(fresh, state.redistributed(entries, 0, 1), state.residual_factor(0, 1, 1))
     leans = [engine.sparse[0].bucket.progress.leans for engine in (same_size, alone, fresh)]
     assert leans == [alike, (0.0, 0.0), (0.0, 0.0)], "ranks are as alike as they were, but no other number"
     kept = state.saved_entry(fresh)
