@@ -78,7 +78,7 @@ class Plan:
         object.__setattr__(self, "dense", tuple(self.dense))
         twice = sorted(name for name, count in Counter(self.names()).items() if count > 1)
         if twice:
-            raise ArgumentError("plan", twice, "every parameter once")
+            raise ArgumentError("plan", twice, "each parameter once: these are in it twice")
         if not all(self.buckets):
             raise ArgumentError("plan", self.buckets, "buckets of at least one parameter")
 

@@ -181,8 +181,7 @@ def raise_within_join(model: Any, *_: Any) -> None:
 def raise_if_hooked(model: DistributedDataParallel) -> None:
     """Raises if another communication hook synchronizes the model's gradients."""
     if model._comm_hooks:
-        words = "the model has a communication hook, which synchronizes gradients: give one without"
-        raise UnsupportedError(words)
+        raise UnsupportedError("the model has a communication hook, which synchronizes, too: leave it out")
 
 
 def stop_synchronizing(wrappers: Sequence[DistributedDataParallel]) -> contextlib.ExitStack:

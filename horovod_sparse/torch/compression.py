@@ -44,8 +44,9 @@ class SparseCompressor(hvd.compression.Compressor):
         if dtype_name(tensor) is None or tensor.layout != torch.strided:
             return tensor, None
         if tensor.requires_grad and torch.is_grad_enabled():
-            words = "a sparsified tensor has no gradient, and this one requires one: give tensor.detach()"
-            raise UnsupportedError(words)
+            raise UnsupportedError(
+                "sparsified tensors have no gradient, this needs one: give tensor.detach()"
+            )
         self._num_compressed += 1
         array = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy()
         kept = common.keep_selected(self.recipe, array, self._num_compressed)

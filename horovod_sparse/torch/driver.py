@@ -239,8 +239,7 @@ class HorovodDriver(Driver):
         """Starts a collective within a host or a column as messages, since process sets slow every cycle."""
         rank = self.process_set.rank()
         if self._topology is None:
-            what = f"{name}: a request of level {request.level!r} needs a topology"
-            raise errors.CollectiveMismatchError(what)
+            raise errors.CollectiveMismatchError(f"{name}: level {request.level!r} needs a topology")
         ranks = self._topology.group(request.level, rank)
         if isinstance(request, collectives.ReduceScatter) and len(ranks) > 1 and list(ranks) == sorted(ranks):
             return _start_reduce_scatter(request, name, self.process_set, ranks)

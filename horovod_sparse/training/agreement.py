@@ -68,8 +68,8 @@ def compare(given: Mapping[str, str], parameters: Sequence[ParameterFacts] = ())
     if differing := differences(everyone, "not given"):
         more = f"; so do {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         advice = " (what is trained, too)" if any(name.startswith(_TRAINED) for name in differing) else ""
-        told = "; ".join([*differing.values()][:_SHOWN])
-        raise StateMismatchError(f"{told}{more}; give all ranks the same{advice}")
+        first = "; ".join([*differing.values()][:_SHOWN])
+        raise StateMismatchError(f"{first}{more}; give all ranks the same{advice}")
 
 
 @dataclass(frozen=True)
